@@ -6,15 +6,26 @@ The mover catches them in one place and turns them into an `Outcome`. Errors in 
 
 import re
 from collections.abc import Iterable
-from inspect import isfunction, signature
+from functools import cached_property
+from inspect import getattr_static, isfunction, signature
 from shlex import quote
 from typing import Any
 
 DETAIL_CHARACTERS = 500
 """A longer text of an error is cut."""
 
-_LOGIN = re.compile(r"://[^/\s]*@")
-"""A user name and password in a URL, in the text of another package's error."""
+_LOGIN = re.compile(r"\A(?:[^/\s:@]*:.*@|[^/\s]*@)", re.DOTALL)
+"""A user name and password behind the ``://`` of a URL, in the text of another package's error."""
+
+# Each search ends after a bounded number of characters or consumes what it has read: time grows with the text only.
+_SECRET = re.compile(
+    r"((?:passw(?:or)?d|passphrase|(?<![a-z])pass|secret(?:_?access)?(?:_?key)?)['\"]? ?[=:])(?! ?\(hidden\)).*"
+    r"|((?:pass|secret|token|credential|auth|api.?key)[A-Za-z_-]{0,20}['\"]? ?"
+    r"(?:= ?|: ?(?:(?:basic|bearer) +|(?=['\"]|\S{5,64}?[\d+=~])))|(?:basic|bearer) +(?=\S{5,64}?[\d+=~]))"
+    r"(?:\"[^\"]*\"|'[^']*'|\S+)",
+    re.DOTALL | re.IGNORECASE,
+)
+"""All after ``password=``, and a value after ``token=``. After ``token:`` a reason may follow: it is in plain words."""
 
 
 def other_version(found: int, known: int) -> str:
@@ -45,9 +56,11 @@ class KvError(Exception):
 
 
 def described(error: BaseException) -> str:
-    """The text of an error for people, with its type unless it is kvtier's own; cut, and without a URL's login."""
+    """The text of an error for people, with its type unless it is kvtier's; cut, and without what may be a secret."""
     text = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
-    return _LOGIN.sub("://(hidden)@", text)[:DETAIL_CHARACTERS]
+    head, *urls = text.split("://")
+    text = "://".join([head, *(_LOGIN.sub("(hidden)@", url) for url in urls)])
+    return _SECRET.sub(r"\1\2(hidden)", text)[:DETAIL_CHARACTERS]
 
 
 class ConfigError(KvError):
@@ -122,7 +135,8 @@ class CorruptChunkError(KvError):
 def check_interface(made: object, interface: type, subject: str) -> None:
     """Refuse an extension that cannot be used as `interface`, such as one for an older release of kvtier.
 
-    It must have each public member of the interface, and its methods must take the same arguments.
+    It must have each public member of the interface, and its methods must take the same arguments. No property runs:
+    it may need what the extension does not have yet.
 
     Args:
         made: the extension.
@@ -144,8 +158,9 @@ def check_interface(made: object, interface: type, subject: str) -> None:
         wanted = getattr(interface, name, None)
         given = [*signature(wanted).parameters.values()][1:] if isfunction(wanted) else []
         named = [it.name for it in given if it.kind is it.KEYWORD_ONLY]
-        if not hasattr(made, name) or (
-            isfunction(wanted) and not takes(getattr(made, name), len(given) - len(named), named)
+        if not isinstance(getattr_static(made, name, None), property | cached_property) and (
+            not hasattr(made, name)
+            or (isfunction(wanted) and not takes(getattr(made, name), len(given) - len(named), named))
         ):
             lost.append(f"{name}({', '.join(it.name for it in given)})" if isfunction(wanted) else name)
     if lost:

@@ -507,6 +507,19 @@ def test_what_a_recall_misses_is_read_again_and_holds_up_nothing_else(answer, ch
     session.close()
 
 
+@pytest.mark.parametrize("is_revoked", [True, False])
+def test_a_key_that_is_revoked_while_a_recall_waits_opens_nothing_more(is_revoked, monkeypatch):
+    monkeypatch.setattr(recall, "PAUSES_S", (0.02,) * 50 if is_revoked else (0.05,) * 600)
+    tier, prefix, texts, session = missing(None, 1)
+    wait_until(lambda: len(texts.got) == 1, "what comes before", WAIT_S)
+    if is_revoked:
+        monkeypatch.setattr(KEYS, "keyring", Keyring([]))
+    tier.shown.set()
+    wait_until(lambda: over(session._recalls), "the recall ends", WAIT_S)
+    assert len(texts.got) == (1 if is_revoked else len(prefix.keys))
+    session.close()
+
+
 def test_a_parent_that_never_comes_ends_no_later_than_the_pauses(monkeypatch):
     monkeypatch.setattr(recall, "PAUSES_S", (0.01, 0.01))
     _, _, texts, session = missing(None, 1)

@@ -8,7 +8,8 @@ were recorded again when their searches no longer changed a tier's hit rate. All
 estimate of their pauses, when loads no longer waited for a tier whose reads have stopped, and when seeds no longer drew
 a number of ranks, which the core does not see. Object stores came last. All but these were recorded again when a
 waiting request asked for what has left host memory since its first lookup. Hints that retain, lower and prefetch came
-later, in runs of their own, which were recorded again when an object that several hints retain counted for the newest.
+later, in runs of their own, which were recorded again when an object that several hints retain counted for the newest,
+and when the end of the highest priority alone counted.
 
 All were recorded again when an object whose read failed was left alone in that tier: only runs in which a read failed
 or was late have changed.

@@ -2,7 +2,9 @@
 
 import re
 import sys
+from abc import abstractmethod
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from kvtier.policy.registry import EVICTORS, make_evictor
 from kvtier.runtime.open import open_session
 from kvtier.tier import registry as tiers
 from kvtier.tier.base import Tier
+from kvtier.tier.store_view import StoreView
 
 SHELF = (Path(__file__).parents[1] / "shelf_tier.py").read_text()
 
@@ -170,3 +173,66 @@ def test_our_own_parts_have_their_interfaces():
     check_interface(Engine(8).copier(), Copier, "copier")
     for tier in (MemoryTier("memory", capacity_bytes=1 << 20), GatedTier()):
         check_interface(tier, Tier, tier.name)
+
+
+class Named:
+    """A base class of another package, which takes arguments where Python creates its objects."""
+
+    def __new__(cls, name, **_more):
+        made = super().__new__(cls)
+        made.label = name
+        return made
+
+
+def test_a_tier_may_have_bases_that_take_arguments():
+    class Mixed(MemoryTier, Named):
+        pass
+
+    assert Mixed("memory", capacity_bytes=1 << 20).label == "memory"
+    with pytest.raises(ConfigError, match=r"Lacking is for another release of kvtier: .* needs scan"):
+        type("Lacking", (Mixed,), {"scan": abstractmethod(lambda _self: None)})("memory", capacity_bytes=1 << 20)
+
+
+class Waiting(MemoryTier):
+    """It cannot say yet what the property says."""
+
+    @property
+    def takes_batches(self):
+        raise RuntimeError("not connected")
+
+    @property
+    def delete(self):
+        raise RuntimeError("not connected")
+
+
+class Forwarding:
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+def test_the_check_runs_no_property_and_finds_what_is_forwarded():
+    tier = MemoryTier(capacity_bytes=1 << 20)
+    for made in (Waiting(capacity_bytes=1 << 20), Forwarding(tier)):
+        check_interface(made, Tier, "a tier")
+    with pytest.raises(ConfigError, match=r"needs close\(\), contains"):
+        check_interface(Forwarding(Engine(8).copier()), Tier, "a tier")
+
+
+@pytest.mark.parametrize("kind", ["view_at", "inspect"])
+def test_the_view_of_a_store_may_be_a_tuple(start, kind):
+    """A kind makes one view where `kvtier inspect` names a directory, and else one for each rank."""
+    names = [name for name in dir(StoreView) if not name.startswith("_")]
+    view = type("View", (tuple,), dict.fromkeys(names, lambda *_, **__: None))(("a", "b"))
+    start(SHELF)
+    shelf = tiers._loaded(next(iter(tiers._outside_points()["shelf"])), "")
+    assert shelf.inspect is None
+    point = EntryPoint("shelf", "outside:CHANGED", "kvtier.tiers")
+    made = view if kind == "view_at" else [view]
+    sys.modules["outside"].CHANGED = replace(shelf, **{kind: lambda _place: made})
+    assert getattr(tiers._loaded(point, ""), kind)("place") == made
+    sys.modules["outside"].CHANGED = replace(shelf, **{kind: lambda _place: ("a", "b")})
+    with pytest.raises(ConfigError, match="StoreView needs"):
+        getattr(tiers._loaded(point, ""), kind)("place")

@@ -211,9 +211,9 @@ def test_the_planner_and_a_cut_load_are_named(start: Start, tmp_path: Path, at: 
     assert {"cut", "planner"} <= seen, [why(at, f"r{number}") for number in range(1, 6)]
 
 
-def test_changed_weights_and_a_missing_key_are_named(start: Start, checkpoints: Path, tmp_path: Path, at: Path) -> None:
+def test_changed_weights_and_a_missing_key_are_named(start: Start, other: Path, tmp_path: Path, at: Path) -> None:
     engine = start("llama", connector(tmp_path / "kv", control__socket=str(at)))
-    engine.do("changes:reload", str(checkpoints / "llama"))
+    engine.do("changes:write_directly", str(other))
     engine.ask(LONG)
     assert codes(at, "r0") == ["not_cached"]
     assert "weights have changed" in ask(at, "health", {})["problem"]

@@ -102,6 +102,7 @@ class StoreConfig(SettingsSection):
         "",
         FormedText(form="a program and its arguments, quoted as in a shell", is_formed=shlex.split, is_hidden=True),
         "Program that writes keys of sealed frames, run every minute without a shell; empty: none.",
+        is_private=True,
     )
     keys: PrivateText = setting(
         PrivateText(), HiddenKeys(), "The keys themselves. Prefer a file, a command or the environment to a flag."

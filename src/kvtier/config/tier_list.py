@@ -31,7 +31,7 @@ HOST = "host"
 """The word for host memory in a text. It is no kind, and no tier of the list."""
 
 _SPEC = re.compile(
-    r"(?:(?P<name>[^=:?/%]*)=)?(?P<kind>[^=:?/%,]+)(?::(?P<where>[^?]*))?(?:\?(?P<query>.*))?", re.DOTALL
+    r"(?:(?P<name>[^=:?/%@&]*)=)?(?P<kind>[^=:?/%,@&]+)(?::(?P<where>[^?]*))?(?:\?(?P<query>.*))?", re.DOTALL
 )
 _NOT_ENCODED = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _SIZE = re.compile(r"[0-9.]+ ?(?!x)[A-Za-z]*")

@@ -41,6 +41,8 @@ _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20
 _Number = TypeVar("_Number", int, float)
 _SECRET = re.compile(rf"[0-9A-Fa-f]{{{2 * SECRET_BYTES}}}")
 _SETTINGS = re.compile("[?&;#]")
+_NO_KIND = re.compile("(?!/)[^:=?;#@&]*[@&]")
+"""The beginning of a text that may be the end of a secret with a space in it."""
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -436,8 +438,12 @@ class HiddenKeys(HiddenText):
 
 
 def shown_place(text: str) -> str:
-    """The beginning of a URL or a tier, for messages: no settings, which may be secret."""
+    """The beginning of a URL or a tier, for messages: no settings, which may be secret, and no part of a login."""
+    if _NO_KIND.match(text):
+        return "(hidden)"
     name, colon, where = _SETTINGS.split(redacted(text), maxsplit=1)[0].partition(":")
+    if any("@" in behind or "%40" in behind for behind in _SETTINGS.split(text, maxsplit=1)[1:]):
+        where = "(hidden)"  # the mark may be one of a password
     return f"{name}{colon}{where.partition('=')[0]}"[:120]
 
 

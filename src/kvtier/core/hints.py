@@ -8,7 +8,8 @@ A hint waits for the open stores of its prefix. Objects that are retained, or th
 the lower tiers whatever the write policy.
 
 Clients choose hints and salts, so no client has a share of its own. A hint has a limit instead, hints that are due
-earlier come first, and the operator's calls do not compete with those of clients. What is refused is counted.
+earlier come first, and the operator's calls do not compete with those of clients. What is refused of clients is
+counted; the operator's calls return what they reached.
 """
 
 from collections.abc import Callable
@@ -60,7 +61,9 @@ class DuePrefetch:
     conversation: str | None
     at_s: float
     start_s: float
+    deadline_s: float
     until_s: float
+    """What it has brought is retained until then."""
     priority: Priority
     has_started: bool = field(default=False, init=False)
 
@@ -71,7 +74,7 @@ class Hints:
     Args:
         source_of: the source of an object, from the answers to a request's probes; None: none is known.
         estimators: of each tier's link, and of host memory's.
-        refused: counts the hints that are refused, by reason (`Counters`).
+        refused: counts the hints of requests that are refused, by reason (`Counters`).
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class Hints:
         """Have what lower tiers hold of `prefix` in host memory at `at_s`, and retain it there for a while.
 
         Until then what only `conversation` has used of it is written to lower tiers and evicted first. A prefetch ends
-        without an event, after `Cache.release` of its `request` at the latest. It may be late by `wait_s` at least.
+        without an event, after `Cache.release` of its `request` at the latest. It may be late by `wait_s` or `KEEP_S`.
         """
         prefix = self._bounded(prefix, priority)
         if not prefix.keys or request in self._due or request in self._operations.prefetches:
@@ -143,9 +146,11 @@ class Hints:
         if not self._has_place(at_s, priority):
             return
         until_s = min(at_s + max(wait_s, at_s - now_s) + KEEP_S, now_s + self._limits.retain_s)
+        # Once begun it keeps its place, so that it may not be late for as long as its objects stay.
+        deadline_s = min(at_s + max(wait_s, KEEP_S), until_s)
         start_s = max(now_s, at_s - self._lead_s(prefix, now_s))
         self.are_given = True
-        self._due[request] = DuePrefetch(request, prefix, conversation, at_s, start_s, until_s, priority)
+        self._due[request] = DuePrefetch(request, prefix, conversation, at_s, start_s, deadline_s, until_s, priority)
         if start_s > now_s and len(self._estimators) > 1:
             self._wish(prefix, lambda at_s: self._lower(prefix, conversation, at_s, is_kept=True))
 
@@ -187,7 +192,7 @@ class Hints:
 
     def next_deadline(self) -> float | None:
         """The time at which `advance` or `expire` has work to do."""
-        ends = [due.until_s if due.has_started else due.start_s for due in self._due.values()]
+        ends = [due.deadline_s if due.has_started else due.start_s for due in self._due.values()]
         end = self.retention.next_deadline()
         return min(ends if end is None else [*ends, end], default=None)
 
@@ -209,8 +214,9 @@ class Hints:
         stores = [store for store in self._operations.stores if store.prefix.keys and store.prefix.keys[-1] in keys]
         self._wishes.append(Wish(stores, apply, priority))
         if len(self._wishes) > WAITING_HINTS_MAX:
-            self._wishes.remove(min(self._wishes, key=lambda it: it.priority))  # the oldest of the lowest priority
-            self._refused["waiting"] += 1
+            dropped = min(self._wishes, key=lambda it: it.priority)  # the oldest of the lowest priority
+            self._wishes.remove(dropped)
+            self._refused["waiting"] += dropped.priority is not Priority.OPERATOR
 
     def _has_place(self, at_s: float, priority: Priority) -> bool:
         """Whether a prefetch that is due at `at_s` gets a place, which may be that of the latest one."""
@@ -219,7 +225,7 @@ class Hints:
         begun = [it.priority is Priority.OPERATOR for it in self._operations.prefetches.values()]
         if len(due) + begun.count(is_operators) < PREFETCHES_MAX:
             return True
-        self._refused["prefetches"] += 1
+        self._refused["prefetches"] += not is_operators
         latest = max(due, key=lambda it: it.at_s, default=None)
         if latest is None or latest.at_s <= at_s:
             return False
@@ -260,7 +266,7 @@ class Hints:
         """Ask the tiers, or begin once they have answered; whether it has begun or is over."""
         due.has_started = True
         prefix = due.prefix
-        known = self._probes.send(due.request, prefix, None, now_s) if now_s < due.until_s else None
+        known = self._probes.send(due.request, prefix, None, now_s) if now_s < due.deadline_s else None
         if known is not None and self._probes.is_waiting(known, now_s):
             return False
         del self._due[due.request]
@@ -272,26 +278,28 @@ class Hints:
             request=due.request,
             prefix=prefix,
             conversation=due.conversation,
-            deadline_s=due.until_s,
+            deadline_s=due.deadline_s,
             tokens=tokens,
             resident_tokens=0,
             priority=due.priority,
+            until_s=due.until_s,
         )
         places = [
             Place(group, chunk, ())
             for group in range(len(groups))
             for chunk in needed_chunks(groups[group], prefix, tokens)
         ]
-        self._operations.begin_prefetch(prefetch, places if now_s < due.until_s else [], now_s)
+        self._operations.begin_prefetch(prefetch, places if now_s < due.deadline_s else [], now_s)
         return True
 
     def _bounded(self, prefix: Prefix, priority: Priority) -> Prefix:
-        """The leading chunks that may be retained."""
+        """The leading chunks that may be retained; counts a hint of a request that names more."""
         limits = zip(self.retention.most_of(priority), self._host.is_history, strict=True)
         most = min([most for most, is_history in limits if is_history], default=len(prefix.keys))
+        self._refused["retained"] += len(prefix.keys) > most and priority is not Priority.OPERATOR
         return prefix if len(prefix.keys) <= most else Prefix(prefix.keys[:most], prefix.chunk_tokens)
 
     def _end(self, prefetch: PrefetchOperation, now_s: float) -> None:
         self._probes.forget(prefetch.request)
         if not prefetch.is_over:
-            self._retain(prefetch.prefix, prefetch.deadline_s, now_s, prefetch.priority)
+            self._retain(prefetch.prefix, prefetch.until_s, now_s, prefetch.priority)

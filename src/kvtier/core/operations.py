@@ -206,6 +206,8 @@ class PrefetchOperation(LoadOperation):
     """One prefetch: it brings objects into host memory only."""
 
     priority: Priority = Priority.NORMAL
+    until_s: float = 0.0
+    """What it has brought is retained until then."""
     STEPS: ClassVar[Steps] = PREFETCH_STEPS
 
 

@@ -3,6 +3,9 @@
 A retained object is READY, and no evictor has it. When its retention ends, it is a candidate for eviction again. Where
 the share is used up, the oldest retention of the lowest priority ends early, its deepest chunk first. One hint of a
 request retains at most a share of its own.
+
+Of several retentions of an object, that of the highest priority counts alone, and of equal ones the longest. A client
+thus cannot prolong what the operator retains for a time.
 """
 
 from collections import OrderedDict
@@ -23,7 +26,7 @@ class Retention:
         host: host memory.
         share: share of each group's slots that may be retained, at least 0 and less than 1.
         hint_share: the same for one hint of a request; at least one object, if any may be retained.
-        refused: counts the hints that did not retain all that they named, as ``retained``.
+        refused: counts the hints of requests that did not retain all that they named, as ``retained``.
     """
 
     def __init__(self, host: HostMemory, share: float, hint_share: float, refused: dict[str, int]) -> None:
@@ -64,7 +67,7 @@ class Retention:
                     break
                 kept[entry] = None
             assert self.counts[group] <= self.most[group], "too many objects are retained"
-        self._refused["retained"] += named > len(kept)
+        self._refused["retained"] += named > len(kept) and priority is not Priority.OPERATOR
         for entry in reversed(kept):
             self._by_age[entry.group][self._ends[entry][0]].move_to_end(entry)
         return [*kept]
@@ -73,7 +76,7 @@ class Retention:
         group, known = entry.group, self._ends.get(entry)
         if known is not None:
             self._take_out(entry)
-            priority, until_s = max(known[0], priority), max(known[1], until_s)
+            priority, until_s = max(known, (priority, until_s))
         elif self.counts[group] >= self.most[group] and not self._end_oldest(group, kept, priority):
             return False
         else:

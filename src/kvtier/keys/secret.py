@@ -50,12 +50,14 @@ class Secret(bytes):
 def redacted(text: str) -> str:
     """`text` for messages, without what may be a secret. It may be a URL, a tier, or what a program wrote.
 
-    It hides a login before ``@``, everything after a word such as ``password=``, and long hexadecimal numbers.
+    It hides what is between a colon and the last ``@``, unless it is the beginning of a path; everything after a word
+    such as ``password=``; and long hexadecimal numbers.
     """
     head, colon, rest = text.partition(":")
     at = max(rest.rfind("@"), rest.rfind("%40"))
     login = rest[: max(at, 0)]
-    if colon and at >= 0 and (login.startswith("//") or ":" in login or "%3" in login):  # %3A is a colon
+    is_path = login.startswith("/") and not (login.startswith("//") or ":" in login or "%3" in login)  # %3A is a colon
+    if colon and at >= 0 and not is_path:
         text = f"{head}:(hidden)@{rest[at:].removeprefix('@').removeprefix('%40')}"
     return _DIGITS.sub("(hidden)", _NAMED.sub(r"\1(hidden)", text))
 

@@ -116,7 +116,7 @@ class TierRecall:
         They come when the list is read, and then with each further reading of what was missed.
         """
         found: dict[ObjectName, Identity] = {}
-        seals, until_s = self._form.seals, time.monotonic() + SECONDS_MAX
+        until_s = time.monotonic() + SECONDS_MAX
         header_bytes = frame_layout(self._layout.groups[group]).header_bytes
         left = min(CHUNKS_MAX, HEADS_BYTES_MAX // header_bytes)
         buffer = page_aligned(BATCH * header_bytes).data
@@ -133,7 +133,7 @@ class TierRecall:
                 if not names:
                     break
                 left -= len(names)
-                for name, identity in self._opened(names, buffer, group, seals):
+                for name, identity in self._opened(names, buffer, group, self._form.seals):
                     if identity is None:
                         missed.append(name)
                         continue

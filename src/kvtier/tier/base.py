@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -80,7 +80,7 @@ class Tier(ABC):
     name: str
     refusals: RefusalLog
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:  # noqa: ANN401  # pyright: ignore[reportInconsistentConstructor]
+    def __new__(cls, *given: Any, **named: Any) -> Self:  # noqa: ANN401  # pyright: ignore[reportInconsistentConstructor]
         """Refuse a class that lacks methods, such as one for an older release of kvtier.
 
         Raises:
@@ -91,7 +91,8 @@ class Tier(ABC):
                 f"tier class {cls.__module__}.{cls.__qualname__} is for another release of kvtier: "
                 f"{__name__}.Tier needs {', '.join(sorted(cls.__abstractmethods__))}"
             )
-        return super().__new__(cls)
+        new: Callable[..., Self] = super().__new__
+        return new(cls) if new is object.__new__ else new(cls, *given, **named)
 
     def __init__(self, name: str) -> None:
         self.name = name

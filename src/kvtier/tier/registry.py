@@ -316,17 +316,19 @@ def _loaded(point: EntryPoint, source: str) -> TierKind[Any]:
         open=_checking(kind.open, Tier, subject),
         open_trial=kind.open_trial and _checking(kind.open_trial, Tier, subject),
         raw=kind.raw and _checking(kind.raw, RawClient, subject),
-        inspect=kind.inspect and _checking(kind.inspect, StoreView, subject),
+        inspect=kind.inspect and _checking(kind.inspect, StoreView, subject, makes_several=True),
         view_at=_checking(kind.view_at, StoreView, subject),
     )
 
 
-def _checking(make: Callable[..., Any], interface: type, subject: str) -> Callable[..., Any]:
+def _checking(
+    make: Callable[..., Any], interface: type, subject: str, *, makes_several: bool = False
+) -> Callable[..., Any]:
     """`make`, which refuses what lacks part of its interface."""
 
     def checked(*arguments: object) -> object:
         made: object = make(*arguments)
-        several = cast("Sequence[object]", made) if isinstance(made, Sequence) else [made]
+        several = cast("Sequence[object]", made) if makes_several and isinstance(made, Sequence) else [made]
         for each in [it for it in several if it is not None]:
             check_interface(each, interface, subject)
         return cast("object", made)

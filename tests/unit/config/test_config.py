@@ -12,7 +12,7 @@ from kvtier.config.loader import load
 from kvtier.config.schema import settings
 from kvtier.config.sections import SECTIONS, Config, HostConfig, LimitsConfig, StoreConfig
 from kvtier.config.tier_list import parse, spec
-from kvtier.config.value_types import SIZE_UNITS, parse_seconds, parse_size, size_text
+from kvtier.config.value_types import SIZE_UNITS, parse_seconds, parse_size, shown_place, size_text
 from kvtier.errors import ConfigError
 from kvtier.tier.directory.kind import DirectorySettings
 
@@ -220,7 +220,10 @@ SLIPS = {
     "tiers": (
         "valkey:h?passwort=%s", "valkey:h?password=%s&passwrd=1", "valkey:h&password=%s", "valkey:h&pw=%s",
         "valkey:h? password=%s", "valkey:h?password=%s\n", "valkey:h?password=a%%zz%s", "valkey:h;pw=%s",
-        "valkey:user:%s@h", "valkey:user%%3A%s@h", "valkey:redis://user:%s@h", "valkey:h?user=a:%s", "valkey:u:%s",
+        "valkey:user:%s@h", "valkey:user%%3A%s@h", "mooncake:user:%s@h", "mooncake:user:/%s@h", "mooncake:a %s@h",
+        "valkey:h?username=%s", "valkey:h:1?password=p@%s&username", "valkey:h?password=p%%40%s&username",
+        "valkey:u:p?%s@h", "%s@h:1", "%s@h/0", "%s@h", "%s&db=1", "%s&db", "%s&x=valkey:h",
+        "valkey:redis://user:%s@h", "valkey:h?user=a:%s", "valkey:u:%s",
         "valkey:h#pw=%s", "valkey:h,pw=%s", "valkey:h?password:%s", "valkey:h?%s", "valkey:h??password=%s",
         "valkey:h?password=%s?x=1", "valkey?password=%s", "v=valkey:h?password=%s=", "=valkey:h?password=%s",
         "host=4GiB?password=%s", "s3:b?secret_acces_key=%s", "s3:b&secret_access_key=%s", "s3:https://u:%s@h/b",
@@ -256,12 +259,28 @@ def test_no_slip_of_the_keyboard_shows_a_secret(source, secret, tmp_path):
     assert not shown
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("disk:/mnt/a@b/kv?capacity=1", "disk:/mnt/a@b/kv"),
+        ("/mnt/a@b/kv", "/mnt/a@b/kv"),
+        ("host=64GiB?x=1", "host=64GiB"),
+        ("valkey?password=x", "valkey"),
+        ("https://h:1/a?b", "https://h:1/a"),
+        ("valkey:user:x@h:1", "valkey:(hidden)@h:1"),
+    ],
+)
+def test_a_place_is_shown_without_what_may_be_a_secret(text, shown):
+    assert shown_place(text) == shown
+
+
 def test_a_secret_in_place_of_its_file_is_refused_and_the_path_of_one_is_not_shown():
     refused("store.secret_file = '(hidden)' (from flag --set", flags=[f"store.secret_file={DIGITS}"])
     loaded = load(environ={}, flags=[f"store.secret_file=/{DIGITS}/s", "store.keys_file=Hunter2"])
     assert str(loaded.config.store.secret_file) == f"/{DIGITS}/s"
     assert DIGITS not in repr(loaded)
     assert "Hunter2" not in repr(loaded)
+    assert "Hunter2" not in repr(load(environ={}, flags=["store.keys_command=vault -token Hunter2"]))
 
 
 def test_settings_that_contradict_each_other_name_both_origins():

@@ -113,9 +113,11 @@ def test_one_hint_retains_at_most_its_share_and_the_operator_all_that_may_be_ret
     core.retain(prefix_of("123456"), 10.0, Priority.OPERATOR)
     scan(core)
     assert {it for it in core.present() if it.startswith("1")} == {"1", "12", "123", "1234"}
-    assert core.cache.counters.refused_hints == Counter({"retained": 3})
-    core.retain(prefix_of("1234"), 10.0, Priority.OPERATOR)
-    assert core.cache.counters.refused_hints == Counter({"retained": 3}), "the control: all of it is retained"
+    assert core.cache.counters.refused_hints == Counter({"retained": 2}), "the operator's is no hint of a request"
+    core.store_and_run("short", prefix_of("p"))
+    core.cache.hints.end(prefix_of("1234"))
+    core.retain(prefix_of("p"), 10.0)
+    assert core.cache.counters.refused_hints == Counter({"retained": 2}), "the control: all of it is retained"
 
 
 @pytest.mark.parametrize("share", [0.01, 0.25])
@@ -134,6 +136,18 @@ def test_what_the_operator_retains_outlasts_a_high_priority():
     scan(core)
     assert core.present() >= {"a", "ab", "abc", "x"}
     assert "xy" not in core.present()
+
+
+@pytest.mark.parametrize("longer", Priority)
+@pytest.mark.parametrize("priority", Priority)
+def test_the_end_of_the_highest_priority_counts(priority, longer):
+    core = stored(tiers=())
+    core.retain(DOCUMENT, 10.0, priority)
+    core.retain(DOCUMENT, 100.0, longer)
+    core.retain(DOCUMENT, 1.0, longer)
+    core.wait(10.0)
+    scan(core)
+    assert ({"a", "ab", "abc"} <= core.present()) is (longer >= priority)
 
 
 def test_a_retention_is_no_longer_than_the_limit():
@@ -522,6 +536,56 @@ def test_a_prefetch_of_a_client_is_no_longer_than_the_share_of_a_hint():
     core.prefetch("p", prefix_of("abcdefgh"))
     core.run()
     assert core.present() == {"a", "ab"}
+    assert core.cache.counters.refused_hints == Counter({"retained": 1})
     core.prefetch("q", prefix_of("abcdefgh"), priority=Priority.OPERATOR)
     core.run()
     assert core.present() == {"a", "ab", "abc", "abcd"}
+    core.prefetch("r", prefix_of("ab"))
+    core.run()
+    assert core.cache.counters.refused_hints == Counter({"retained": 1}), "the control: it is not cut"
+
+
+def test_the_operators_hints_are_not_counted_with_those_of_requests(monkeypatch):
+    monkeypatch.setattr(hints, "PREFETCHES_MAX", 1)
+    monkeypatch.setattr(hints, "WAITING_HINTS_MAX", 1)
+    for priority in (Priority.OPERATOR, Priority.HIGH):
+        core = Driver(slots=8, retained_share=0.25)
+        core.store("r", DOCUMENT)
+        for name in "pq":
+            core.prefetch(name, prefix_of("v"), priority=priority)
+            core.retain(DOCUMENT, 10.0, priority)
+        core.run()
+        refused = (
+            Counter() if priority is Priority.OPERATOR else Counter({"prefetches": 1, "waiting": 1, "retained": 1})
+        )
+        assert core.cache.counters.refused_hints == refused
+
+
+@pytest.mark.parametrize("in_s", [0.0, 1800.0])
+def test_a_prefetch_that_is_late_holds_its_place_for_a_short_while(monkeypatch, in_s):
+    monkeypatch.setattr(hints, "PREFETCHES_MAX", 1)
+    core = Driver(slots=24)
+    core.fill("disk", DOCUMENT)
+    core.fill("disk", OTHER)
+    core.prefetch("slow", DOCUMENT, in_s)
+    core.wait(in_s)
+    core.run(directions=[])
+    core.prefetch("q", OTHER)
+    assert core.cache.counters.refused_hints == Counter({"prefetches": 1}), "the control: its place is held"
+    core.wait(hints.KEEP_S)
+    for promote in core.going(Direction.PROMOTE):
+        core.answer(promote, Outcome.CANCELLED)
+    core.prefetch("q", OTHER)
+    core.run()
+    assert {"x", "xy", "xyz"} <= core.present()
+
+
+def test_what_a_prefetch_has_brought_stays_as_long_again_as_it_was_given():
+    core = Driver()
+    core.fill("disk", DOCUMENT)
+    core.prefetch("p", DOCUMENT, 100.0)
+    core.wait(99.5)
+    core.run()
+    core.wait(100.0)
+    scan(core)
+    assert {"a", "ab", "abc"} <= core.present()

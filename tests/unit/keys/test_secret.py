@@ -142,6 +142,8 @@ def test_a_secret_shows_itself_nowhere(tmp_path, caplog):
     [
         ("disk:/mnt/a@b/kv", "disk:/mnt/a@b/kv"),
         ("s3:bucket/prefix", "s3:bucket/prefix"),
+        ("user:p w@h:1", "user:(hidden)@h:1"),
+        ("valkey:a%b@h", "valkey:(hidden)@h"),
         ("valkey:user:p@ss@h:1", "valkey:(hidden)@h:1"),
         ("https://user@h/x", "https:(hidden)@h/x"),
         ("valkey:u%3Ap%40h", "valkey:(hidden)@h"),

@@ -54,10 +54,8 @@ def master_address(settings: MooncakeSettings) -> tuple[str, int]:
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::(\d{1,5}))?", settings.master)
     port = int(found[3] or MASTER_PORT) if found else 0
     if not found or not 0 < port < 1 << 16:
-        raise ConfigError(
-            f"{settings.label}.master = {shown_place(settings.master)!r}: allowed: host, host:port or "
-            "[IPv6 address]:port"
-        )
+        shown = shown_place(f"mooncake:{settings.master}").removeprefix("mooncake:")
+        raise ConfigError(f"{settings.label}.master = {shown!r}: allowed: host, host:port or [IPv6 address]:port")
     return found[1] or found[2], port
 
 

@@ -61,7 +61,7 @@ class ValkeySettings(TierSettings):
         if self.password and self.password_file:
             raise ConfigError(f"{self.label}.password_file: allowed: password or password_file, not both")
         if self.username and not (self.password or self.password_file):
-            raise ConfigError(f"{self.label}.username = {self.username!r}: needs password or password_file")
+            raise ConfigError(f"{self.label}.username: needs password or password_file")
         if bool(self.certificate_file) != bool(self.key_file):
             missing = "key_file" if self.certificate_file else "certificate_file"
             raise ConfigError(f"{self.label}.{missing}: missing; allowed: both files, or neither")
