@@ -28,6 +28,7 @@ from kvtier.runtime import line_file
 from kvtier.runtime import rank as rank_module
 from kvtier.runtime import secret as secret_module
 from kvtier.runtime.control_socket import ControlSocket
+from kvtier.runtime.executor import Completion
 from kvtier.runtime.fault_record import FaultRecord
 from kvtier.runtime.guards import unless_unusable
 from kvtier.runtime.open import OpenedSession, open_core, open_session
@@ -35,6 +36,7 @@ from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import OpenRanks
 from kvtier.tier import registry as kinds
 from kvtier.tier.store_root import mend_secret
+from kvtier.types import Recall
 
 IS_ROOT = os.geteuid() == 0
 OTHER = 54321
@@ -365,6 +367,18 @@ def shown_by_a_check(monkeypatch: pytest.MonkeyPatch, path: Path) -> str:
     return str(*machine_checks.check(settings("tiers.directory.path", path)))
 
 
+def shown_by_a_recall(monkeypatch: pytest.MonkeyPatch, path: Path) -> str:
+    answers = list[Completion]()
+    rank = open_rank(settings("tiers.directory.path", path), LAYOUT, FINGERPRINT, Engine(64).copier())
+    try:
+        monkeypatch.setattr(rank.mover._transfers, "recall", failing(ValueError(LOGIN)))
+        monkeypatch.setattr(rank.mover, "_put", answers.append)
+        rank.mover._recall(Recall("directory", 0, 1, 0))
+    finally:
+        rank.close(20)
+    return answers[0].detail
+
+
 def shown_by_a_registry(load: Callable[[], object]) -> str:
     with pytest.raises(ConfigError) as refused:
         load()
@@ -384,6 +398,7 @@ def test_no_text_of_another_packages_error_shows_a_login(path, monkeypatch):
         shown_by_a_registry(lambda: kinds._loaded(Point(), "")),
         shown_by_a_registry(lambda: codecs._made(Point())),
         shown_by_a_registry(lambda: evictors.make_evictor("third")),
+        shown_by_a_recall(monkeypatch, path),
         shown_by_a_check(monkeypatch, path),
     ]
     for text in shown:
