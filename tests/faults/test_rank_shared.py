@@ -330,19 +330,18 @@ def test_shares_that_change_places_or_are_held_where_they_are_absent_show(stores
 
 
 @pytest.mark.parametrize(
-    ("shape", "rank", "shows"),
+    ("shape", "rank"),
     [
-        ("copies", 1, "has wrong bytes"),
-        pytest.param("shares", 2, "has wrong bytes", marks=pytest.mark.nightly),
-        pytest.param("dcp", 1, "has ended while its blocks are in use", marks=pytest.mark.nightly),
+        ("copies", 1),
+        pytest.param("shares", 2, marks=pytest.mark.nightly),
+        pytest.param("dcp", 1, marks=pytest.mark.nightly),
     ],
 )
-def test_without_the_fence_a_late_scatter_has_the_bytes_of_another_chunk(
-    tmp_path, stores, monkeypatch, shape, rank, shows
-):
+def test_without_the_fence_a_late_scatter_has_the_bytes_of_another_chunk(tmp_path, stores, monkeypatch, shape, rank):
+    """Or a request ends while the stopped rank may still use its blocks, whichever is seen first."""
     lose = RemoteRank._lose
     monkeypatch.setattr(RemoteRank, "_lose", lambda self, why, *, is_gone: lose(self, why, is_gone=True))
-    with pytest.raises(AssertionError, match=shows):
+    with pytest.raises(AssertionError, match=r"has wrong bytes|has ended while its blocks are in use"):
         stop_and_go_on(tmp_path, stores, shape, "scatter", rank)
 
 
