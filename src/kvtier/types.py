@@ -310,9 +310,9 @@ class Priority(IntEnum):
 
     NORMAL = 0
     HIGH = 1
-    """Of requests, where the settings allow it."""
+    """Requests may ask for it where the settings allow that."""
     OPERATOR = 2
-    """Of calls on the control socket. Their prefetches have places of their own."""
+    """Calls on the control socket have it. Their prefetches have places of their own."""
 
 
 WRITE_KINDS = ("frames", "upkeep", "avoided")

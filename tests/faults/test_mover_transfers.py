@@ -123,7 +123,7 @@ def test_completions_have_bytes_and_times() -> None:
 def test_the_first_failure_of_each_kind_names_its_error_and_no_login(
     caplog, monkeypatch, act: str, length: int
 ) -> None:
-    """Of another package, whose error shows the address that it used, perhaps where a long text is cut."""
+    """Another package's error shows the address that it used, perhaps where a long text is cut."""
     begin = "x" * length
     tier = MemoryTier(capacity_bytes=1 << 24)
     with World({"memory": tier}) as world:

@@ -249,7 +249,7 @@ BY_DAY = {(shape, state, rank) for shape, state, rank in EACH if shape == "copie
 
 
 def every_rank_in_every_state(*by_day):
-    """Those of `by_day` and of `BY_DAY` in each run, the others at night."""
+    """Cells of `by_day` and of `BY_DAY` run each time, and the others at night."""
     usual = BY_DAY | set(by_day)
     marks = [[] if it in usual else [pytest.mark.nightly] for it in EACH]
     return pytest.mark.parametrize(

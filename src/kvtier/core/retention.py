@@ -4,8 +4,8 @@ A retained object is READY, and no evictor has it. When its retention ends, it i
 the share is used up, the oldest retention of the lowest priority ends early, its deepest chunk first. One hint of a
 request retains at most a share of its own.
 
-Of several retentions of an object, that of the highest priority counts alone, and of equal ones the longest. A client
-thus cannot prolong what the operator retains for a time.
+If several hints retain an object, only the one of the highest priority counts; among equals, the longest. A client thus
+cannot prolong what the operator retains for a time.
 """
 
 from collections import OrderedDict
@@ -39,7 +39,7 @@ class Retention:
         self.counts = [0] * len(host.slots)
         """Retained objects of each group."""
         self._ends: dict[HostEntry, tuple[Priority, float]] = {}
-        """The priority and the end of each retained object."""
+        """Each retained object's priority and end."""
         self._by_age = [[OrderedDict[HostEntry, None]() for _ in Priority] for _ in host.slots]
         """Retained objects of each group, by priority: the oldest retention first, in it children before parents. An
         object that several retain counts for the newest, with the highest of their priorities."""

@@ -606,7 +606,7 @@ def _listed(items: Any, kind: type[_T]) -> list[_T]:  # noqa: ANN401 - whatever 
 
 
 def _are(values: Iterable[object], *kinds: type) -> bool:
-    """Whether all are of these types. Of 2,048 in 0.05 ms, a fifth of what a loop takes."""
+    """Whether all are of these types. A set of the types takes less time than a loop."""
     return {*map(type, values)} <= {*kinds}
 
 

@@ -70,7 +70,7 @@ class TierRecall:
         self._closing = closing
         self._number = 0
         self._records: list[ChunkRecord] = []
-        """Those of the present recall. Its thread appends to them until it is over."""
+        """What the present recall has found. Its thread appends until the recall is over."""
         self._is_over = False
         self._error = ""
         self._thread: threading.Thread | None = None

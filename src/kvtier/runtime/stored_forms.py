@@ -132,11 +132,8 @@ def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]
 def locked_by(config: Config, keys: KeySource | None) -> str:
     """What is missing if a tier demands seals and the tenant has no key that seals; else empty."""
     has_key = keys is not None and keys.keyring.sealing(config.store.tenant) is not None
-    return (
-        "the tenant has no key (store.keys_file, store.tenant)"
-        if not has_key and any(map(is_sealed, config.tiers))
-        else ""
-    )
+    is_locked = not has_key and any(map(is_sealed, config.tiers))
+    return "the tenant has no key (store.keys_file, store.tenant)" if is_locked else ""
 
 
 def closing_keys(close: Callable[[float], None], keys: KeySource | None) -> Callable[[float], None]:

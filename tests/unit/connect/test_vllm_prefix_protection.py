@@ -18,7 +18,7 @@ from kvtier.connect.vllm.requests import TrackedRequest
 
 TOP = Path(__file__).parents[3]
 ARMS = ("protected", "kvtier")
-"""Of the record: with the setting, and without."""
+"""The arms of the record with the setting and without it."""
 
 TOKENS, BLOCK, USERS, ROOM = 640, 32, 8, 5
 """Of each prompt, of a block; how many there are, and for how many there is room."""

@@ -219,9 +219,9 @@ def test_no_client_keeps_the_operator_or_others_from_host_memory(session, adapte
     stored(session, "s8", prefix_of(2, seed=8), places_of(range(2)))
     assert adapter.ask("unpin", tokens=others)["unpinned_tokens"] == 32
     session.core.check()
-    refused = session.core.counters.refused_hints
-    # On a busy machine more hints wait for the session's next tick than may, too.
-    assert (refused["prefetches"], refused["retained"]) == (10, 2), "the victim, then the high one"
+    refused = dict(session.core.counters.refused_hints)
+    refused.pop("waiting", None)  # on a busy machine more hints wait for the session's next tick than may
+    assert refused == {"prefetches": 10, "retained": 2}, "the victim, then the high one"
     for text in ("256 prefetches are open", "limits.hint_percent"):
         until(lambda text=text: caplog.text.count(text) == 1)
 

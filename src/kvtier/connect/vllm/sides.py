@@ -321,7 +321,7 @@ class SchedulerSide:
         return self.stats.hurry() or self.scheduler.has_news
 
     def hit_sources(self, request: Request, tokens: int) -> dict[str, int]:
-        """Of the `tokens` of a load, how many need which kind of place, by vLLM's names."""
+        """Count the `tokens` of a load by the kind of place that they need, under vLLM's names."""
         return self._session.guards.run(
             *(Feature.METRICS, self.scheduler.hit_sources, request, tokens, self._hit_sources),
             otherwise={UNKNOWN_PLACE: tokens},

@@ -51,7 +51,7 @@ OK, BAD_SIZE, NOT_READY, ABSENT, NOT_TAKEN, NO_MASTER = 0, -600, -703, -704, -80
 QUOTA_USED, NO_TENANT = -1700, -1701
 """Answers of the library."""
 LOST = range(QUOTA_USED + 1, NO_MASTER + 1)
-"""Those of a master that did not answer."""
+"""Answers of the library when the master did not answer."""
 
 _MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
 _opening = threading.Lock()
