@@ -52,6 +52,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "endless_waits",
         "src/kvtier/bench/io_workloads.py",
     ): "one answer for each command in flight, which the core limits",
+    ("raw_errors", "src/kvtier/runtime/protocol.py"): "an error of our own reading; its reader describes it again",
+    ("raw_errors", "src/kvtier/connect/sglang/server_arguments.py"): "runs without kvtier; its reader hides secrets",
     ("endless_waits", "src/kvtier/keys/weights.py"): "a checkpoint is read before anything runs, as long as it takes",
 }
 """Rule and file, with the reason. One that is no longer needed is a finding, too."""
@@ -143,12 +145,22 @@ def endless_waits(source: Source) -> Hits:
             yield call.lineno, "subprocess.run: give it a time-out"
 
 
+def raw_errors(source: Source) -> Hits:
+    """The text of another package's error may hold a password, a token or a login."""
+    if not source.inside or source.inside == "errors.py":
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.JoinedStr) and "__name__}: {" in ast.unparse(node):
+            yield node.lineno, "an error's type and text: use errors.described"
+
+
 RULES: tuple[Callable[[Source], Hits], ...] = (
     environment,
     logging_setup,
     asserted_data,
     seeded_hash,
     endless_waits,
+    raw_errors,
 )
 
 

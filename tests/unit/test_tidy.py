@@ -19,6 +19,7 @@ BAD = [
     ("endless_waits", "src/kvtier/runtime/mover.py", "import queue\nx = queue.Queue()\n"),
     ("endless_waits", "src/kvtier/runtime/mover.py", "from queue import SimpleQueue\nx = SimpleQueue()\n"),
     ("endless_waits", "src/kvtier/bench/io.py", "import subprocess\nsubprocess.run(['fio'])\n"),
+    ("raw_errors", "src/kvtier/bench/io.py", "def f(e):\n    return f'lost: {type(e).__name__}: {e}'\n"),
     ("syntax", "src/kvtier/core/cache.py", "def f(:\n"),
 ]
 

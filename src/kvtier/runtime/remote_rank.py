@@ -196,7 +196,7 @@ class RemoteRank:
                 if not isinstance(error, ProtocolError):
                     logger.exception("internal error: kvtier gives up %s", self._name)
                 reader = None  # its further messages are discarded
-                self._lose(f"{type(error).__name__}: {error}", is_gone=False)
+                self._lose(described(error), is_gone=False)
         self._lose("its process has ended", is_gone=True)
         with self._lock:
             self._socket.close()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from kvtier.connect.local_files import ask_program, installed_version
 from kvtier.errors import ConfigError
+from kvtier.keys.secret import redacted
 
 SUPPORTED = ("0.5.23",)
 """Tested releases. HiCache's interface and the layout of pages change between patch releases."""
@@ -115,7 +116,7 @@ def look(
         has_kvtier=found.get("kvtier", False),
         fields=found.get("fields", {}),
         asked=found.get("asked", {}),
-        refused=found.get("refused", ""),
+        refused=redacted(found.get("refused", "")),
         no_plug_in=found.get("no_plug_in", ""),
     )
 

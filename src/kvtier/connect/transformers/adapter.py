@@ -36,7 +36,7 @@ from kvtier.connect.transformers.call import (
 from kvtier.connect.transformers.open import ModelSession, open_model
 from kvtier.connect.transformers.restore import Restored
 from kvtier.connect.transformers.support import accepts_padding, check_model
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, described
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest
 from kvtier.runtime.session import Closed, Session
@@ -493,7 +493,7 @@ class Attachment:
         try:
             return act()
         except Exception as error:
-            reason = f"kvtier failed: {type(error).__name__}: {error}"
+            reason = f"kvtier failed: {described(error)}"
             logger.debug("%s", reason, exc_info=True)
             self._log_once(reason, "%s; the call goes on without the cache (logged once; traceback at DEBUG)")
             return reason

@@ -41,6 +41,7 @@ from kvtier.connect.vllm.vllm_types import KvCacheConfig, Request, VllmConfig
 from kvtier.connect.vllm.weight_calls import SLEEPS
 from kvtier.connect.vllm.weights import WorkerCall, on_stack, watch_calls
 from kvtier.connect.vllm.worker import StepDone, StepOrders
+from kvtier.errors import described
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,6 @@ T = TypeVar("T")
 
 _IDENTITY, _LAYOUT = "identity", "layout"
 """Fields of a handshake."""
-
-FAILURE_CHARACTERS = 500
-"""A longer text of an internal error is cut where it is kept."""
 
 
 def _waking() -> Callable[[], None]:
@@ -106,7 +104,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
                 # Also after a moment without memory: the scheduler side may be half changed. Making keys, which takes
                 # the most, has guards of its own (`KeyMaker`, `Scheduler._prefix_of`).
                 self._is_broken = True
-                self._failure = f"{type(error).__name__}: {error}"[:FAILURE_CHARACTERS]
+                self._failure = described(error)
                 logger.exception("kvtier has failed and is off until a restart; requests are computed without it")
         return otherwise
 
@@ -355,7 +353,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             return False, getattr(KvtierConnector._of_worker()._rank, method)()  # noqa: SLF001
         except Exception as error:
             logger.exception("%s() of kvtier has failed in this worker", method)
-            return True, f"{type(error).__name__}: {error}"
+            return True, described(error)
 
     def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
         """Begin a step. Not guarded: if copies cannot be kept off reused blocks, the engine must not go on."""
