@@ -25,7 +25,8 @@ from tests.waiting import wait_until
 from kvtier.errors import TierError
 from kvtier.tier.base import Write
 from kvtier.tier.valkey.parts import PART_BYTES
-from kvtier.tier.valkey.servers import DOWN_S, REFRESH_INTERVAL_S, slot_of
+from kvtier.tier.valkey.requests import STALL_SHARE
+from kvtier.tier.valkey.servers import REFRESH_INTERVAL_S, slot_of
 from kvtier.tier.valkey.wire import Node, Reader, Wire
 
 
@@ -124,14 +125,16 @@ def test_of_many_threads_that_need_a_paused_master_one_waits(cluster, spread):
     try:
         victim.pause()
         assert isinstance(result(lambda: spread.read(name_of(theirs[0]), memoryview(bytearray(4096)))), TierError)
-        time.sleep(DOWN_S)
+        has_waited = threading.Event()
 
         def waits(n) -> bool:
-            end_s = time.monotonic() + DEADLINE_S / 2
-            while time.monotonic() < end_s:
+            """Whether this thread is one that waits, among reads until the first wait has ended."""
+            end_s = time.monotonic() + 10 * DEADLINE_S
+            while not has_waited.is_set() and time.monotonic() < end_s:
                 start_s = time.monotonic()
                 result(lambda: spread.read(name_of(n), memoryview(bytearray(4096))))
-                if time.monotonic() - start_s > DEADLINE_S / 2:
+                if time.monotonic() - start_s > STALL_SHARE * DEADLINE_S:  # it has tried the server
+                    has_waited.set()
                     return True
                 time.sleep(0.01)
             return False
