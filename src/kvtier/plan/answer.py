@@ -83,9 +83,21 @@ def heading(plan: Plan) -> str:
     sizes = f"{size_text(tiered)} with tiers, {size_text(alone)} without"
     if (tiered.inputs.model.tp, tiered.replicas) == (alone.inputs.model.tp, alone.replicas):
         sizes = size_text(tiered)
-    chosen = ", which serves most users" if inputs.origin("model.tp") == SEARCHED else ""
     hosts = "one host" if tiered.hosts == 1 else f"{tiered.hosts} hosts"
-    return f"{tiered.model.name} on {inputs.gpu.count} x {inputs.gpu.name} in {hosts}: {sizes}{chosen}"
+    return f"{tiered.model.name} on {inputs.gpu.count} x {inputs.gpu.name} in {hosts}: {sizes}{_why_size(plan)}"
+
+
+def _why_size(plan: Plan) -> str:
+    """Why the size with tiers is larger than memory needs: the users of the best smaller one."""
+    if plan.inputs.origin("model.tp") != SEARCHED or len(plan.sizes) == 1:
+        return ""
+    chosen = plan.deployment.inputs.model.tp
+    smaller = [it for it in plan.sizes if it.tp < chosen]
+    if not smaller:
+        return ", the fewest GPUs that hold the model"
+    best = max(smaller, key=lambda it: it.users_with_tiers)
+    users, more = load_text(plan, best.users_with_tiers), load_text(plan, plan.tiered.users - best.users_with_tiers)
+    return f"; TP {best.tp} serves {users} {load_unit(plan)}, {more} fewer"
 
 
 def size_text(deployment: Deployment) -> str:

@@ -61,6 +61,11 @@ _HARMLESS = re.compile(
 )
 """Names that contain one of `_CACHE_WORDS` and change no cache: precision, experts, vocabulary, positions, training."""
 
+_BITS = r'"(num_|w_)?bits": {}\b|"quant_algo": "\w*{}|"load_in_{}bit": true|"quant_method": "({})"'
+_FOUR_BITS = re.compile(_BITS.format(4, "(fp4|w4)", 4, "mxfp4|nvfp4"))
+_EIGHT_BITS = re.compile(_BITS.format(8, "(fp8|w8)", 8, "fp8|fbgemm_fp8|ptpc_fp8"))
+"""In a ``quantization_config``: bits of compressed-tensors, AWQ, GPTQ; fields of ModelOpt, bitsandbytes; methods."""
+
 _VALUES = {"switch": (bool, str), "number": (int, float), "object": dict}
 """Types of the kinds of values in ``other_fields.toml``."""
 
@@ -308,6 +313,19 @@ def _note_format(config: ModelConfig) -> None:
                     f"The checkpoint has {name}.{key} = {_short(fields[key])}: engines may then keep KV in 8 bits; "
                     "--dtype fp8 gives that size."
                 )
+
+
+def weight_format(config: ModelConfig) -> str:
+    """Format of most weights by the ``quantization_config``: fp4 for all of four bits, fp8 for eight, else bf16."""
+    for part in (config, *config.parts):
+        for name in ("quantization_config", "compression_config"):
+            fields = part.values.get(name)
+            text = json.dumps(fields if isinstance(fields, dict) else {}).lower()
+            if part.values.get("expert_dtype") == "fp4" or _FOUR_BITS.search(text):
+                return "fp4"
+            if _EIGHT_BITS.search(text):
+                return "fp8"
+    return "bf16"
 
 
 @cache
