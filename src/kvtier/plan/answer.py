@@ -3,10 +3,11 @@
 import math
 
 from kvtier.config.value_types import seconds_text
-from kvtier.plan.inputs import SETTINGS
+from kvtier.plan.inputs import SETTINGS, ModelInputs
 from kvtier.plan.limits import TTFT, in_users
 from kvtier.plan.plan import Plan, PlannedTier, Variant
 from kvtier.plan.resolve import SEARCHED, Deployment
+from kvtier.plan.search import PlannedSize
 from kvtier.plan.worth import LEAST_GAIN, TIER_NAMES
 from kvtier.report.format import NONE, YEAR_S, bytes_text, count_text, digits, ratio_text, share_text, time_text
 
@@ -91,19 +92,25 @@ def _why_size(plan: Plan) -> str:
     """Why the size with tiers is larger than memory needs: the users of the best smaller one."""
     if plan.inputs.origin("model.tp") != SEARCHED or len(plan.sizes) == 1:
         return ""
-    chosen = plan.deployment.inputs.model.tp
-    smaller = [it for it in plan.sizes if it.tp < chosen]
+    smaller = [it for it in plan.sizes if it.tp < plan.inputs.model.tp]
     if not smaller:
         return ", the fewest GPUs that hold the model"
     best = max(smaller, key=lambda it: it.users_with_tiers)
-    users, more = load_text(plan, best.users_with_tiers), load_text(plan, plan.tiered.users - best.users_with_tiers)
-    return f"; TP {best.tp} serves {users} {load_unit(plan)}, {more} fewer"
+    fewer = whole(plan, plan.tiered.users) - whole(plan, best.users_with_tiers)
+    if not fewer:
+        return ", the soonest first token"
+    served = f"{_split_text(best)} serves {load_text(plan, best.users_with_tiers)} {load_unit(plan)}"
+    return f"; {served}, {load_text(plan, fewer)} fewer"
+
+
+def _split_text(size: ModelInputs | PlannedSize) -> str:
+    """How the GPUs of a copy share the model."""
+    return f"data-parallel attention on {size.tp} GPUs" if size.dp_attention else f"TP {size.tp}"
 
 
 def size_text(deployment: Deployment) -> str:
     """The GPUs of a copy of the model, and the copies."""
-    model, copies = deployment.inputs.model, deployment.copies
-    split = f"data-parallel attention on {model.tp} GPUs" if model.dp_attention else f"TP {model.tp}"
+    split, copies = _split_text(deployment.inputs.model), deployment.copies
     idle = deployment.inputs.gpu.count - deployment.used_gpus
     return f"{split}, {'one copy' if copies == 1 else f'{copies} copies'}{f', {idle} GPUs idle' if idle else ''}"
 

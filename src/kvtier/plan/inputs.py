@@ -135,7 +135,7 @@ class ModelInputs(SettingsSection):
     )
     tp: int = setting(
         0,
-        ZeroCount(0, 1024, "the size that serves most users, found for each arm"),
+        ZeroCount(0, 1024, "the smallest size that serves nearly the most users, found for each arm"),
         "GPUs that share one copy of the model (tensor-parallel size).",
     )
     dp_attention: bool = setting(

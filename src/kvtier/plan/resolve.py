@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvtier import size
 from kvtier.errors import ConfigError
-from kvtier.plan.experts import Experts, experts_of
+from kvtier.plan.experts import Experts
 from kvtier.plan.hardware import KINDS, HardwareItem, find
 from kvtier.plan.inputs import Inputs
 from kvtier.plan.model_cost import ModelCost, model_cost
@@ -21,7 +21,7 @@ from kvtier.plan.workload import ReuseCurve, TraceSummary, Workload, workload
 from kvtier.size.capacity import WEIGHT_BYTES
 from kvtier.size.sizes import TP_MAX
 
-SEARCHED = "the size that serves most users"
+SEARCHED = "the smallest size that serves nearly the most users"
 """Origin of a `model.tp` that is not given."""
 _FROM_CATALOGUE = {
     "gpu": ("flops", "attention_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "exchange", "watts"),
@@ -62,7 +62,7 @@ def read_basis(inputs: Inputs) -> Basis:
         from kvtier.plan.trace import read_trace  # noqa: PLC0415 - imports numpy and the trace readers
 
         trace = read_trace(Path(inputs.traffic.trace), inputs.traffic.trace_window_s)
-    return Basis(found, experts_of(found), trace, {})
+    return Basis(found, Experts(*found.experts), trace, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

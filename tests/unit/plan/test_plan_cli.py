@@ -177,7 +177,7 @@ def test_the_size_that_serves_most_users_is_planned_for_each_arm(capsys):
     """With the fewest GPUs that hold the model it was 10 and 6 users."""
     plan = json.loads(output(capsys, "llama-3.3-70b", "--json"))
     assert (plan["tp_with_tiers"], plan["tp_without_tiers"]) == (8, 8)
-    assert plan["inputs"]["model.tp"]["from"] == "the size that serves most users"
+    assert plan["inputs"]["model.tp"]["from"] == "the smallest size that serves nearly the most users"
     by_tp = {it["tp"]: (int(it["users_without_tiers"]), int(it["users_with_tiers"])) for it in plan["sizes"]}
     assert by_tp == {2: (5, 9), 4: (39, 51), 8: (53, 66)}
     assert (int(plan["users_without_tiers"]), int(plan["users_with_tiers"])) == by_tp[8]

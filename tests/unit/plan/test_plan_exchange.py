@@ -11,7 +11,7 @@ from kvtier.plan.answer import heading
 from kvtier.plan.hardware import catalogue
 from kvtier.plan.queueing import decode_token_s, prefill_s, step_s
 from kvtier.plan.resolve import resolve
-from kvtier.size import from_config, names
+from kvtier.size import from_config, model, names
 
 NO_LAUNCHES = {"gpu__layer_s": 1e-12, "gpu__expert_layer_s": 1e-12}
 NO_EXCHANGE = {
@@ -55,7 +55,7 @@ def test_gpus_behind_pcie_exchange_at_its_measured_rate():
 
 def test_a_size_larger_than_memory_needs_has_its_reason():
     plan = planned("llama-3.3-70b", traffic__users=60)
-    assert heading(plan).endswith("TP 8, one copy; TP 4 serves 51 users, 14 fewer")
+    assert heading(plan).endswith("TP 8, one copy; TP 4 serves 51 users, 15 fewer")
 
 
 @pytest.mark.parametrize(("users", "tp"), [(80, 2), (530, 4), (1000, 4)])
@@ -193,3 +193,12 @@ def test_a_config_of_ones_own_names_the_format_of_its_weights(tmp_path, fields, 
     found = resolve(inputs(str(config), model__parameters=8e9))
     assert found.inputs.model.weights == weights
     assert resolve(inputs(str(config), model__parameters=8e9, model__weights="fp8")).weight_bytes == 8e9
+
+
+def test_every_mixture_has_its_experts_and_every_dense_model_none():
+    """Where they are unknown a step reads all weights. Gemma's E models look up a part of theirs: no mixture."""
+    for name in names():
+        found = model(name)
+        is_mixture = bool(found.active_billion) and not name.startswith("gemma-4-e")
+        assert bool(found.experts[0]) == (is_mixture and name != "minimax-text-01"), name
+        assert 0 <= found.experts[1] <= found.experts[0] / 4 or name == "mixtral-8x7b", name
