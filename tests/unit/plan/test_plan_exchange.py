@@ -6,6 +6,7 @@ import pytest
 from bench.published_steps import compare
 from tests.unit.plan.plans import deployed, inputs, planned
 
+from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.plan.answer import heading
 from kvtier.plan.hardware import catalogue
@@ -155,7 +156,7 @@ def test_every_model_of_the_catalogue_can_be_planned(name, gpu):
         ("llama-3.1-8b", "h100-sxm", "bf16", 16),
     ],
 )
-def test_weights_have_the_format_that_the_checkpoint_ships(name, gpu, weights, gigabytes):
+def test_weights_have_the_format_that_the_checkpoint_ships(capsys, name, gpu, weights, gigabytes):
     """DeepSeek-R1 on 8 H200 was refused: 1,342 GB in bf16."""
     found = deployed(name, gpu__name=gpu)
     assert found.inputs.model.weights == weights
@@ -163,6 +164,8 @@ def test_weights_have_the_format_that_the_checkpoint_ships(name, gpu, weights, g
     assert found.weight_bytes == pytest.approx(gigabytes * 1e9, rel=1e-3)
     named = deployed(name, gpu__name="b300-sxm", model__weights="bf16")
     assert named.inputs.model.weights == "bf16"
+    assert run(["size", name, "--gpu", f"8x{gpu}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpu"]["weight_bytes"] == pytest.approx(gigabytes * 1e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(
