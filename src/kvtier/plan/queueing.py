@@ -8,7 +8,7 @@ The model has one server for each replica, its GPU, and pipes between it and the
   then what its GPUs exchange.
 - Decoding: a step launches its kernels, exchanges what its GPUs have, reads the weights once and every request's KV
   (Pope et al., "Efficiently Scaling Transformer Inference", 2022, section 2). Of routed experts it reads those that its
-  tokens use (`kvtier.plan.experts`). Its time is shared by the requests of a full batch.
+  tokens use (`Experts`). Its time is shared by the requests of a full batch.
 - Waiting: ``W = rho / (1 - rho) (ca2 + cs2) / 2 s`` (Kingman, 1961; for independent users it is Pollaczek and
   Khinchine's exact formula). Decoding continues meanwhile, so it takes its share of the GPU from the prefills.
 - Loading: a pipe serves loads of about equal size one after another. A load of x seconds alone takes

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from kvtier import size
 from kvtier.errors import ConfigError
-from kvtier.plan.experts import Experts
 from kvtier.plan.hardware import KINDS, HardwareItem, find
 from kvtier.plan.inputs import Inputs
-from kvtier.plan.model_cost import ModelCost, model_cost
+from kvtier.plan.model_cost import Experts, ModelCost, model_cost
 from kvtier.plan.workload import ReuseCurve, TraceSummary, Workload, workload
 from kvtier.size.capacity import WEIGHT_BYTES
 from kvtier.size.sizes import TP_MAX
@@ -138,7 +137,7 @@ class Deployment:
     @property
     def hosts(self) -> int:
         """Hosts that hold the GPUs."""
-        return _hosts(self.inputs)
+        return -(-self.inputs.gpu.count // self.inputs.host.gpus)
 
     def step_weight_bytes(self, batch: float) -> float:
         """Weights that a decode step of one server reads, whose batch has `batch` requests.
@@ -325,10 +324,6 @@ def _does_not_fit(deployment: Deployment, *, named: bool) -> str:
         f"{(deployment.dense_bytes + deployment.expert_bytes) / 1e9:.1f} GB of weights in {inputs.model.weights} "
         f"(--weights), the longest session needs {needed / 1e9:.1f} GB"
     )
-
-
-def _hosts(inputs: Inputs) -> int:
-    return -(-inputs.gpu.count // inputs.host.gpus)
 
 
 def _completed(inputs: Inputs, used_gpus: int, found: size.Model) -> tuple[Inputs, tuple[tuple[str, str, str], ...]]:
