@@ -205,3 +205,59 @@ def test_every_mixture_has_its_experts_and_every_dense_model_none():
         is_mixture = bool(found.active_billion) and not name.startswith("gemma-4-e")
         assert bool(found.experts[0]) == (is_mixture and name != "minimax-text-01"), name
         assert 0 <= found.experts[1] <= found.experts[0] / 4 or name == "mixtral-8x7b", name
+
+
+def mla(width, heads, query, nope, value, latent=512, rope=64):
+    """Parameters of one layer's latent attention: low ranks of queries and of keys and values, and the output."""
+    queries = width * query + query * heads * (nope + rope)
+    return queries + width * (latent + rope) + latent * heads * (nope + value) + heads * value * width
+
+
+def gqa(width, heads, kv_heads, key=128, value=128):
+    return width * (heads * key + kv_heads * (key + value) + heads * value)
+
+
+# Dimensions of the config.json in github.com/ai-dynamo/aiconfigurator, model_configs, at 095f58a5: width; attention of
+# all layers; layers of experts, their width and inner width, routed, used and shared experts; inner widths of dense MLPs;
+# words.
+DIMENSIONS = {
+    "deepseek-v3": (7168, 61 * mla(7168, 128, 1536, 128, 128), (58, 7168, 2048, 256, 8, 1), 3 * 18432, 129_280),
+    "kimi-k2.5": (7168, 61 * mla(7168, 64, 1536, 128, 128), (60, 7168, 2048, 384, 8, 1), 18432, 163_840),
+    "glm-5": (
+        6144, 78 * (mla(6144, 64, 2048, 192, 256) + 2048 * 32 * 128), (75, 6144, 2048, 256, 8, 1), 3 * 12288, 154_880,
+    ),
+    "minimax-m2.5": (3072, 62 * gqa(3072, 48, 8), (62, 3072, 1536, 256, 8, 0), 0, 200_064),
+    "minimax-m3": (6144, 60 * gqa(6144, 64, 4), (57, 6144, 3072, 128, 4, 1), 3 * 12288, 200_064),
+    "mimo-v2-flash": (
+        4096, 9 * gqa(4096, 64, 4, 192) + 39 * gqa(4096, 64, 8, 192), (47, 4096, 2048, 256, 8, 0), 16384, 152_576,
+    ),
+    # KDA's query, key, value, gate and output; MLA has a gate, too; two matrices lead to half the width and back.
+    "kimi-k3": (
+        7168,
+        69 * 5 * 7168 * 96 * 128 + 24 * (mla(7168, 96, 1536, 128, 128) + 7168 * 96 * 128) + 92 * 2 * 7168 * 3584,
+        (92, 3584, 3072, 896, 16, 4),  # two shared experts of the whole width are four of the half
+        33792,
+        163_840,
+    ),
+    # Groups of heads share an output of low rank; one head of 512 holds key and value.
+    "deepseek-v4-flash": (
+        4096, 43 * (4096 * 1536 + 1024 * 64 * 512 + 64 * 512 * 1024 + 8 * 1024 * 4096),
+        (43, 4096, 2048, 256, 6, 1), 0, 129_280,
+    ),
+    "deepseek-v4-pro": (
+        7168, 61 * (7168 * 2048 + 1536 * 128 * 512 + 128 * 512 * 1024 + 16 * 1024 * 7168),
+        (61, 7168, 3072, 384, 6, 1), 0, 129_280,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIMENSIONS)
+def test_parameters_add_up_to_the_matrices_of_the_configuration(name):
+    """Derived ones, and by the same formula published ones: DeepSeek-V3's 671 and 37 billion."""
+    width, attention, (layers, inner_width, inner, routed, used, shared), dense, words = DIMENSIONS[name]
+    rest = attention + 3 * width * dense + 2 * width * words
+    total, active = (rest + layers * 3 * inner_width * inner * (count + shared) for count in (routed, used))
+    found = model(name)
+    assert found.parameters_billion == pytest.approx(total / 1e9, rel=0.01)
+    assert found.active_billion == pytest.approx(active / 1e9, rel=0.12 if name == "minimax-m3" else 0.06)
+    assert found.experts == (routed, used)
