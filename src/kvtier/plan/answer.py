@@ -81,11 +81,12 @@ def _no_gain(plan: Plan) -> str:
 def heading(plan: Plan) -> str:
     """Model, GPUs and sizes in one line."""
     inputs, tiered, alone = plan.inputs, plan.tiered.deployment, plan.alone.deployment
-    sizes = f"{size_text(tiered)} with tiers, {size_text(alone)} without"
+    why = _why_size(plan)
+    sizes = f"{size_text(tiered)} with tiers{why}, {size_text(alone)} without"
     if (tiered.inputs.model.tp, tiered.replicas) == (alone.inputs.model.tp, alone.replicas):
-        sizes = size_text(tiered)
+        sizes = f"{size_text(tiered)}{why}"
     hosts = "one host" if tiered.hosts == 1 else f"{tiered.hosts} hosts"
-    return f"{tiered.model.name} on {inputs.gpu.count} x {inputs.gpu.name} in {hosts}: {sizes}{_why_size(plan)}"
+    return f"{tiered.model.name} on {inputs.gpu.count} x {inputs.gpu.name} in {hosts}: {sizes}"
 
 
 def _why_size(plan: Plan) -> str:
@@ -94,13 +95,13 @@ def _why_size(plan: Plan) -> str:
         return ""
     smaller = [it for it in plan.sizes if it.tp < plan.inputs.model.tp]
     if not smaller:
-        return ", the fewest GPUs that hold the model"
+        return " (the fewest GPUs that hold the model)"
     best = max(smaller, key=lambda it: it.users_with_tiers)
     fewer = whole(plan, plan.tiered.users) - whole(plan, best.users_with_tiers)
     if not fewer:
-        return ", the soonest first token"
+        return " (the soonest first token)"
     served = f"{_split_text(best)} serves {load_text(plan, best.users_with_tiers)} {load_unit(plan)}"
-    return f"; {served}, {load_text(plan, fewer)} fewer"
+    return f" ({served}, {load_text(plan, fewer)} fewer)"
 
 
 def _split_text(size: ModelInputs | PlannedSize) -> str:

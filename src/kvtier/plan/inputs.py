@@ -184,22 +184,22 @@ class GpuInputs(SettingsSection):
     )
     exchange_wait_s: float = setting(
         8e-6,
-        Number(1e-12, 1),
+        Number(0, 1),
         "Seconds of every exchange in a step in which GPUs wait for the slowest of them.",
         "calibrated: docs/planning.md",
     )
     layer_s: float = setting(
         40e-6,
-        Number(1e-12, 1),
+        Number(0, 1),
         "Least seconds of a layer in a step, whatever its batch: kernels start one after another.",
         "calibrated: docs/planning.md",
     )
     expert_layer_s: float = setting(
-        25e-6, Number(1e-12, 1), "The same of a layer's routed experts, in addition.", "calibrated: docs/planning.md"
+        25e-6, Number(0, 1), "The same of a layer's routed experts, in addition.", "calibrated: docs/planning.md"
     )
     host_latency_s: float = setting(
         20e-6,
-        Number(1e-12, 1),
+        Number(0, 1),
         "Seconds that an exchange takes more where the GPUs of a copy are in several hosts.",
         "NVIDIA AIConfigurator, system files, 2026-08-21: p2p_latency, there and back",
     )

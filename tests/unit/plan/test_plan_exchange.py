@@ -14,11 +14,11 @@ from kvtier.plan.queueing import decode_token_s, prefill_s, step_s
 from kvtier.plan.resolve import resolve
 from kvtier.size import from_config, model, names
 
-NO_LAUNCHES = {"gpu__layer_s": 1e-12, "gpu__expert_layer_s": 1e-12}
+NO_LAUNCHES = {"gpu__layer_s": 0.0, "gpu__expert_layer_s": 0.0}
 NO_EXCHANGE = {
     "gpu__exchange_latency_s": 1e-12,
     "gpu__exchange_bytes_per_s": 1e16,
-    "gpu__exchange_wait_s": 1e-12,
+    "gpu__exchange_wait_s": 0.0,
     "gpu__dispatch_s": 1e-12,
 }
 
@@ -37,7 +37,7 @@ def test_a_tiny_model_for_one_user_takes_one_gpu():
     plan = planned("qwen3-0.6b", traffic__users=1)
     assert plan.deployment.inputs.model.tp == 1
     assert plan.tiered.point.tpot_s > 28 * 40e-6
-    assert heading(plan).endswith("TP 1, 8 copies, the fewest GPUs that hold the model")
+    assert heading(plan).endswith("TP 1, 8 copies (the fewest GPUs that hold the model)")
 
 
 def test_gpus_behind_pcie_exchange_at_its_measured_rate():
@@ -56,7 +56,7 @@ def test_gpus_behind_pcie_exchange_at_its_measured_rate():
 
 def test_a_size_larger_than_memory_needs_has_its_reason():
     plan = planned("llama-3.3-70b", traffic__users=60)
-    assert heading(plan).endswith("TP 8, one copy; TP 4 serves 51 users, 15 fewer")
+    assert heading(plan).endswith("TP 8, one copy (TP 4 serves 51 users, 15 fewer)")
 
 
 @pytest.mark.parametrize(("users", "tp"), [(80, 2), (530, 4), (1000, 4)])
@@ -218,8 +218,8 @@ def gqa(width, heads, kv_heads, key=128, value=128):
 
 
 # Dimensions of the config.json in github.com/ai-dynamo/aiconfigurator, model_configs, at 095f58a5: width; attention of
-# all layers; layers of experts, their width and inner width, routed, used and shared experts; inner widths of dense MLPs;
-# words.
+# all layers; layers of experts, their width and inner width, routed, used and shared experts; inner width of all dense
+# MLPs; words.
 DIMENSIONS = {
     "deepseek-v3": (7168, 61 * mla(7168, 128, 1536, 128, 128), (58, 7168, 2048, 256, 8, 1), 3 * 18432, 129_280),
     "kimi-k2.5": (7168, 61 * mla(7168, 64, 1536, 128, 128), (60, 7168, 2048, 384, 8, 1), 18432, 163_840),
