@@ -10,7 +10,7 @@ from functools import cache
 
 from kvtier.plan.hardware import COUNT_MAX
 from kvtier.plan.inputs import Inputs
-from kvtier.plan.limits import highest_load, in_users, most_users
+from kvtier.plan.limits import highest_load, most_users
 from kvtier.plan.queueing import operate
 from kvtier.plan.resolve import SEARCHED, Deployment, deployments, resolve
 
@@ -85,14 +85,12 @@ def gpus_for(inputs: Inputs, deployment: Deployment, loads: list[float]) -> list
 
 
 def _best(sizes: list[Deployment], users: list[float], *, with_tiers: bool) -> Deployment:
-    """The smallest size that serves nearly the most users, and the requested ones where any does.
+    """The smallest size that serves nearly the most users; the same for any requested load.
 
-    Where none serves a user, the one with the shortest time to first token.
+    Where none serves a user, it is the one with the shortest time to first token.
     """
     if len(sizes) == 1:
         return sizes[0]
     if most := max(users):
-        requested = in_users(sizes[0], sizes[0].workload.requests_per_s)
-        least = max(NEARLY * most, requested) if requested <= most else most
-        return next(it for it, served in zip(sizes, users, strict=True) if served >= least)
+        return next(it for it, served in zip(sizes, users, strict=True) if served >= NEARLY * most)
     return min(sizes, key=lambda it: operate(it, _ALMOST_NO_LOAD, with_tiers=with_tiers).ttft_s)
