@@ -19,6 +19,8 @@ from bench.parts.compared import COMPARED, compared
 from bench.parts.samsung_plan import PublishedFigure, compare, figure_row
 from bench.parts.seen_table import seen_table
 from bench.parts.short_tables import SERVED, SHORT
+from bench.published_steps import compare as published_steps
+from bench.published_steps import summary
 
 from kvtier.bench.ratio import ratio, ratio_text
 from kvtier.bench.serve.answer import ServeRecord, answer
@@ -43,6 +45,9 @@ DOCUMENTS = (
 CEILINGS = """The ceiling is memcpy with as many threads, or fio with buffers in huge pages, which overwrites its files
 like a full store. CPU is that of all threads; with small objects Python's cost per object dominates."""
 EXAMPLE_HEAD = "| figure | published | plan | off | why |\n| --- | ---: | ---: | ---: | --- |"
+STEPS_HEAD = (
+    "| model | GPU | engine | figure | use | sizes | figures | plan / published |\n" + "| --- " * 6 + "| ---: | ---: |"
+)
 UP = "{up}"
 """In a link: the way from a document to the top."""
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -553,7 +558,9 @@ def with_worked_example(text: str, figures: Sequence[PublishedFigure]) -> str:
         rows = (f"| {' | '.join(figure_row(it))} |" for it in figures if it.how == match[2])
         return "\n".join([match[1] + EXAMPLE_HEAD, *rows, match[3]])
 
-    return re.sub(r"(<!-- table: samsung (\w+) -->\n).*?(<!-- end -->)", fill, text, flags=re.DOTALL)
+    text = re.sub(r"(<!-- table: samsung (\w+) -->\n).*?(<!-- end -->)", fill, text, flags=re.DOTALL)
+    steps = "\n".join([STEPS_HEAD, *(f"| {' | '.join(row)} |" for row in summary(list(published_steps())))])
+    return re.sub(r"(<!-- table: steps -->\n).*?(<!-- end -->)", rf"\g<1>{steps}\n\g<2>", text, flags=re.DOTALL)
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from kvtier.cli.options import OutputFile, gpu_option, tier_option
 @click.option(
     "--weights",
     metavar="FORMAT|SIZE",
-    help="Weights: bf16, fp16, fp8, fp4, or bytes, which compute in bf16.  [default: bf16]",
+    help="Weights: bf16, fp16, fp8, fp4, or bytes, which compute in bf16.  [default: as the checkpoint ships]",
 )
 @click.option("--dtype", help="Format of the KV, as in `kvtier size`.  [default: bf16]")
 @click.option("--users", metavar="N", help="Users at the same time.  [default: 80]")

@@ -45,9 +45,7 @@ FIELD_ENTRIES_SHOWN = 6
 @click.option(
     "--weights",
     metavar="FORMAT|SIZE",
-    default="bf16",
-    show_default=True,
-    help="bf16, fp16, fp8, fp4, or bytes.",
+    help="bf16, fp16, fp8, fp4, or bytes; without it the format that the checkpoint ships.",
 )
 @click.option(
     "--fetch", is_flag=True, help="Get the config.json of a MODEL of the Hub (ORG/NAME) that is not known here."
@@ -66,7 +64,7 @@ def size(
     chunk_tokens: int,
     gpu: str | None,
     memory: int | None,
-    weights: str,
+    weights: str | None,
     tier: str | None,
     fetch: bool,
     is_list: bool,
@@ -93,7 +91,7 @@ def size(
     kv = of(model, dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
     capacities: dict[str, GpuCapacity | TierCapacity] = {}
     if memory_bytes is not None:
-        capacities["gpu"] = gpu_capacity(kv, memory_bytes, gpus, _weight_bytes(kv, weights))
+        capacities["gpu"] = gpu_capacity(kv, memory_bytes, gpus, _weight_bytes(kv, weights or kv.model.weights))
     if tier is not None:
         from kvtier.replay.tier_spec import parse_tier  # numpy, which the sizes do not need
 

@@ -3,10 +3,11 @@
 import math
 
 from kvtier.config.value_types import seconds_text
-from kvtier.plan.inputs import SETTINGS
+from kvtier.plan.inputs import SETTINGS, ModelInputs
 from kvtier.plan.limits import TTFT, in_users
 from kvtier.plan.plan import Plan, PlannedTier, Variant
 from kvtier.plan.resolve import SEARCHED, Deployment
+from kvtier.plan.search import PlannedSize
 from kvtier.plan.worth import LEAST_GAIN, TIER_NAMES
 from kvtier.report.format import NONE, YEAR_S, bytes_text, count_text, digits, ratio_text, share_text, time_text
 
@@ -80,18 +81,37 @@ def _no_gain(plan: Plan) -> str:
 def heading(plan: Plan) -> str:
     """Model, GPUs and sizes in one line."""
     inputs, tiered, alone = plan.inputs, plan.tiered.deployment, plan.alone.deployment
-    sizes = f"{size_text(tiered)} with tiers, {size_text(alone)} without"
+    why = _why_size(plan)
+    sizes = f"{size_text(tiered)} with tiers{why}, {size_text(alone)} without"
     if (tiered.inputs.model.tp, tiered.replicas) == (alone.inputs.model.tp, alone.replicas):
-        sizes = size_text(tiered)
-    chosen = ", which serves most users" if inputs.origin("model.tp") == SEARCHED else ""
+        sizes = f"{size_text(tiered)}{why}"
     hosts = "one host" if tiered.hosts == 1 else f"{tiered.hosts} hosts"
-    return f"{tiered.model.name} on {inputs.gpu.count} x {inputs.gpu.name} in {hosts}: {sizes}{chosen}"
+    return f"{tiered.model.name} on {inputs.gpu.count} x {inputs.gpu.name} in {hosts}: {sizes}"
+
+
+def _why_size(plan: Plan) -> str:
+    """Why the size with tiers is larger than memory needs: the users of the best smaller one."""
+    if plan.inputs.origin("model.tp") != SEARCHED or len(plan.sizes) == 1:
+        return ""
+    smaller = [it for it in plan.sizes if it.tp < plan.inputs.model.tp]
+    if not smaller:
+        return " (the fewest GPUs that hold the model)"
+    best = max(smaller, key=lambda it: it.users_with_tiers)
+    fewer = whole(plan, plan.tiered.users) - whole(plan, best.users_with_tiers)
+    if not fewer:
+        return " (the soonest first token)"
+    served = f"{_split_text(best)} serves {load_text(plan, best.users_with_tiers)} {load_unit(plan)}"
+    return f" ({served}, {load_text(plan, fewer)} fewer)"
+
+
+def _split_text(size: ModelInputs | PlannedSize) -> str:
+    """How the GPUs of a copy share the model."""
+    return f"data-parallel attention on {size.tp} GPUs" if size.dp_attention else f"TP {size.tp}"
 
 
 def size_text(deployment: Deployment) -> str:
     """The GPUs of a copy of the model, and the copies."""
-    model, copies = deployment.inputs.model, deployment.copies
-    split = f"data-parallel attention on {model.tp} GPUs" if model.dp_attention else f"TP {model.tp}"
+    split, copies = _split_text(deployment.inputs.model), deployment.copies
     idle = deployment.inputs.gpu.count - deployment.used_gpus
     return f"{split}, {'one copy' if copies == 1 else f'{copies} copies'}{f', {idle} GPUs idle' if idle else ''}"
 

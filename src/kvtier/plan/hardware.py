@@ -6,16 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, cast
 
 from kvtier.config.schema import near
 from kvtier.errors import ConfigError
-from kvtier.report.format import NONE, bytes_text, digits
+from kvtier.report.format import NONE, bytes_text, digits, time_text
 from kvtier.report.table import Table
 
 COUNT_MAX = 10**6
 _COUNTED = re.compile(r"(?:([0-9]{1,9}) ?x ?)?(.+?)(?: ?x ?([0-9]{1,9}))?", re.ASCII)
-KINDS = {"gpu": "gpu.name", "drive": "disk.name", "memory": "host.memory", "network": "shared.network"}
+KINDS = {
+    "gpu": "gpu.name",
+    "exchange": "gpu.exchange",
+    "drive": "disk.name",
+    "memory": "host.memory",
+    "network": "shared.network",
+}
 """Kind of hardware to the input that names one."""
 
 
@@ -89,7 +95,8 @@ def _plain(name: str) -> str:
 def hardware_tables() -> Iterator[Table]:
     """The catalogue, a table for each kind."""
     columns = {
-        "gpu": ("bf16 TFLOP/s", "fp8 TFLOP/s", "memory", "its rate", "link", "watts"),
+        "gpu": ("bf16 TFLOP/s", "fp8 TFLOP/s", "memory", "its rate", "host link", "exchange", "watts"),
+        "exchange": ("latency of 2, 4, 8 GPUs", "rate", "dispatch"),
         "drive": ("capacity", "read", "write", "drive writes a day", "watts"),
         "memory": ("a channel",),
         "network": ("an adapter",),
@@ -103,7 +110,16 @@ def _cells(item: HardwareItem) -> Iterator[str]:
     for key, value in item.values.items():
         if key == "flops":
             yield from (digits(value[form] / 1e12) if form in value else NONE for form in ("bf16", "fp8"))
-        elif key.endswith("bytes_per_s"):
-            yield f"{bytes_text(value)}/s"
+        elif isinstance(value, dict):
+            figures = cast("dict[str, float]", value)
+            yield ", ".join(_cell(key, figures[count]) for count in sorted(figures))
         else:
-            yield bytes_text(value) if key.endswith("bytes") else f"{value:g}"
+            yield _cell(key, value)
+
+
+def _cell(key: str, value: Any) -> str:  # noqa: ANN401 - what TOML has
+    if key.endswith("bytes_per_s"):
+        return f"{bytes_text(value)}/s"
+    if key.endswith("_s"):
+        return time_text(value)
+    return bytes_text(value) if key.endswith("bytes") else f"{value:g}" if isinstance(value, int | float) else value

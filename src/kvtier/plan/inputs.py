@@ -130,10 +130,12 @@ class ModelInputs(SettingsSection):
 
     name: str = setting("", _NAME, "The model.")
     kv_dtype: str = setting("bf16", _NAME, "Format of the KV.")
-    weights: Literal["bf16", "fp8", "fp4"] = setting("bf16", Choice(("bf16", "fp8", "fp4")), "Format of the weights.")
+    weights: Literal["auto", "bf16", "fp8", "fp4"] = setting(
+        "auto", Choice(("auto", "bf16", "fp8", "fp4")), "Format of the weights; auto: as the checkpoint ships."
+    )
     tp: int = setting(
         0,
-        ZeroCount(0, 1024, "the size that serves most users, found for each arm"),
+        ZeroCount(0, 1024, "the smallest size that serves nearly the most users, found for each arm"),
         "GPUs that share one copy of the model (tensor-parallel size).",
     )
     dp_attention: bool = setting(
@@ -172,8 +174,43 @@ class GpuInputs(SettingsSection):
     memory_bytes: int = setting(0, RoundSize(0, 2**50, _CATALOGUE), "Memory of one GPU.")
     memory_bytes_per_s: float = setting(0.0, Rate(), "Bandwidth of that memory.")
     link_bytes_per_s: float = setting(0.0, Rate(), "Link of one GPU to its host, one direction.")
+    exchange: str = setting("", _NAME, "What GPUs that share a layer exchange over; empty: from the catalogue.")
+    exchange_latency_s: float = setting(
+        0.0, Number(1e-12, 1, _CATALOGUE), "Seconds of an all-reduce of a few bytes, among the GPUs of a copy."
+    )
+    exchange_bytes_per_s: float = setting(0.0, Rate(), "Rate at which one of those GPUs sends in an all-reduce.")
+    dispatch_s: float = setting(
+        0.0, Number(1e-12, 1, _CATALOGUE), "Seconds to send one token to its experts and back, with dp_attention."
+    )
+    exchange_wait_s: float = setting(
+        8e-6,
+        Number(0, 1),
+        "Seconds of every exchange in a step in which GPUs wait for the slowest of them.",
+        "calibrated: docs/planning.md",
+    )
+    layer_s: float = setting(
+        40e-6,
+        Number(0, 1),
+        "Least seconds of a layer in a step, whatever its batch: kernels start one after another.",
+        "calibrated: docs/planning.md",
+    )
+    expert_layer_s: float = setting(
+        25e-6, Number(0, 1), "The same of a layer's routed experts, in addition.", "calibrated: docs/planning.md"
+    )
+    host_latency_s: float = setting(
+        20e-6,
+        Number(0, 1),
+        "Seconds that an exchange takes more where the GPUs of a copy are in several hosts.",
+        "NVIDIA AIConfigurator, system files, 2026-08-21: p2p_latency, there and back",
+    )
     watts: float = setting(0.0, Number(1, 1e5, _CATALOGUE), "Maximum power of one GPU.")
     flops_share: float = setting(0.5, Number(0.01, 1), "Share of the peak that prefill reaches (MFU).", "rule of thumb")
+    expert_flops_share: float = setting(
+        0.15,
+        Number(0.01, 1),
+        "The same with the weights of a mixture of experts, whose products are small.",
+        "calibrated: docs/planning.md",
+    )
     memory_rate_share: float = setting(
         0.8,
         Number(0.01, 1),

@@ -1,16 +1,41 @@
-"""Costs of a model: bytes of its KV, and the work of prefill and decoding.
+"""Costs of a model: bytes of its KV and of its routed experts, and the work of prefill and decoding.
 
 The bytes come from `kvtier.size`. Work is in FLOP; a multiplication and an addition count as two.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.size import KvSize
 from kvtier.size.caches import LayerCache
 
 _ATTENDING = {"full", "window", "chunked", "mla"}
 """Kinds whose work grows with the earlier tokens; recurrent layers' work is in their parameters."""
+
+
+class Experts(NamedTuple):
+    """Routed experts of one layer; none in a dense model, or where the configuration does not tell."""
+
+    routed: int
+    used: int
+    """Of one token."""
+
+    def bytes_of(self, weight_bytes: float, total: float, active: float) -> float:
+        """Bytes of all routed experts among `weight_bytes` of `total` parameters.
+
+        A token skips ``1 - used / count`` of them and nothing else, so they hold ``(total - active)`` over that.
+        """
+        if self.routed <= self.used or active >= total:
+            return 0.0
+        return weight_bytes * min((1 - active / total) / (1 - self.used / self.routed), 1.0)
+
+    def read_share(self, tokens: float) -> float:
+        """Share of the experts that a step for `tokens` tokens reads: ``1 - (1 - used / count)^tokens``.
+
+        The expectation for independent tokens that use every expert equally often. Tokens of one subject use fewer.
+        """
+        return 1 - (1 - self.used / self.routed) ** max(tokens, 1.0) if self.routed else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

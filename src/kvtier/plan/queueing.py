@@ -4,10 +4,11 @@ The model has one server for each replica, its GPU, and pipes between it and the
 
 - Reuse: capacity determines residence time, which determines the hits (`kvtier.plan.workload`). Tiers are inclusive:
   each holds the KV of those above it, so a tier adds the hits of its longer residence.
-- Prefill: ``2 P n`` for n computed tokens and P active parameters, and the attention (`ModelCost.attention_flop`).
-- Decoding: each step reads the weights once and every request's KV (Pope et al., "Efficiently Scaling Transformer
-  Inference", 2022, section 2). Of routed experts it reads those that its tokens use (`kvtier.plan.experts`). Its time
-  is shared by the requests of a full batch.
+- Prefill: ``2 P n`` for n computed tokens and P active parameters, and the attention (`ModelCost.attention_flop`);
+  then what its GPUs exchange.
+- Decoding: a step launches its kernels, exchanges what its GPUs have, reads the weights once and every request's KV
+  (Pope et al., "Efficiently Scaling Transformer Inference", 2022, section 2). Of routed experts it reads those that its
+  tokens use (`Experts`). Its time is shared by the requests of a full batch.
 - Waiting: ``W = rho / (1 - rho) (ca2 + cs2) / 2 s`` (Kingman, 1961; for independent users it is Pollaczek and
   Khinchine's exact formula). Decoding continues meanwhile, so it takes its share of the GPU from the prefills.
 - Loading: a pipe serves loads of about equal size one after another. A load of x seconds alone takes
@@ -25,6 +26,8 @@ GPU = "gpu"
 _TPOT_STEPS, _TPOT_CLOSE = 60, 1e-6
 _TAIL_STEPS = 40
 _STORE_CLOSE = 1e-4
+_CHUNK_TOKENS = 8192
+"""Tokens of a prompt that one step computes: vLLM's default on these GPUs."""
 _USE_MAX = 0.99
 """Of a pipe by loads that the planner admits: at its whole bandwidth a queue would grow without end."""
 
@@ -199,18 +202,38 @@ def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) 
 
 
 def prefill_s(deployment: Deployment, computed_tokens: float, prompt_tokens: float) -> float:
-    """Seconds in which one idle replica computes the last tokens of a prompt."""
+    """Seconds in which one idle replica computes the last tokens of a prompt.
+
+    Launches hide behind the computing, which exchanges wait for.
+    """
     linear = 2.0 * deployment.inputs.model.active_parameters * computed_tokens
     attention = deployment.model.attention_flop(computed_tokens, prompt_tokens)
-    return linear / deployment.flops + attention / deployment.attention_flops
+    steps = max(computed_tokens / _CHUNK_TOKENS, 1.0)
+    computing_s = linear / deployment.flops + attention / deployment.attention_flops
+    exchange_s = steps * deployment.exchange_s + computed_tokens * deployment.token_exchange_s
+    return max(computing_s, steps * deployment.launch_s) + exchange_s
+
+
+def step_s(deployment: Deployment, batch: float, session_tokens: float) -> float:
+    """Seconds of a decode step of one server for `batch` requests."""
+    fixed_s, each_s = _fixed_s(deployment, batch), _each_s(deployment, session_tokens)
+    return max(fixed_s + batch * each_s, 2.0 * deployment.inputs.model.active_parameters * batch / deployment.flops)
 
 
 def decode_token_s(deployment: Deployment) -> float:
     """Seconds of one replica for a decoded token, with a full batch."""
-    kv_bytes = deployment.model.gpu_bytes(deployment.workload.session_tokens)
-    weight_bytes = deployment.step_weight_bytes(deployment.batch)
-    reading = (weight_bytes / deployment.batch + kv_bytes) / deployment.memory_bytes_per_s
-    return max(reading, 2.0 * deployment.inputs.model.active_parameters / deployment.flops)
+    return step_s(deployment, deployment.batch, deployment.workload.session_tokens) / deployment.batch
+
+
+def _fixed_s(deployment: Deployment, batch: float) -> float:
+    """Seconds of a step that its requests share: launches, exchanges, and the weights that such a batch reads."""
+    reading_s = deployment.step_weight_bytes(batch) / deployment.memory_bytes_per_s
+    return deployment.launch_s + deployment.exchange_s + reading_s
+
+
+def _each_s(deployment: Deployment, session_tokens: float) -> float:
+    """Seconds of a step for each of its requests: reading its KV and exchanging its token."""
+    return deployment.model.gpu_bytes(session_tokens) / deployment.memory_bytes_per_s + deployment.token_exchange_s
 
 
 def fetch_s(deployment: Deployment, tier: str, tokens: float) -> float:
@@ -384,19 +407,19 @@ def _use_at_most(deployment: Deployment, stretch: float) -> float:
 def _tpot_s(deployment: Deployment, rate: float, service_s: float) -> float:
     """Time for each further token, at a load of `rate` requests a second on one server.
 
-    A step takes ``(W(B) + B kv) / bandwidth`` of the time without prefills. B is, by Little's law, the rate times the
-    tokens of an answer times this very time. With constant weights that is solved for it; the weights of experts grow
-    with B, so the solution is repeated from the full weights on, and falls to the fixed point.
+    A step takes ``F(B) + B e`` (`step_s`) of the time without prefills. B is, by Little's law, the rate times the
+    tokens of an answer times this very time. With a constant F that is solved for it; the weights of experts grow with
+    B, so the solution is repeated from the full weights on, and falls to the fixed point.
     """
     load = deployment.workload
-    kv_s = deployment.model.gpu_bytes(load.session_tokens) / deployment.memory_bytes_per_s
-    free = 1 - rate * service_s - rate * load.answer_tokens * kv_s
+    each_s = _each_s(deployment, load.session_tokens)
+    free = 1 - rate * service_s - rate * load.answer_tokens * each_s
     if free <= 0:
         return math.inf
     batch, tpot_s = math.inf, math.inf
     for _ in range(_TPOT_STEPS if deployment.expert_bytes else 1):
-        weights_s = deployment.step_weight_bytes(batch) / deployment.memory_bytes_per_s
-        before_s, tpot_s = tpot_s, max(weights_s / free, weights_s + kv_s)
+        fixed_s = _fixed_s(deployment, batch)
+        before_s, tpot_s = tpot_s, max(fixed_s / free, fixed_s + each_s)
         batch = max(rate * load.answer_tokens * tpot_s, 1.0)
         if before_s - tpot_s < _TPOT_CLOSE * tpot_s:
             break

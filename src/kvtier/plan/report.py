@@ -52,8 +52,8 @@ LIMITS = (
         "delay."
     ),
     (
-        "The exchange between GPUs takes no time beyond gpu.flops_share. Measure that share at your size; a larger "
-        "size has a smaller share, so it gains less than the table of sizes says."
+        "Exchanges between GPUs do not overlap with computing, and every layer of a mixture counts as one of experts. "
+        "Half of the published times that set no input are met within 8 %, and all within 0.6 to 1.25 of them."
     ),
     (
         "One queue for each copy of the model. Chunked prefill, batching and preemption are not simulated; their cost "
@@ -339,8 +339,8 @@ def _sizes(plan: Plan) -> Table:
         rows,
         numeric=4,
         title="Users by size",
-        note=f"{load_unit(plan).capitalize()} {within(plan)}. The exchange between GPUs takes no time here beyond "
-        "gpu.flops_share: measure that share at your size.",
+        note=f"{load_unit(plan).capitalize()} {within(plan)}. Among sizes that serve nearly as many (95 %), the "
+        "smallest is planned; more GPUs of a copy exchange more.",
     )
 
 

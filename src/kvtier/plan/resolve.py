@@ -13,18 +13,17 @@ from pathlib import Path
 
 from kvtier import size
 from kvtier.errors import ConfigError
-from kvtier.plan.experts import Experts, experts_of
 from kvtier.plan.hardware import KINDS, HardwareItem, find
 from kvtier.plan.inputs import Inputs
-from kvtier.plan.model_cost import ModelCost, model_cost
+from kvtier.plan.model_cost import Experts, ModelCost, model_cost
 from kvtier.plan.workload import ReuseCurve, TraceSummary, Workload, workload
 from kvtier.size.capacity import WEIGHT_BYTES
 from kvtier.size.sizes import TP_MAX
 
-SEARCHED = "the size that serves most users"
+SEARCHED = "the smallest size that serves nearly the most users"
 """Origin of a `model.tp` that is not given."""
 _FROM_CATALOGUE = {
-    "gpu": ("flops", "attention_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "watts"),
+    "gpu": ("flops", "attention_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "exchange", "watts"),
     "disk": ("capacity_bytes", "read_bytes_per_s", "write_bytes_per_s", "drive_writes_per_day", "watts"),
     "host": ("channel_bytes_per_s",),
     "shared": ("adapter_bytes_per_s",),
@@ -34,6 +33,10 @@ _PER_HOST = ("host.capacity_bytes", "host.channels", "disk.count", "shared.adapt
 """Totals whose default is that of one host."""
 _SERVER_GPUS = 8
 """GPUs of the server whose power is the default of `power.server_watts`."""
+_UNKNOWN_EXCHANGE = "pcie5"
+"""For a GPU that is not in the catalogue: every server has PCIe."""
+_ACTIVATION_BYTES = 2
+"""Of an element that GPUs exchange; experts get it in one byte (DeepEP) and return it in these."""
 
 
 @dataclass(slots=True)
@@ -58,7 +61,7 @@ def read_basis(inputs: Inputs) -> Basis:
         from kvtier.plan.trace import read_trace  # noqa: PLC0415 - imports numpy and the trace readers
 
         trace = read_trace(Path(inputs.traffic.trace), inputs.traffic.trace_window_s)
-    return Basis(found, experts_of(found), trace, {})
+    return Basis(found, Experts(*found.experts), trace, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,12 @@ class Deployment:
     """The same in attention, in the format of the KV."""
     memory_bytes_per_s: float
     """Bandwidth that one server reaches in decoding."""
+    launch_s: float
+    """Least time of a step: all layers, each kernel after the one before."""
+    exchange_s: float
+    """Time of a step in which its GPUs exchange, whatever its tokens."""
+    token_exchange_s: float
+    """Further time for each token of the step."""
     load_bytes_per_s: float
     """Load bandwidth of one server, in stored bytes."""
     weight_bytes: float
@@ -128,7 +137,7 @@ class Deployment:
     @property
     def hosts(self) -> int:
         """Hosts that hold the GPUs."""
-        return _hosts(self.inputs)
+        return -(-self.inputs.gpu.count // self.inputs.host.gpus)
 
     def step_weight_bytes(self, batch: float) -> float:
         """Weights that a decode step of one server reads, whose batch has `batch` requests.
@@ -190,13 +199,14 @@ def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployme
             return
         sized = _completed(as_given, count // tp * tp, found)[0] if count % tp else inputs
         sized = sized if given else sized.change({"model.tp": tp, "model.dp_attention": dp}, SEARCHED)
+        sized, exchange = _with_exchange(sized)
         try:
             model = _model_cost(sized, basis)
         except ConfigError:
             if given or tp == 1:  # some numbers of ranks cannot share the heads; one can, unless the model is refused
                 raise
             continue
-        deployment = _deployment(sized, model, load, experts, basis, sources)
+        deployment = _deployment(sized, model, load, experts, basis, (*sources, *exchange))
         why = _does_not_fit(deployment, named=bool(given))
         if not why:
             fits = True
@@ -236,6 +246,7 @@ def _deployment(
         gpus, expert_bytes = 1, expert_bytes / tp
     kv_bytes = gpus * (gpu.memory_bytes * gpu.memory_share - gpu.other_bytes) - dense_bytes - expert_bytes
     session_bytes = model.gpu_bytes(load.session_tokens)
+    launch_s, exchange_s, token_exchange_s = _step_times(inputs, experts, basis.model)
     stream = min(software.load_bytes_per_s or math.inf, gpu.link_bytes_per_s * software.link_share)
     return Deployment(
         inputs=inputs,
@@ -243,9 +254,12 @@ def _deployment(
         workload=load,
         basis=basis,
         replicas=gpu.count // tp * tp // gpus,
-        flops=gpus * gpu.flops * gpu.flops_share,
+        flops=gpus * gpu.flops * (gpu.expert_flops_share if experts.routed > 1 else gpu.flops_share),
         attention_flops=gpus * gpu.attention_flops * gpu.flops_share,
         memory_bytes_per_s=gpus * gpu.memory_bytes_per_s * gpu.memory_rate_share,
+        launch_s=launch_s,
+        exchange_s=exchange_s,
+        token_exchange_s=token_exchange_s,
         load_bytes_per_s=gpus * stream / model.delivered_ratio,
         weight_bytes=weight_bytes,
         dense_bytes=dense_bytes,
@@ -258,6 +272,28 @@ def _deployment(
         tier_curve=load.curve.with_snapshots(software.snapshots * model.state_bytes / model.token_bytes),
         sources=sources,
     )
+
+
+def _step_times(inputs: Inputs, experts: Experts, model: size.Model) -> tuple[float, float, float]:
+    """Seconds of a step for launches, for exchanges, and for what each token adds to the exchanges.
+
+    GPUs that split each layer sum its attention and its MLP, an all-reduce each (Shoeybi et al., "Megatron-LM", 2019,
+    section 3). Those that share the experts only send tokens to them and back (DeepEP, 2025).
+    """
+    gpu, tp, layers = inputs.gpu, inputs.model.tp, float(len(model.layers))
+    if () in model.layers:  # where an MLP is a layer of its own, two are one of the others
+        layers /= 2
+    width = model.hidden_size or 128 * (model.attention_heads or 1)
+    launch_s = layers * (gpu.layer_s + (gpu.expert_layer_s if experts.routed > 1 else 0.0))
+    if tp == 1:
+        return launch_s, 0.0, 0.0
+    waits_s = 2 * (gpu.exchange_wait_s + (gpu.host_latency_s if tp > inputs.host.gpus else 0.0))
+    if inputs.model.dp_attention:
+        fixed_s, copies = gpu.dispatch_s, min(experts.used, tp - 1)
+        sent_bytes = copies * width * (1 + _ACTIVATION_BYTES)
+    else:
+        fixed_s, sent_bytes = 2 * gpu.exchange_latency_s, 2 * (2 * (tp - 1) / tp) * width * _ACTIVATION_BYTES
+    return launch_s, layers * (fixed_s + waits_s), layers * sent_bytes / gpu.exchange_bytes_per_s
 
 
 def _model_cost(inputs: Inputs, basis: Basis) -> ModelCost:
@@ -290,14 +326,9 @@ def _does_not_fit(deployment: Deployment, *, named: bool) -> str:
     )
 
 
-def _hosts(inputs: Inputs) -> int:
-    return -(-inputs.gpu.count // inputs.host.gpus)
-
-
 def _completed(inputs: Inputs, used_gpus: int, found: size.Model) -> tuple[Inputs, tuple[tuple[str, str, str], ...]]:
     """The inputs with the totals of all hosts, the catalogue's hardware and the model's parameters; and the sources."""
-    inputs, sources = _with_hardware(_with_hosts(inputs, used_gpus))
-    return _with_parameters(inputs, found), sources
+    return _with_hardware(_with_parameters(_with_hosts(inputs, used_gpus), found))
 
 
 def _with_hosts(inputs: Inputs, used_gpus: int) -> Inputs:
@@ -357,10 +388,11 @@ def _with_hardware(inputs: Inputs) -> tuple[Inputs, tuple[tuple[str, str, str], 
     for kind, named_by in KINDS.items():
         section = named_by.partition(".")[0]
         missing = [key for key in _FROM_CATALOGUE[section] if not inputs.value(f"{section}.{key}")]
-        if missing == ["attention_flops"]:  # a GPU that is not in the catalogue
-            inputs = inputs.change({"gpu.attention_flops": inputs.gpu.flops}, "gpu.flops")
+        own = {"attention_flops": inputs.gpu.flops, "exchange": _UNKNOWN_EXCHANGE}
+        if set(missing) <= own.keys():  # a GPU that is not in the catalogue
+            inputs = inputs.change({f"gpu.{key}": own[key] for key in missing}, "a GPU with figures of its own")
             continue
-        if used[section] and missing:
+        if kind != "exchange" and used[section] and missing:  # an exchange has the figures of a size
             item = find(kind, str(inputs.value(named_by)), inputs.origin(named_by))
             values = {f"{section}.{key}": _catalogue_value(inputs, item, key) for key in missing}
             inputs = inputs.change(values, f"catalogue {item.name}")
@@ -368,26 +400,40 @@ def _with_hardware(inputs: Inputs) -> tuple[Inputs, tuple[tuple[str, str, str], 
     return inputs, tuple(sources)
 
 
-def _catalogue_value(inputs: Inputs, item: HardwareItem, key: str) -> float:
+def _with_exchange(inputs: Inputs) -> tuple[Inputs, tuple[tuple[str, str, str], ...]]:
+    """The inputs with the figures of the exchange among as many GPUs as a copy has, and their source."""
+    found = {"exchange_latency_s": "latency_s", "exchange_bytes_per_s": "bytes_per_s", "dispatch_s": "dispatch_s"}
+    missing = {name: key for name, key in found.items() if not inputs.value(f"gpu.{name}")}
+    if inputs.model.tp == 1 or not missing:
+        return inputs, ()
+    item = find("exchange", inputs.gpu.exchange, inputs.origin("gpu.exchange"))
+    values = {f"gpu.{name}": _of_size(item.values[key], inputs.model.tp) for name, key in missing.items()}
+    return inputs.change(values, f"catalogue {item.name}"), ((item.name, item.source, item.date),)
+
+
+def _of_size(figure: float | dict[str, float], tp: int) -> float:
+    """A figure, or that of the next larger number of GPUs that was measured."""
+    if not isinstance(figure, dict):
+        return figure
+    return figure[min((it for it in figure if int(it) >= tp), default=max(figure, key=int), key=int)]
+
+
+def _catalogue_value(inputs: Inputs, item: HardwareItem, key: str) -> float | str:
     value = item.values["flops" if key == "attention_flops" else key]
     if key == "attention_flops":
         # KV of fewer bits than eight is widened before it is multiplied.
         return float(value.get("fp8" if inputs.model.kv_dtype.startswith("fp8") else "bf16", value["bf16"]))
     if key == "flops":
         # Weights of four bits are counted at the rate of eight: their kernels widen them, or prefill is not faster.
-        weights = inputs.model.weights
-        rate = "bf16" if weights == "bf16" else "fp8"
-        if rate not in value:
-            raise ConfigError(
-                f"model.weights = {weights} (from {inputs.origin('model.weights')}): {item.name} computes in "
-                f"{' and '.join(value)} only; allowed: these, or gpu.flops"
-            )
-        value = value[rate]
+        # A GPU without a rate for eight bits widens them to sixteen (Marlin).
+        value = value.get("fp8" if inputs.model.weights in {"fp8", "fp4"} else "bf16", value["bf16"])
+    if isinstance(value, str):
+        return value
     return int(value) if key in {"memory_bytes", "capacity_bytes"} else float(value)
 
 
 def _with_parameters(inputs: Inputs, model: size.Model) -> Inputs:
-    values: dict[str, object] = {}
+    values: dict[str, object] = {"model.weights": model.weights} if inputs.model.weights == "auto" else {}
     total = inputs.model.parameters
     if not total:
         if model.parameters_billion is None:

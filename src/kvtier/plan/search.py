@@ -1,4 +1,8 @@
-"""The size that serves most users within the limits, with tiers and with GPU memory alone, and the GPUs for a load."""
+"""The size that serves most users within the limits, with tiers and with GPU memory alone, and the GPUs for a load.
+
+A larger size reads weights and computes prompts faster and holds more KV; it exchanges more, and fewer copies share the
+load. A size that is larger than memory needs is taken for its users only.
+"""
 
 import math
 from dataclasses import dataclass
@@ -12,6 +16,8 @@ from kvtier.plan.resolve import SEARCHED, Deployment, deployments, resolve
 
 _ALMOST_NO_LOAD = 1e-9
 _CLOSE = 1e-9
+NEARLY = 0.95
+"""Of the most users: a smaller size that serves them is preferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +85,12 @@ def gpus_for(inputs: Inputs, deployment: Deployment, loads: list[float]) -> list
 
 
 def _best(sizes: list[Deployment], users: list[float], *, with_tiers: bool) -> Deployment:
-    """The smallest of the best; where none serves a user, the one with the shortest time to first token."""
+    """The smallest size that serves nearly the most users; the same for any requested load.
+
+    Where none serves a user, it is the one with the shortest time to first token.
+    """
     if len(sizes) == 1:
         return sizes[0]
-    if any(users):
-        return sizes[users.index(max(users))]
+    if most := max(users):
+        return next(it for it, served in zip(sizes, users, strict=True) if served >= NEARLY * most)
     return min(sizes, key=lambda it: operate(it, _ALMOST_NO_LOAD, with_tiers=with_tiers).ttft_s)

@@ -45,14 +45,14 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield from ("[[tiers]]", 'kind = "disk"', 'path = "/mnt/nvme/kvtier" # of its own for each engine')
         yield f"capacity_bytes = {_size(capacity)}"
         if drives.write_policy == "budget":
-            yield _budget(plan, drives)
+            yield from _budget(plan, drives)
         yield ""
     if shared_bytes:
         yield from ("[[tiers]]", 'kind = "shared_directory"', 'path = "/mnt/shared/kvtier" # the same for all engines')
         yield f"capacity_bytes = {_size(shared_bytes)}"
 
 
-def _budget(plan: Plan, drives: DriveLoad) -> str:
+def _budget(plan: Plan, drives: DriveLoad) -> Iterator[str]:
     """The write budget of a rank: a comment where it costs users, since the plan's users are those without it."""
     disk, ranks, years = plan.inputs.disk, plan.deployment.used_gpus, plan.inputs.target.life_years
     rated = disk.count * disk.capacity_bytes * disk.drive_writes_per_day / disk.wear
@@ -60,8 +60,10 @@ def _budget(plan: Plan, drives: DriveLoad) -> str:
     line = f"write_bytes_per_day = {budget} # of each of {ranks} ranks: the drives then last {years:g} years"
     after, before = load_text(plan, drives.users), load_text(plan, plan.tiered.users)
     if after == before:
-        return line
-    return f"# {line} and serve {after} {load_unit(plan)}, without it {before} for {drives.life_years:.1f} years"
+        yield line
+    else:
+        yield f"# {line}"
+        yield f"# and serve {after} {load_unit(plan)}; without it {before} for {drives.life_years:.1f} years"
 
 
 def _size(count: int) -> str:

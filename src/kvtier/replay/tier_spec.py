@@ -190,7 +190,7 @@ def prefill_of(model: str, *, tokens_per_s: float | None = None, gpu: Parts | No
     Args:
         model: as in `kvtier size`; its attention determines how the cost grows with the position of a token.
         tokens_per_s: speed for the first tokens; None: from the GPUs, or the default.
-        gpu: GPUs that compute one prompt together, at half their bf16 peak, as in `kvtier plan`.
+        gpu: GPUs that compute one prompt together, at half their bf16 peak, and exchange nothing.
 
     Raises:
         ConfigError: GPUs are given, and the model's number of parameters is unknown.

@@ -10,7 +10,7 @@ from kvtier.errors import ConfigError
 from kvtier.size import catalogue, hub
 from kvtier.size.caches import LayerCache
 from kvtier.size.families import read_layers
-from kvtier.size.model_config import ModelConfig, language_model, load
+from kvtier.size.model_config import ModelConfig, language_model, load, routed_experts, weight_format
 
 NEAREST = 5
 """Names that the message about an unknown model offers."""
@@ -39,6 +39,10 @@ class Model:
     parameters_billion: float | None
     """By the model's name or card; None where unknown."""
     active_billion: float | None
+    weights: str
+    """Format of most weights of the checkpoint: ``bf16``, ``fp8`` or ``fp4``."""
+    experts: tuple[int, int]
+    """Routed experts of a layer, and those that a token uses; zeros where there are none, or they are unknown."""
 
     @property
     def runs(self) -> tuple[tuple[LayerCache, int], ...]:
@@ -106,6 +110,8 @@ def _model(config: ModelConfig, name: str, source: str, entry: catalogue.ModelEn
         tokens_max=config.optional_integer("max_position_embeddings"),
         parameters_billion=entry.parameters_billion if entry else None,
         active_billion=entry.active_billion if entry else None,
+        weights=entry.weights if entry else weight_format(config),
+        experts=entry.experts if entry else routed_experts(config),
     )
 
 

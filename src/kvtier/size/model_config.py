@@ -61,6 +61,16 @@ _HARMLESS = re.compile(
 )
 """Names that contain one of `_CACHE_WORDS` and change no cache: precision, experts, vocabulary, positions, training."""
 
+_EXPERT_COUNTS = (
+    ("n_routed_experts", "num_experts", "num_local_experts"),
+    ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
+)
+"""Names of the number of routed experts, and of those that a token uses."""
+_BITS = r'"(num_|w_)?bits": {}\b|"quant_algo": "\w*{}|"load_in_{}bit": true|"quant_method": "({})"'
+_FOUR_BITS = re.compile(_BITS.format(4, "(fp4|w4)", 4, "mxfp4|nvfp4"))
+_EIGHT_BITS = re.compile(_BITS.format(8, "(fp8|w8)", 8, "fp8|fbgemm_fp8|ptpc_fp8"))
+"""In a ``quantization_config``: bits of compressed-tensors, AWQ, GPTQ; fields of ModelOpt, bitsandbytes; methods."""
+
 _VALUES = {"switch": (bool, str), "number": (int, float), "object": dict}
 """Types of the kinds of values in ``other_fields.toml``."""
 
@@ -308,6 +318,25 @@ def _note_format(config: ModelConfig) -> None:
                     f"The checkpoint has {name}.{key} = {_short(fields[key])}: engines may then keep KV in 8 bits; "
                     "--dtype fp8 gives that size."
                 )
+
+
+def routed_experts(config: ModelConfig) -> tuple[int, int]:
+    """Routed experts of a layer, and those that a token uses; zeros where the file does not tell both."""
+    found = [next((it for name in names if type(it := config.values.get(name)) is int), 0) for names in _EXPERT_COUNTS]
+    return (found[0], found[1]) if 0 < found[1] <= found[0] else (0, 0)
+
+
+def weight_format(config: ModelConfig) -> str:
+    """Format of most weights by the ``quantization_config``: fp4 for all of four bits, fp8 for eight, else bf16."""
+    for part in (config, *config.parts):
+        for name in ("quantization_config", "compression_config"):
+            fields = part.values.get(name)
+            text = json.dumps(fields if isinstance(fields, dict) else {}).lower()
+            if part.values.get("expert_dtype") == "fp4" or _FOUR_BITS.search(text):
+                return "fp4"
+            if _EIGHT_BITS.search(text):
+                return "fp8"
+    return "bf16"
 
 
 @cache

@@ -29,7 +29,7 @@ def test_the_page_begins_with_the_finding_and_repeats_no_sentence(plan):
     assert page.count("<svg") == 4
     for text in ("llama-3.1-8b on 8 x h100-nvl", "traffic.history_tokens", "[[tiers]]"):
         assert text in page
-    assert "<h1>Tiers serve 252 users within 1 s on average to the first token (95 % within " in page
+    assert "<h1>Tiers serve 250 users within 1 s on average to the first token (95 % within " in page
     assert page.index("<h1>") < page.index("Time to first token against the load") < page.index("Binding limit")
     assert page.index("Binding limit") < page.index("Gains of tiers") < page.index("Assumptions")
     texts = [it for it in re.findall(r">([^<]{40,})<", page.partition("Assumptions")[0]) if "{stroke" not in it]
@@ -51,7 +51,7 @@ def test_computing_and_fetching_cross_where_they_are_equal():
         "model.weights": "fp8",
         "gpu.name": "b200-sxm",
         "shared.capacity_bytes": 10**15,
-        "shared.adapter_bytes_per_s": 50e9,
+        "shared.adapter_bytes_per_s": 15e9,
     }
     plan = make_plan(load(options=values), with_sensitivities=False)
     computed, *fetched = single_prompt_curves(plan)

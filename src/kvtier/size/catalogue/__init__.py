@@ -27,6 +27,10 @@ class ModelEntry:
     aliases: tuple[str, ...]
     parameters_billion: float | None
     active_billion: float | None
+    weights: str
+    """Format of most weights in the repository."""
+    experts: tuple[int, int]
+    """Routed experts of a layer, and those that a token uses; zeros where there are none, or they are unknown."""
     config: Mapping[str, object]
 
 
@@ -80,6 +84,8 @@ def _entry(name: str, table: dict[str, Any], copy: dict[str, Any]) -> ModelEntry
         aliases=tuple(table.get("aliases", ())),
         parameters_billion=table.get("parameters_billion"),
         active_billion=table.get("active_billion"),
+        weights=table.get("weights", "bf16"),
+        experts=tuple(table.get("experts", (0, 0))),
         config=cast("dict[str, object]", _expanded(table["config"], table["config"].get("num_hidden_layers", 0))),
     )
 
