@@ -6,6 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvtier import size
+from kvtier.size.capacity import TierCapacity
 from kvtier.size.dtype import NAMED
 from kvtier.size.sizes import pipeline_stages
 
@@ -155,3 +156,17 @@ def test_the_layers_add_up(name, field):
         "bytes_per_session_constant": windows + kv.state_bytes,
     }
     assert getattr(kv, field) == sums[field]
+
+
+@given(names, st.sampled_from([16, 256, 1000]), tokens, st.integers(1, 10**14))
+def test_a_tier_never_holds_more_tokens_than_its_bytes(name, chunk_tokens, count, capacity_bytes):
+    """A session's last partial chunk is not stored, so it neither takes bytes nor counts."""
+    kv = size.of(name, chunk_tokens=chunk_tokens)
+    chunk = sum(each.frame_bytes for each in kv.objects if each.rule != "state")
+    snapshot = sum(each.frame_bytes for each in kv.objects if each.rule == "state")
+    held = TierCapacity(kv=kv, capacity_bytes=capacity_bytes).held(count)
+    assert held.tokens % chunk_tokens == 0
+    assert held.tokens // chunk_tokens * chunk + held.sessions * snapshot <= capacity_bytes
+    assert held.tokens >= held.sessions * (count // chunk_tokens * chunk_tokens)
+    more = TierCapacity(kv=kv, capacity_bytes=capacity_bytes + chunk).held(count)
+    assert more.tokens >= held.tokens

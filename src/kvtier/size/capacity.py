@@ -22,7 +22,7 @@ class HeldSessions(NamedTuple):
     sessions: int
     """Whole sessions."""
     tokens: int
-    """Tokens of all sessions, the last of which may be a part."""
+    """Tokens kept of all sessions, the last of which may be a part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,17 @@ class TierCapacity:
     capacity_bytes: int
 
     def held(self, tokens: int) -> HeldSessions:
-        """Sessions of `tokens`: whole chunks, and one snapshot of the states."""
-        chunks = max(1, tokens // self.kv.chunk_tokens)
-        objects = [each for stage in self.kv.stage_objects for each in stage]
-        needed = self.kv.tp * sum(each.frame_bytes * (1 if each.rule == "state" else chunks) for each in objects)
-        count = self.capacity_bytes / needed if needed else 0.0
-        return HeldSessions(tokens, int(count), int(count * tokens))
+        """Sessions of `tokens`: whole chunks, and one snapshot of the states; none without a whole chunk."""
+        chunks, chunk_tokens = tokens // self.kv.chunk_tokens, self.kv.chunk_tokens
+        chunk, state = (
+            self.kv.tp * sum(it.frame_bytes for stage in self.kv.stage_objects for it in stage if keep(it.rule))
+            for keep in ("state".__ne__, "state".__eq__)
+        )
+        if not chunks or not chunk + state:
+            return HeldSessions(tokens, 0, 0)
+        sessions, rest = divmod(self.capacity_bytes, chunks * chunk + state)
+        more = max(0, rest - state) // chunk if chunk else 0
+        return HeldSessions(tokens, sessions, (sessions * chunks + more) * chunk_tokens)
 
 
 def gpu_capacity(kv: KvSize, memory_bytes: float, gpus: int, weight_bytes: float) -> GpuCapacity:

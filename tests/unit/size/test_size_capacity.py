@@ -57,11 +57,17 @@ def test_a_tier_keeps_one_snapshot_for_each_session():
     kv = size.of("qwen3-next-80b-a3b", tp=2)
     state, chunk = (sum(it.frame_bytes for it in kv.objects if (it.rule == "state") is each) for each in (True, False))
     tier = capacity.TierCapacity(kv=kv, capacity_bytes=10**12)
-    assert tier.held(2560) == (
-        2560,
-        int(10**12 / 2 / (10 * chunk + state)),
-        int(10**12 / 2 / (10 * chunk + state) * 2560),
-    )
+    sessions, rest = divmod(10**12 // 2, 10 * chunk + state)
+    assert tier.held(2560) == (2560, sessions, sessions * 2560 + (rest - state) // chunk * 256)
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(255, 0), (256, 256), (511, 256), (512, 512)])
+def test_a_last_partial_chunk_is_neither_stored_nor_counted(tokens, kept):
+    kv = size.of("llama-3.3-70b")
+    chunk = kv.objects[0].frame_bytes
+    held = capacity.TierCapacity(kv=kv, capacity_bytes=10**12).held(tokens)
+    assert held.tokens == (10**12 // chunk * 256 if kept else 0) <= 10**12 / 327_680
+    assert held.sessions == (10**12 // (kept // 256 * chunk) if kept else 0)
 
 
 @pytest.mark.parametrize(
