@@ -4,11 +4,15 @@ Most layers have one `LayerCache`. Some have two: an attention and a Mamba side 
 keys. A cache has a part that grows with the tokens, a state that does not, or neither (it reads another layer's).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from kvtier.size.dtype import Format, Role
 
 SIXTEEN_BITS, THIRTY_TWO_BITS = 2, 4
+
+BLOCK_TOKENS = 16
+"""Tokens of a block in vLLM, by default."""
 
 _SLIDING = "Beltagy et al. 2020, Jiang et al. 2023 (Mistral 7B): only the last tokens are seen"
 
@@ -72,6 +76,12 @@ class LayerCache:
         """Bytes of state."""
         return sum(part.bytes for part in self.state)
 
+    def tokens_on_gpu(self, in_flight: int) -> int:
+        """Most tokens for which vLLM holds blocks, beside `in_flight` tokens of its steps; 0 without a limit."""
+        if self.window is None:
+            return 0
+        return (math.ceil((self.window - 1 + in_flight) / BLOCK_TOKENS) + 1) * BLOCK_TOKENS  # may begin inside a block
+
     def rank_token_bytes(self, form: Format, tp: int) -> float:
         """Bytes a token on one of `tp` ranks: whole heads each, and copies when there are more ranks than heads."""
         heads = self.kv_heads or 1
@@ -111,16 +121,6 @@ def chunked(cache: LayerCache, tokens: int) -> LayerCache:
     """Chunked attention: `cache` for the current chunk of at most `tokens`."""
     source = "Llama 4 in Transformers: tokens see their own chunk only"
     return replace(cache, kind="chunked", source=source, window=tokens)
-
-
-def key_as_value(cache: LayerCache) -> LayerCache:
-    """K = V sharing: the value is the key, so one of them suffices."""
-    return replace(
-        cache,
-        parts=cache.parts[:1],
-        source="Gemma 4 config, attention_k_eq_v: the value is the key before its rotation and norm",
-        expression="KV heads x head dim, key and value in one",
-    )
 
 
 def shared() -> LayerCache:

@@ -131,11 +131,11 @@ def _refuse_other_kinds(config: ModelConfig, model_type: str) -> None:
 
 
 def _gemma4(config: ModelConfig) -> Layers:
-    """Gemma 4: wide heads in the global layers, perhaps with the key as value; perhaps shared layers."""
-    key_is_value = config.flag("attention_k_eq_v")
-    if key_is_value:
+    """Gemma 4: wide heads in the global layers; perhaps shared layers."""
+    if config.flag("attention_k_eq_v"):
         config.notes.append(
-            "A global layer's value is its key, so one suffices; engines that keep the rotated key store both."
+            "The full layers' keys and values come from one projection (attention_k_eq_v). Engines and kvtier's store "
+            "keep both, since the key is rotated; the theoretical minimum is half of these layers' bytes."
         )
     types = read_layer_types(config)
     layers: Layers = []
@@ -149,8 +149,7 @@ def _gemma4(config: ModelConfig) -> Layers:
             wide if config.has(wide) and not is_own else name
             for name, wide, is_own in zip(names, ("num_global_key_value_heads", "global_head_dim"), own, strict=True)
         )
-        wide = read_attention(layer, heads, dim)
-        layers.append((caches.key_as_value(wide) if key_is_value else wide,))
+        layers.append((read_attention(layer, heads, dim),))
     return with_shared(config, layers, types)
 
 
@@ -273,11 +272,14 @@ def _chatglm(config: ModelConfig) -> Layers:
 
 
 def _hunyuan(config: ModelConfig) -> Layers:
-    """Hunyuan: with cross-layer attention, one layer of `cla_share_factor` keeps KV for those that follow it."""
-    plain = read_plain(config)
-    every = config.integer("cla_share_factor") if config.flag("use_cla") else 1
+    """Hunyuan: with cross-layer attention, one layer of `cla_share_factor` computes KV for those that follow it."""
+    if config.flag("use_cla"):
+        config.notes.append(
+            f"One layer of {config.integer('cla_share_factor')} computes KV for those that follow it (use_cla). The "
+            "engines (vLLM's hunyuan_v1, SGLang) keep a copy for each layer; the theoretical minimum is one."
+        )
     config.know("cla_share_factor")
-    return [caches_ if layer % every == 0 else (caches.shared(),) for layer, caches_ in enumerate(plain)]
+    return read_plain(config)
 
 
 def _longcat(config: ModelConfig) -> Layers:

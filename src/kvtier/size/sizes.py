@@ -151,14 +151,18 @@ class KvSize:
         """The objects of a chunk on the fullest rank: one for each KV group."""
         return max(self.stage_objects, key=lambda objects: sum(each.bytes for each in objects))
 
-    def rank_session_bytes(self, stage: int, tokens: int) -> float:
-        """For one session of `tokens` on a rank of `stage`, as an engine keeps it: windows forget."""
+    def rank_session_bytes(self, stage: int, tokens: int, in_flight: int = 0) -> float:
+        """For one session of `tokens` on a rank of `stage`, as vLLM keeps it beside `in_flight` tokens of its steps.
+
+        A windowed layer forgets when a step is done, in whole blocks. A state is kept as it is now and as it was at the
+        last boundary. Source: `SlidingWindowSpec` and `MambaSpec` of vLLM 0.32, with prefix caching.
+        """
         caches = Counter(cache for layer in self.stages[stage] for cache in self.model.layers[layer])
         return sum(
             count
             * (
-                cache.rank_token_bytes(self.form, self.tp) * min(tokens, cache.window or tokens)
-                + cache.rank_state_bytes(self.tp)
+                cache.rank_token_bytes(self.form, self.tp) * min(tokens, cache.tokens_on_gpu(in_flight) or tokens)
+                + 2 * cache.rank_state_bytes(self.tp)
             )
             for cache, count in caches.items()
         )

@@ -177,8 +177,8 @@ SIZES: dict[str, tuple[int, int, dict[str, Any]]] = {
         "lru_width": 2560, "logits_soft_cap": 30.0, "num_attention_heads": 10, "num_hidden_layers": 26,
         "num_key_value_heads": 1, "partial_rotary_factor": 0.5,
     }),
-    # tencent/Tencent-Hunyuan-Large: two layers share the KV of the first
-    "hunyuan-large": (32 * 2 * 8 * 80 * BF16, 0, {
+    # tencent/Tencent-Hunyuan-Large: two layers share the KV of the first, and engines keep a copy for each
+    "hunyuan-large": (64 * 2 * 8 * 80 * BF16, 0, {
         "model_type": "hunyuan", "cla_share_factor": 2, "use_cla": True, "hidden_size": 6400, "num_attention_heads": 80,
         "num_hidden_layers": 64, "num_key_value_heads": 8, "attention_head_dim": 80, "moe_topk": 1,
         "num_shared_expert": 1, "use_qk_norm": True, "use_mixed_mlp_moe": True, "max_position_embeddings": 131072,
@@ -348,9 +348,10 @@ def test_windows_by_hand(name, growing, window):
     assert {layer.cache.window for layer in kv.layers} <= {None, window}
 
 
-def test_hunyuan_without_sharing_keeps_every_layer():
-    kv = size.of(size.from_config({**SIZES["hunyuan-large"][2], "use_cla": False}, "hunyuan"))
-    assert kv.bytes_per_token == 64 * 2 * 8 * 80 * BF16
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_hunyuan_says_where_layers_share(is_shared):
+    found = size.from_config({**SIZES["hunyuan-large"][2], "use_cla": is_shared}, "hunyuan")
+    assert any("One layer of 2 computes KV" in each for each in found.notes) is is_shared
 
 
 def test_mistrals_own_file_is_read_from_its_folder(tmp_path):

@@ -26,7 +26,9 @@ ROWS = {
     "gemma-3-27b": ({"full": 10, "window": 52}, 81_920, 507_904, 416, 10.4, 62.0),
     "gemma-3-12b": ({"full": 8, "window": 40}, 65_536, 393_216, 320, 8.3, 48),
     "gemma-3-4b": ({"full": 5, "window": 29}, 20_480, 139_264, 116, 2.6, 17),
-    "gemma-4-26b-a4b": ({"full": 5, "window": 25}, 10_240, 215_040, 200, 1.45, 26),
+    # Engines keep the key and the value of a layer with attention_k_eq_v, twice what the theory needs.
+    "gemma-4-26b-a4b": ({"full": 5, "window": 25}, 20_480, 225_280, 200, 2.70, 27.5),
+    "gemma-4-31b": ({"full": 10, "window": 50}, 81_920, 901_120, 800, 10.78, 110),
     "qwen3.5-27b": ({"full": 16, "gated_delta_net": 48}, 65_536, 65_536, 147, 8.1, None),
     "qwen3.5-397b-a17b": ({"full": 15, "gated_delta_net": 45}, 30_720, 30_720, 183, 3.9, None),
     "nemotron-3-nano-30b-a3b": ({"full": 6, "mamba2": 23}, 6_144, 6_144, 47, 0.80, None),
