@@ -131,7 +131,9 @@ def test_a_grouped_format_adds_its_scales(config, dtype, group):
 @given(names, st.sampled_from([16, 64, 256, 1000, 4096]), st.sampled_from(["bf16", "fp8", "nvfp4"]))
 def test_a_chunk_is_its_tokens_and_an_object_is_aligned(name, chunk_tokens, dtype):
     kv = size.of(name, chunk_tokens=chunk_tokens, dtype=dtype)
-    exact = kv.bytes_per_token_stored * chunk_tokens
+    kept = {cache: cache.tokens_in_store(chunk_tokens) for cache, _ in kv.model.runs}
+    exact = sum(count * cache.token_bytes(kv.form) * kept[cache] for cache, count in kv.model.runs)
+    assert all(kept[it] == chunk_tokens for it in kept if it.window is None or it.window > chunk_tokens)
     assert exact <= kv.chunk_bytes_per_rank < exact + sum(each.layers for each in kv.objects)
     for each in kv.objects:
         assert each.bytes <= each.padded_bytes < each.bytes + 4096 * each.layers

@@ -44,9 +44,9 @@ SHARING = CONFIGS | {
         "laurel_rank": 4,
         "altup_num_inputs": 2,
     },
-    # A window in every other layer.
+    # A window in every other layer, which is shorter than a chunk.
     "gpt-oss": COMMON
-    | {"model_type": "gpt_oss", "sliding_window": 256, "num_local_experts": 2, "num_experts_per_tok": 1},
+    | {"model_type": "gpt_oss", "sliding_window": 128, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 MEMORY, LONGEST = 64 << 30, 16_384
 

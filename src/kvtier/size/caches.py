@@ -82,6 +82,12 @@ class LayerCache:
             return 0
         return (math.ceil((self.window - 1 + in_flight) / BLOCK_TOKENS) + 1) * BLOCK_TOKENS  # may begin inside a block
 
+    def tokens_in_store(self, chunk_tokens: int) -> int:
+        """Tokens of a chunk that a store keeps: those in whole blocks that the next token may see."""
+        if self.window is None:
+            return chunk_tokens
+        return min(chunk_tokens, math.ceil(max(1, self.window - 1) / BLOCK_TOKENS) * BLOCK_TOKENS)
+
     def rank_token_bytes(self, form: Format, tp: int) -> float:
         """Bytes a token on one of `tp` ranks: whole heads each, and copies when there are more ranks than heads."""
         heads = self.kv_heads or 1

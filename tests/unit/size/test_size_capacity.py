@@ -45,7 +45,7 @@ def test_the_fullest_stage_is_the_limit():
     assert found.held(1).tokens == int((usable - 2e9) / (2 * 2 * 4 * 64 * 2))
 
 
-def test_windows_forget_on_gpus_and_tiers_keep_them():
+def test_windows_forget_on_gpus_and_tiers_keep_those_of_each_chunk():
     kv = size.of("gpt-oss-20b")
     found = capacity.gpu_capacity(kv, 80 * GIB, 1, 13e9)
     blocks = math.ceil((127 + 16_384) / 16) + 1  # the window of the next token, and two steps of 8,192

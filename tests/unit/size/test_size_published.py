@@ -168,3 +168,9 @@ def test_an_object_for_each_rule_of_validity():
     state, history = kv.objects
     assert (state.rule, state.bytes, history.rule) == ("state", kv.state_bytes, "history")
     assert kv.chunk_bytes_per_rank == history.bytes
+
+
+@pytest.mark.parametrize(("chunk_tokens", "kept"), [(64, 64), (128, 128), (256, 128), (1024, 128)])
+def test_a_chunk_keeps_no_more_of_a_windowed_layer_than_its_window(chunk_tokens, kept):
+    window, history = size.of("gpt-oss-20b", chunk_tokens=chunk_tokens).objects
+    assert (window.bytes, history.bytes) == (24_576 * kept, 24_576 * chunk_tokens)
