@@ -122,6 +122,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("Lfm2", {**BASE, "full_attn_idxs": [1, 3], "conv_L_cache": KERNEL}),
+    "lfm3": ("Lfm3", {**EIGHT, "head_dim": 16, "sliding_window": WINDOW, "conv_L_cache": KERNEL}),
     "olmo_hybrid": ("OlmoHybrid", {**BASE, **DELTA, "layer_types": ["linear_attention", "full_attention"] * 2}),
     "bailing_hybrid": (
         "BailingHybrid",

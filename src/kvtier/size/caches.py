@@ -263,11 +263,11 @@ def rg_lru(width: int, kernel: int) -> LayerCache:
     )
 
 
-def short_convolution(width: int, kernel: int) -> LayerCache:
-    """A gated short convolution: its last inputs."""
+def short_convolution(width: int, kernel: int, heads: int = 0) -> LayerCache:
+    """A short convolution's last inputs; `heads` pieces, of which one has a copy on each rank, or any number."""
     return LayerCache(
         kind="convolution",
-        source="LFM2 2025; shape as in vLLM 0.32 mamba_utils",
-        state=(StatePart("convolution", (kernel - 1) * width, SIXTEEN_BITS, width),),
+        source="LFM2 2025; shapes as in vLLM 0.32 mamba_utils, and in Transformers 5.23",
+        state=(StatePart("convolution", (kernel - 1) * width, SIXTEEN_BITS, heads or width, may_copy=heads == 1),),
         expression="(kernel - 1) x width",
     )

@@ -12,6 +12,7 @@ from importlib.resources import files
 
 from kvtier.errors import ConfigError
 from kvtier.size import caches
+from kvtier.size.caches import LayerCache
 from kvtier.size.hybrids import HYBRID_READERS
 from kvtier.size.layers import (
     INDEX_FIELDS,
@@ -33,7 +34,7 @@ from kvtier.size.layers import (
     with_shared,
     with_window,
 )
-from kvtier.size.model_config import LAYERS_MAX, ModelConfig
+from kvtier.size.model_config import LAYERS_MAX, WAY_ON, ModelConfig
 
 _ENCODERS = {
     "albert", "bert", "bert-generation", "big_bird", "camembert", "clip", "data2vec-text", "deberta", "deberta-v2",
@@ -66,11 +67,14 @@ def read_layers(config: ModelConfig) -> Layers:
     layers = (_mistral_params if is_params else _READERS.get(model_type, read_plain))(config)
     drafts = max(config.integer(key, 0, least=0) for key in _DRAFTS)
     config.know("num_attention_heads", "is_causal")
+    uses = config.values.get("use_sliding_window", config.defaults.get("use_sliding_window"))
+    if uses is False or not config.has("sliding_window"):
+        config.know("sliding_window", "use_sliding_window", "max_window_layers")
     unknown = config.unknown()
     if unknown:
         raise ConfigError(
             f"{config.origin}: not understood for model type {model_type!r}: {name_list(unknown)}; "
-            "these fields may change what is cached"
+            f"these fields may change what is cached; {WAY_ON}"
         )
     if drafts:
         plural = "s for speculative decoding are" if drafts > 1 else " for speculative decoding is"
@@ -312,16 +316,42 @@ def _gpt_neo(config: ModelConfig) -> Layers:
 def _step3p5(config: ModelConfig) -> Layers:
     """Step 3.5: windowed layers have heads of their own; the types of draft layers follow those of the model."""
     count, types = read_layer_count(config), config.texts("layer_types") or []
-    other = config.child("attention_other_setting")
+    config.know("num_sliding_attention_heads")
+    is_own = config.has("attention_other_setting")  # not where Transformers saved the file: then the heads are equal
+    other = config.child("attention_other_setting") if is_own else config
     other.know("num_attention_heads")
     config.refuse_if(
-        len(types) < count or other.text("attention_type") != "sliding_attention",
+        len(types) < count or (is_own and other.text("attention_type") != "sliding_attention"),
         "layer_types",
         f"it must list {count} layers, and attention_other_setting the windowed ones",
     )
     cache = caches.full(other.integer("num_key_value_heads"), other.integer("head_dim"))
+    other.refuse_if(other.integer("true_head_dim", cache.head_dim) != cache.head_dim, "true_head_dim", "not head_dim")
     windowed, plain = with_kind(config, cache, "sliding_attention"), read_attention(config)
     return [(windowed if kind == "sliding_attention" else with_kind(config, plain, kind),) for kind in types[:count]]
+
+
+def _inkling(config: ModelConfig) -> Layers:
+    """Inkling: windowed layers have heads of their own; every layer keeps the last inputs of four convolutions."""
+    count = read_layer_count(config)
+    is_listed = config.has("local_layer_ids") and not config.has("layer_types")
+    local = read_layer_numbers(config, "local_layer_ids", count) if is_listed else ()
+    by_ids = ["hybrid_sliding" if layer in local else "hybrid" for layer in range(count)]
+    types = by_ids if is_listed else one_for_each_layer(config, "layer_types", config.texts("layer_types"), count)
+    config.know("local_layer_ids", "swa_num_attention_heads", "mtp_local_layer_ids", "number_of_conv_states")
+    narrow = caches.full(config.integer("swa_num_key_value_heads"), config.integer("swa_head_dim"))
+    kernel = config.integer("conv_kernel_size") if config.flag("use_sconv", default=True) else 1
+    by_kind: dict[str, tuple[LayerCache, ...]] = {}
+    windowed = with_window(config, narrow, "sliding_window")
+    for kind, kept in (("hybrid", read_attention(config)), ("hybrid_sliding", windowed)):
+        heads, key = kept.kv_heads or 1, kept.head_dim or 0
+        inputs = caches.short_convolution(2 * heads * key + 2 * config.integer("hidden_size"), kernel, heads)
+        by_kind[kind] = (kept, inputs) if kernel > 1 else (kept,)
+    config.notes.append(
+        "Engines may page the convolutions' inputs as a window of tokens: vLLM then reserves those of the steps under "
+        "way, so that fewer sessions fit on its GPUs (vllm#54703)."
+    )
+    return by_type(config, "layer_types", types, by_kind)
 
 
 def _ouro(config: ModelConfig) -> Layers:
@@ -349,6 +379,8 @@ _READERS: dict[str, Callable[[ModelConfig], Layers]] = {
     "hunyuan": _hunyuan,
     "hunyuan_v1_dense": _hunyuan,
     "hunyuan_v1_moe": _hunyuan,
+    "inkling2_text": _inkling,
+    "inkling_text": _inkling,
     "llama4_text": _llama4,
     "longcat_flash": _longcat,
     "mimo_v2_flash": _mimo_v2,
