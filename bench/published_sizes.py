@@ -15,12 +15,13 @@ if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
 
 import click
 from bench.parts.command import run as run_script
-from bench.parts.size_check import check, published_cells
+from bench.parts.size_check import published_cells
 
 from kvtier.cli.options import Quantity
 from kvtier.report.format import binary, decimal
 from kvtier.report.table import Table, print_table
 from kvtier.size import of
+from kvtier.size.check import check
 
 MATCHES_SHOWN = 3
 
@@ -37,7 +38,7 @@ def published_sizes(model: str | None, figures: tuple[str, ...], tokens: tuple[i
     kv = of(model)
     for figure in figures:
         verdict = check(kv, figure, [(each, 1) for each in tokens])
-        click.echo("\n  or ".join([verdict.text, *(match.text for match in verdict.matches[1:MATCHES_SHOWN])]))
+        click.echo("\n  or ".join([verdict.text, *map(verdict.match_text, verdict.matches[1:MATCHES_SHOWN])]))
 
 
 def _print_tables() -> None:

@@ -293,7 +293,7 @@ def language_model(config: ModelConfig, ignore: Collection[str] = ()) -> ModelCo
             does not exist.
     """
     ignored: dict[str, object] = {}
-    config.values = config._own = _without(config.values, ignore, ignored)
+    config = ModelConfig(_without(config.values, ignore, ignored), config.origin)
     if missing := [name for name in ignore if name not in ignored]:
         raise ConfigError(f"{config.origin}: --ignore {missing[0]}: there is no such field")
     _note_format(config)

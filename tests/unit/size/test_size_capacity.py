@@ -167,6 +167,21 @@ def test_options_that_are_wrong(capsys, arguments, named):
     assert named in capsys.readouterr().err
 
 
+def test_steps_under_way_are_told_and_can_be_set(capsys):
+    found = printed(capsys, "gemma-4-31b", "--gpu", "h200-sxm", "--tokens", "256Ki")
+    one = printed(capsys, "gemma-4-31b", "--gpu", "h200-sxm", "--tokens", "256Ki", "--in-flight", "8192")
+    assert (found["gpu"]["in_flight_tokens"], one["gpu"]["in_flight_tokens"]) == (16_384, 8192)
+    assert found["gpu"]["held"][0]["tokens"] < one["gpu"]["held"][0]["tokens"]
+    assert any("16,384 tokens of the steps under way" in each and "863,305" in each for each in found["reasons"])
+    assert not any("under way" in each for each in printed(capsys, "qwen3-8b", "--gpu", "h200-sxm")["reasons"])
+
+
+def test_a_last_partial_chunk_is_told(capsys):
+    found = printed(capsys, "llama-3.3-70b", "--tier", "disk=1TB", "--tokens", "511")
+    assert found["tier"]["held"] == [{"session_tokens": 511, "sessions": 11_919, "tokens": 11_919 * 256}]
+    assert any("The last 255 of 511 tokens fill no chunk" in each for each in found["reasons"])
+
+
 def test_weights_that_are_not_known(capsys, tmp_path):
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
