@@ -221,7 +221,8 @@ def _capacity_title(capacity: GpuCapacity | TierCapacity) -> str:
     if isinstance(capacity, TierCapacity):
         return f"a tier of {decimal(capacity.capacity_bytes)}"
     weights = decimal(capacity.weight_bytes * capacity.replicas)
-    return f"{capacity.gpus} GPUs: {weights} of weights, {decimal(capacity.kv_bytes)} left for KV"
+    gpus = f"{capacity.gpus} GPU{'s' if capacity.gpus > 1 else ''}"
+    return f"{gpus}: {weights} of weights, {decimal(capacity.kv_bytes)} left for KV"
 
 
 def _lengths(totals: list[Total]) -> dict[int, None]:
@@ -270,6 +271,7 @@ def _print(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity | 
 
     model = kv.model
     ranks = "".join(f", {name} {count}" for name, count in (("TP", kv.tp), ("PP", kv.pp)) if count > 1)
+    without = f", ignoring {', '.join(model.ignored)}" if model.ignored else ""
     layers = [
         (
             str(layer.count),
@@ -305,7 +307,7 @@ def _print(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity | 
     ]
     Report(
         command="kvtier size",
-        answer=f"{model.name}: {len(model.layers)} layers, {kv.form.name} ({kv.form.description}){ranks}",
+        answer=f"{model.name}: {len(model.layers)} layers, {kv.form.name} ({kv.form.description}){ranks}{without}",
         sections=[
             Section(texts=[f"{model.source}{f', read {model.date}' if model.date else ''}"], tables=tables),
             Section(title="Why", notes=why),

@@ -305,13 +305,16 @@ def _held(
         value = held.tokens if figure.counts == "tokens" else held.sessions
         yield Candidate(f"what fits into {name} in sessions of {tokens:,} tokens", value)
     power = int(math.log(max(room, 1), 1000))
-    growing = (kv.bytes_per_token_growing, ("layers without a window alone",))
-    per_token = [(room, *each) for each in ((kv.bytes_per_token, ()), growing, *_countings(kv)) if each[0]]
-    binary = (room * 1.024**power, kv.bytes_per_token, (f"1,024 for 1,000 in the bytes of {name}",))
-    for total, size, steps in (*per_token, binary):  # one convention at most: few digits agree with many
-        if figure.counts == "tokens":
+    ways: list[tuple[float, float, tuple[str, ...]]] = [
+        (room, kv.bytes_per_token, ()),
+        (room, kv.bytes_per_token_growing, ("layers without a window alone",)),
+        (room * 1.024**power, kv.bytes_per_token, (f"1,024 for 1,000 in the bytes of {name}",)),
+        *((room, size, steps) for size, steps in _countings(kv)),
+    ]
+    for total, size, steps in ways:  # one convention at most: few digits agree with many
+        if figure.counts == "tokens" and size:
             yield Candidate(f"the bytes of {name} / a token", total // size, steps)
-        for tokens in lengths if figure.counts == "users" else ():
+        for tokens in lengths if figure.counts == "users" and size else ():
             yield Candidate(f"the bytes of {name} / {tokens:,} tokens", total // (size * tokens), steps)
 
 

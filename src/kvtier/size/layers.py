@@ -73,7 +73,7 @@ def read_plain(config: ModelConfig) -> Layers:
     types = read_layer_types(config)
     if has_mla(config):
         each_layer = zip(read_layer_configs(config), types, strict=True)
-        layers = _with_indexers(config, [(with_kind(layer, *read_mla(layer), kind),) for layer, kind in each_layer])
+        layers = _with_indexers(config, [(with_kind(layer, read_mla(layer)[0], kind),) for layer, kind in each_layer])
         sources = config.integers("kv_source_layers") or range(len(layers))
         sources = one_for_each_layer(config, "kv_source_layers", list(sources), len(layers))
         shared = (caches.shared(),)

@@ -73,6 +73,7 @@ def test_an_ignored_field_is_named_in_the_answer(capsys, tmp_path):
     for more in ([], ["--check", "2 KiB"]):
         assert run(["size", str(tmp_path), "--ignore", "kv_source_layers", *more]) == 0
         page = " ".join(capsys.readouterr().out.split())
+        assert more or ", ignoring kv_source_layers" in page
         assert "Ignored on demand (--ignore): kv_source_layers = [0, 0]. If they change what is cached" in page
     assert output(capsys, str(tmp_path), "--ignore", "kv_source_layers")["ignored"] == {"kv_source_layers": [0, 0]}
 
