@@ -71,11 +71,13 @@ def parse_figure(text: str) -> Figure:
     """Read a printed figure.
 
     Raises:
-        ValueError: it is none.
+        ConfigError: it is none.
     """
     found = _FIGURE.fullmatch(text.strip().replace(",", "").replace("_", ""))
     if found is None or not float(found[1]):
-        raise ValueError("not a figure; write it like 150 KB, 0.33 GB or 144 KiB, 3M tokens, 12 users")
+        raise ConfigError(
+            f"check: {text!r} is no figure; write it like 150 KB, 0.33 GB or 144 KiB, 3M tokens, 12 users"
+        )
     digits, prefix, noun = found[1], found[2].upper(), found[3][0].lower()
     decimals = len(digits.partition(".")[2])
     zeros = 0 if decimals else len(digits) - len(digits.rstrip("0"))
@@ -173,13 +175,8 @@ def check(
     Raises:
         ConfigError: `text` is no figure, or nothing is there that could hold it.
     """
-    try:
-        figure = parse_figure(text)
-    except ValueError as error:
-        raise ConfigError(f"check: {text!r} is {error}") from error
-    if figure.counts == "B":
-        own = list(_own(kv, sessions))
-    else:
+    figure, own = parse_figure(text), list(_own(kv, sessions))
+    if figure.counts != "B":
         own = [each for name, it in (capacities or {}).items() for each in _held(kv, figure, sessions, name, it)]
     if not own:
         raise ConfigError(f"check: {text!r} counts {figure.counts}; --gpu, --memory or --tier must say what holds them")
@@ -216,16 +213,17 @@ def _matches(candidates: Sequence[Candidate], figure: Figure) -> list[FigureMatc
 
 def _agreement(value: float, figure: Figure) -> Agreement | None:
     """Agreement of `value`, in the unit of `figure`, with its digits."""
-    off = value - figure.number
-    error, slack = abs(off) / figure.number, 1 + 1e-9
-    is_rounded = abs(off) <= figure.step / 2 * slack
-    is_cut = 0 <= off < figure.step / slack
-    if error <= _EXACT_MAX and (is_rounded or is_cut):
-        return "exact" if is_rounded else "cut"
-    if is_rounded and error <= _COARSE_MAX:
-        return "rounded"
-    is_coarse = (is_cut and error <= _CUT_MAX) or (abs(off) <= figure.rough / 2 * slack and error <= _COARSE_MAX)
-    return "coarse" if is_coarse else None
+    off, slack = value - figure.number, 1 + 1e-9
+    error = abs(off) / figure.number
+    is_rounded, is_cut = abs(off) <= figure.step / 2 * slack, 0 <= off < figure.step / slack
+    is_near = abs(off) <= figure.rough / 2 * slack and error <= _COARSE_MAX
+    rules: tuple[tuple[bool, Agreement], ...] = (
+        (is_rounded and error <= _EXACT_MAX, "exact"),
+        (is_cut and error <= _EXACT_MAX, "cut"),
+        (is_rounded and error <= _COARSE_MAX, "rounded"),
+        ((is_cut and error <= _CUT_MAX) or is_near, "coarse"),
+    )
+    return next((agreement for holds, agreement in rules if holds), None)
 
 
 def _units(figure: Figure) -> Iterator[Unit]:
@@ -299,11 +297,6 @@ def _held(
 ) -> Iterator[Candidate]:
     """What `capacity` holds: as `kvtier size` shows it, and its bytes divided by those of a token or session."""
     room = capacity.kv_bytes if isinstance(capacity, GpuCapacity) else float(capacity.capacity_bytes)
-    lengths = list(dict.fromkeys(tokens for tokens, _ in sessions))
-    for tokens in lengths:
-        held = capacity.held(tokens)
-        value = held.tokens if figure.counts == "tokens" else held.sessions
-        yield Candidate(f"what fits into {name} in sessions of {tokens:,} tokens", value)
     power = int(math.log(max(room, 1), 1000))
     ways: list[tuple[float, float, tuple[str, ...]]] = [
         (room, kv.bytes_per_token, ()),
@@ -311,11 +304,14 @@ def _held(
         (room * 1.024**power, kv.bytes_per_token, (f"1,024 for 1,000 in the bytes of {name}",)),
         *((room, size, steps) for size, steps in _countings(kv)),
     ]
-    for total, size, steps in ways:  # one convention at most: few digits agree with many
-        if figure.counts == "tokens" and size:
-            yield Candidate(f"the bytes of {name} / a token", total // size, steps)
-        for tokens in lengths if figure.counts == "users" and size else ():
-            yield Candidate(f"the bytes of {name} / {tokens:,} tokens", total // (size * tokens), steps)
+    is_tokens = figure.counts == "tokens"
+    for tokens in dict.fromkeys(tokens for tokens, _ in sessions):
+        held, length = capacity.held(tokens), 1 if is_tokens else tokens
+        whole = f"what fits into {name} in sessions of {tokens:,} tokens"
+        yield Candidate(whole, held.tokens if is_tokens else held.sessions)
+        what = f"the bytes of {name} / {'a token' if is_tokens else f'{tokens:,} tokens'}"
+        # one convention at most: few digits agree with many
+        yield from (Candidate(what, total // (size * length), steps) for total, size, steps in ways if size)
 
 
 def session_name(tokens: int, users: int) -> str:

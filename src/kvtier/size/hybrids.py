@@ -84,16 +84,11 @@ def _glm5_next(config: ModelConfig) -> Layers:
     index = caches.indexer(config.integer("index_head_dim"), config.integer("index_kpool"))
     own = read_indexers(config, count)
     config.notes.append("The unfinished pool of each indexer, less than one key a layer, is not counted.")
-    full = {is_own: (*latents, index) if is_own else latents for is_own in (True, False)}
+    types = one_for_each_layer(config, "layer_types", types, count)
+    caches_of = {"linear_attention": state, **dict.fromkeys(("indexed_attention", "full_attention"), latents)}
+    layers = by_type(config, "layer_types", types, caches_of)
     return [
-        layer
-        for kind, is_own in zip(one_for_each_layer(config, "layer_types", types, count), own, strict=True)
-        for layer in by_type(
-            config,
-            "layer_types",
-            [kind],
-            {"linear_attention": state, **dict.fromkeys(("indexed_attention", "full_attention"), full[is_own])},
-        )
+        (*layer, index) if is_own and layer == latents else layer for layer, is_own in zip(layers, own, strict=True)
     ]
 
 
