@@ -334,18 +334,19 @@ def _step3p5(config: ModelConfig) -> Layers:
 def _inkling(config: ModelConfig) -> Layers:
     """Inkling: windowed layers have heads of their own; every layer keeps the last inputs of four convolutions."""
     count = read_layer_count(config)
-    is_listed = config.has("local_layer_ids") and not config.has("layer_types")
-    local = read_layer_numbers(config, "local_layer_ids", count) if is_listed else ()
+    every = {layer for layer in range(count) if (layer + 1) % 6}  # by the class
+    local = read_layer_numbers(config, "local_layer_ids", count) if config.has("local_layer_ids") else every
     by_ids = ["hybrid_sliding" if layer in local else "hybrid" for layer in range(count)]
-    types = by_ids if is_listed else one_for_each_layer(config, "layer_types", config.texts("layer_types"), count)
-    config.know("local_layer_ids", "swa_num_attention_heads", "mtp_local_layer_ids", "number_of_conv_states")
-    narrow = caches.full(config.integer("swa_num_key_value_heads"), config.integer("swa_head_dim"))
+    types = one_for_each_layer(config, "layer_types", config.texts("layer_types") or by_ids, count)
+    config.know("swa_num_attention_heads", "mtp_local_layer_ids", "number_of_conv_states", "conv_kernel_size")
     kernel = config.integer("conv_kernel_size") if config.flag("use_sconv", default=True) else 1
     by_kind: dict[str, tuple[LayerCache, ...]] = {}
-    windowed = with_window(config, narrow, "sliding_window")
-    for kind, kept in (("hybrid", read_attention(config)), ("hybrid_sliding", windowed)):
-        heads, key = kept.kv_heads or 1, kept.head_dim or 0
-        inputs = caches.short_convolution(2 * heads * key + 2 * config.integer("hidden_size"), kernel, heads)
+    for kind, prefix in (("hybrid", ""), ("hybrid_sliding", "swa_")):
+        heads, key = (config.integer(f"{prefix}{name}") for name in ("num_key_value_heads", "head_dim"))
+        value = config.integer(f"{prefix}v_head_dim", key)
+        kept = caches.full(heads, key, value)
+        kept = with_window(config, kept, "sliding_window") if prefix else kept
+        inputs = caches.short_convolution(heads * (key + value) + 2 * config.integer("hidden_size"), kernel, heads)
         by_kind[kind] = (kept, inputs) if kernel > 1 else (kept,)
     config.notes.append(
         "Engines may page the convolutions' inputs as a window of tokens: vLLM then reserves those of the steps under "
@@ -380,11 +381,14 @@ _READERS: dict[str, Callable[[ModelConfig], Layers]] = {
     "hunyuan_v1_dense": _hunyuan,
     "hunyuan_v1_moe": _hunyuan,
     "inkling2_text": _inkling,
+    "inkling_mm_model": _inkling,
+    "inkling_model": _inkling,
     "inkling_text": _inkling,
     "llama4_text": _llama4,
     "longcat_flash": _longcat,
     "mimo_v2_flash": _mimo_v2,
     "minimax_m3": _minimax_m3,
+    "minimax_m3_text": _minimax_m3,
     "minimax_m3_vl": _minimax_m3,
     "minimax_m3_vl_text": _minimax_m3,
     "mllama_text_model": _mllama,

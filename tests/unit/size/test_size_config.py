@@ -261,6 +261,13 @@ HARMLESS = {
     ),
     "qformer_config": ({"num_hidden_layers": 12, "num_attention_heads": 12}, LLAMA),
     "no_repeat_ngram_size": (3, LLAMA),
+    "gated_mla": (True, MLA),
+    "use_attention_gate": (True, LLAMA),
+    "latent_patch_size": (2, LLAMA),
+    "timm_override_act_layers": (["quick_gelu", None], LLAMA),
+    "prefix_attn": (730, {**LLAMA, "model_type": "moondream3_text"}),
+    "rswa_window": (128, {**LLAMA, "model_type": "unlimited-ocr"}),
+    "max_window_layers": (4, {**LLAMA, "model_type": "bailing_moe"}),
 }
 
 
@@ -280,6 +287,9 @@ def test_a_field_that_only_sounds_like_a_cache_changes_no_size(name):
         (LLAMA, "num_attention_heads_per_layer", [4, 8, 4, 8]),
         (LLAMA, "keep_window_size", 64),
         (LLAMA, "query_num", 64),
+        (LLAMA, "prefix_attn", 730),
+        (LLAMA, "rswa_window", 128),
+        (LLAMA, "gated_mla", 2),
         (LLAMA, "num_ln_in_parallel_attn", 2),
         ({**LLAMA, "model_type": "cohere2", "sliding_window": 8}, "order_of_interleaved_layers", "global_attn_first"),
         (LLAMA, "kv_heads_per_layer", [2, 1, 2, 1]),
