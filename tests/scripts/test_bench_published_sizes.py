@@ -108,9 +108,6 @@ def test_a_verdict_means_what_it_says(cell):
         assert abs(figure.bytes(1024) / cell.bytes - 1) <= 0.005
 
 
-def test_the_program_prints_the_tables_and_explains_a_figure():
+def test_the_program_prints_the_tables():
     tables = CliRunner().invoke(published_sizes, [])
     assert "3,270 GB, divided by 1,024" in " ".join(tables.output.split())
-    explained = CliRunner().invoke(published_sizes, ["qwen3-8b", "150 KB", "77 MB"])
-    assert "147,456 B" in explained.output
-    assert "77 MB: no convention known here gives it" in explained.output

@@ -26,7 +26,6 @@ CAPACITY_KEYS = {
 }
 CAPACITY_PLACES = {"gpu": "on GPUs", "tier": "in the tier"}
 CAPACITY_NAMES = {"gpu": "the GPUs", "tier": "the tier"}
-CONVENTIONS_SHOWN = 4
 FIELD_ENTRIES_SHOWN = 6
 
 
@@ -148,20 +147,14 @@ def _print_checks(
 
     held_by = {CAPACITY_NAMES[name]: capacity for name, capacity in capacities.items()}
     sessions = [(total.tokens, total.users) for total in totals]
-    verdicts = [check(kv, figure, sessions, held_by) for figure in figures]
-    others = [[each.match_text(match) for match in each.matches[1:CONVENTIONS_SHOWN]] for each in verdicts]
+    found = [check(kv, figure, sessions, held_by) for figure in figures]
     if as_json:
         keys = ("figure", "is_explained", "answer", "others")
-        rows = [(each.figure.text, bool(each.matches), each.text) for each in verdicts]
-        checks = [dict(zip(keys, (*row, more), strict=True)) for row, more in zip(rows, others, strict=True)]
-        _print_json({"model": kv.model.name, "checks": checks})
+        rows = [(it.figure.text, bool(it.matches), it.text, it.others) for it in found]
+        checks = [dict(zip(keys, row, strict=True)) for row in rows]
+        _print_json({"model": kv.model.name, "ignored": kv.model.ignored, "checks": checks})
         return
-    lines = [
-        line
-        for each, more in zip(verdicts, others, strict=True)
-        for line in (each.text, *(f"  or {it}" for it in more))
-    ]
-    click.echo("\n".join((*lines, *_ignored(kv))))
+    click.echo("\n".join([*("\n  or ".join((it.text, *it.others)) for it in found), *_ignored(kv)]))
 
 
 def _ignored(kv: KvSize) -> list[str]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_HALF_UP, Decimal
+from itertools import product
 from typing import Literal
 
 from kvtier.errors import ConfigError
@@ -27,6 +28,7 @@ _EXACT_MAX = 0.005
 """Largest relative error of digits that count as exact."""
 _CUT_MAX = 0.02
 _COARSE_MAX = 0.05
+_MATCHES_SHOWN = 3
 _COST_MAX = 2
 """Most conventions that are combined; more of them could explain any figure."""
 _MIXED_COST = 2
@@ -144,7 +146,7 @@ class Verdict:
     def text(self) -> str:
         """The result in one line."""
         if self.matches:
-            return f"{self.figure.text} is {self.match_text(self.matches[0])}"
+            return f"{self.figure.text} is {self._match_text(self.matches[0])}"
         what, value = self.nearest.what, self.nearest.bytes
         size = f"{exact(value)} {self.figure.counts}{f' = {both(value)}' if self.figure.counts == 'B' else ''}"
         ratio = _as_written(self.figure) / value
@@ -153,8 +155,12 @@ class Verdict:
             f"{size} ({self.kv.form.name}, TP {self.kv.tp})"
         )
 
-    def match_text(self, match: FigureMatch) -> str:
-        """A match in one line."""
+    @property
+    def others(self) -> list[str]:
+        """The next matches, each in one line."""
+        return [self._match_text(match) for match in self.matches[1:_MATCHES_SHOWN]]
+
+    def _match_text(self, match: FigureMatch) -> str:
         found, counts = match.candidate, self.figure.counts
         steps = f", counted with {' and '.join(found.steps)}" if found.steps else ""
         how = ", ".join(filter(None, (self.kv.form.name, match.unit.name, f"TP {self.kv.tp}")))
@@ -256,40 +262,35 @@ def token_readings(tokens: int) -> Iterator[tuple[int, str]]:
 
 def _rounded_early(bytes_per_token: float) -> Iterator[tuple[float, str]]:
     """Sizes of a token that was rounded before multiplying."""
-    for step, units in ((1000, ("kB", "MB")), (1024, ("KiB", "MiB"))) if bytes_per_token else ():
-        for power, unit in enumerate(units, 1):
-            number = bytes_per_token / step**power
-            for digits in (2, 3):
-                last = Decimal(1).scaleb(Decimal(number).adjusted() - digits + 1)
-                early = float(Decimal(number).quantize(last, ROUND_HALF_UP))
-                if early != number and early >= 0.1:
-                    yield early * step**power, f"a token rounded to {early:g} {unit} before multiplying"
+    units = (("kB", 1000), ("MB", 1000**2), ("KiB", 1024), ("MiB", 1024**2)) if bytes_per_token else ()
+    for (unit, factor), digits in product(units, (2, 3)):
+        number = bytes_per_token / factor
+        last = Decimal(1).scaleb(Decimal(number).adjusted() - digits + 1)
+        early = float(Decimal(number).quantize(last, ROUND_HALF_UP))
+        if early != number and early >= 0.1:
+            yield early * factor, f"a token rounded to {early:g} {unit} before multiplying"
 
 
 def _own(kv: KvSize, sessions: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
     """Our own sizes, and those of sessions with other readings of their tokens."""
     is_mixed = kv.bytes_per_token_growing not in {0, kv.bytes_per_token}
-    for what, size in (
+    sizes = (
         ("a token, all layers" if is_mixed else "a token", kv.bytes_per_token),
         ("a token, layers without a window", kv.bytes_per_token_growing if is_mixed else 0),
         (f"a token with the copies at TP {kv.tp}", kv.bytes_per_token_stored if kv.duplication > 1 else 0),
         ("windows and states of a session", kv.bytes_per_session_constant),
         (f"a chunk of {kv.chunk_tokens} tokens on a rank", kv.chunk_bytes_per_rank),
-    ):
-        if size:
-            yield Candidate(what, size)
+    )
+    yield from (Candidate(what, size) for what, size in sizes if size)
     for tokens, users in sessions:
         name = session_name(tokens, users)
-        readings = ((other, (step,)) for other, step in token_readings(tokens))
-        for count, steps in ((tokens, ()), *readings):
+        for count, steps in ((tokens, ()), *((other, (step,)) for other, step in token_readings(tokens))):
             total = kv.total(count, users)
-            if total.bytes == total.bytes_minimum:
-                yield Candidate(name, total.bytes, steps)
-            else:
-                yield Candidate(f"{name}, all layers and ranks", total.bytes, steps)
-                yield Candidate(f"{name}, minimum", total.bytes_minimum, steps)
-        for early, step in _rounded_early(kv.bytes_per_token_stored):
-            yield Candidate(name, early * tokens * users, (step,))
+            is_least = total.bytes == total.bytes_minimum
+            yield Candidate(name if is_least else f"{name}, all layers and ranks", total.bytes, steps)
+            yield from () if is_least else (Candidate(f"{name}, minimum", total.bytes_minimum, steps),)
+        early = _rounded_early(kv.bytes_per_token_stored)
+        yield from (Candidate(name, size * tokens * users, (step,)) for size, step in early)
 
 
 def _held(
@@ -321,39 +322,39 @@ def session_name(tokens: int, users: int) -> str:
 
 def _recounted(kv: KvSize, sessions: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
     """Sizes by other ways to count the bytes of a token."""
-    for per_token, steps in _countings(kv):
-        yield Candidate("a token", per_token, steps)
+    for size, steps in _countings(kv):
+        yield Candidate("a token", size, steps)
         for tokens, users in sessions:
-            name = session_name(tokens, users)
-            yield Candidate(name, per_token * tokens * users, steps)
-            if len(steps) < _COST_MAX:
-                for other, step in token_readings(tokens):
-                    yield Candidate(name, per_token * other * users, (*steps, step))
+            others = token_readings(tokens) if len(steps) < _COST_MAX else ()
+            for count, more in ((tokens, ()), *((other, (step,)) for other, step in others)):
+                yield Candidate(session_name(tokens, users), size * count * users, (*steps, *more))
 
 
-def _countings(kv: KvSize) -> Iterator[tuple[float, tuple[str, ...]]]:
+def _countings(kv: KvSize) -> list[tuple[float, tuple[str, ...]]]:
     """Bytes a token by other conventions."""
-    model, usual = kv.model, kv.bytes_per_token
-    heads, hidden = model.attention_heads, model.hidden_size
-    by_heads = f"{heads} attention heads as KV heads"
-    if heads:
-        yield counted(kv, lambda part: replace(part, count=heads)), (by_heads,)
-    if heads and hidden and hidden % heads == 0:
-        dim = hidden // heads
-        by_hidden = f"hidden size / heads = {dim} as head dimension"
-        yield counted(kv, lambda part: replace(part, size=dim)), (by_hidden,)
-        yield counted(kv, lambda part: replace(part, count=heads, size=dim)), (by_heads, by_hidden)
-    yield usual / 2, ("half as many bytes (8-bit elements, or keys without values)",)
-    yield usual * 2, ("twice as many bytes (32-bit elements)",)
+    model, usual, heads = kv.model, kv.bytes_per_token, kv.model.attention_heads or 0
+    hidden, expanded = model.hidden_size or 0, model.expanded_elements or 0
+    dim = hidden // heads if heads and hidden % heads == 0 else 0
+    by_heads, by_hidden = f"{heads} attention heads as KV heads", f"hidden size / heads = {dim} as head dimension"
     latents = sum(count for cache, count in model.runs if cache.kind == "mla")
-    if model.expanded_elements and latents:
-        expanded = latents * kv.form.vector_bytes("kv", model.expanded_elements)
-        yield expanded, ("every head's keys and values instead of the latent",)
-    for tp in _COPIES_AT:
-        if kv.tp == 1 and all(cache.can_be_split(tp) for cache, _ in model.runs):
-            stored = tp * sum(count * cache.rank_token_bytes(kv.form, tp) for cache, count in model.runs)
-            if stored > usual:
-                yield stored, (f"the copies that {tp} tensor-parallel ranks keep",)
+    copied = [
+        (tp * sum(count * cache.rank_token_bytes(kv.form, tp) for cache, count in model.runs), tp)
+        for tp in _COPIES_AT
+        if kv.tp == 1 and all(cache.can_be_split(tp) for cache, _ in model.runs)
+    ]
+    ways: tuple[tuple[float, tuple[str, ...]], ...] = (
+        (heads and counted(kv, lambda part: replace(part, count=heads)), (by_heads,)),
+        (dim and counted(kv, lambda part: replace(part, size=dim)), (by_hidden,)),
+        (dim and counted(kv, lambda part: replace(part, count=heads, size=dim)), (by_heads, by_hidden)),
+        (usual / 2, ("half as many bytes (8-bit elements, or keys without values)",)),
+        (usual * 2, ("twice as many bytes (32-bit elements)",)),
+        (
+            latents * kv.form.vector_bytes("kv", expanded),
+            ("every head's keys and values instead of the latent",),
+        ),
+        *((size, (f"the copies that {tp} tensor-parallel ranks keep",)) for size, tp in copied if size > usual),
+    )
+    return [each for each in ways if each[0]]
 
 
 def counted(kv: KvSize, recount: Callable[[TokenPart], TokenPart]) -> float:

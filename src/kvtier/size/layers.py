@@ -74,12 +74,16 @@ def read_plain(config: ModelConfig) -> Layers:
     if has_mla(config):
         each_layer = zip(read_layer_configs(config), types, strict=True)
         layers = _with_indexers(config, [(with_kind(layer, read_mla(layer)[0], kind),) for layer, kind in each_layer])
-        sources = config.integers("kv_source_layers") or range(len(layers))
-        sources = one_for_each_layer(config, "kv_source_layers", list(sources), len(layers))
-        shared = (caches.shared(),)
+        sources = config.integers("kv_source_layers") or list(range(len(layers)))
+        each_source = list(enumerate(one_for_each_layer(config, "kv_source_layers", sources, len(layers))))
+        config.refuse_if(
+            any(source > number or sources[source] != source for number, source in each_source),
+            "kv_source_layers",
+            "each must be the layer itself, or an earlier one that is its own",
+        )
         return [
-            layer if source == number else (*shared, *layer[1:])
-            for number, (layer, source) in enumerate(zip(layers, sources, strict=True))
+            layers[number] if source == number else (caches.shared(), *layers[number][1:])
+            for number, source in each_source
         ]
     heads = config.integers("num_key_value_heads_per_layer")
     if heads is not None:

@@ -405,3 +405,11 @@ def test_layers_that_use_an_earlier_indexer_keep_no_index_keys(more, own):
     config = {**MLA, "num_hidden_layers": 6, "index_head_dim": 8, "index_topk": 16, **more}
     layers = size.from_config(config, "mine").layers
     assert [number for number, layer in enumerate(layers) if len(layer) == 2] == own
+
+
+@pytest.mark.parametrize("sources", [[1, 0, 2], [0, 0, 1], [0, 1, 9], [0, 1]])
+def test_layers_that_share_name_an_earlier_one_with_kv_of_its_own(sources):
+    with pytest.raises(ConfigError, match="kv_source_layers is"):
+        of({**MLA, "kv_source_layers": sources})
+    (latents, shared) = of({**MLA, "kv_source_layers": [0, 0, 2]}).layers
+    assert (latents.count, shared.count, shared.cache.kind) == (2, 1, "shared")
