@@ -52,12 +52,15 @@ def _qwen_hybrid(config: ModelConfig) -> Layers:
 
 def _qwen4(config: ModelConfig) -> Layers:
     """Qwen4: as `_qwen_hybrid`, with an index key for several tokens, and in some layers a convolution of n-grams."""
-    layers, ngrams = _qwen_hybrid(config), set(config.integers("ple_layer_ids") or ())
+    layers, ids = _qwen_hybrid(config), config.integers("ple_layer_ids")
+    has_ngrams = ids is None and config.has("ple_conv_kernel_size")
+    config.refuse_if(has_ngrams, "ple_conv_kernel_size", "ple_layer_ids must say which layers have it")
+    ngrams = set(ids or ())
     config.know("indexer_n_heads", "indexer_kv_heads", "indexer_budget", "heads_per_ngram", "number_of_conv_states")
     config.know("hc_count", "ple_conv_kernel_size", "ple_layer_ids")
     index: tuple[LayerCache, ...] = ()
     inputs = index
-    if config.has("indexer_head_dim"):
+    if config.has("indexer_head_dim") or config.has("indexer_n_heads"):
         index = (caches.indexer(config.integer("indexer_head_dim"), config.integer("indexer_compress_ratio")),)
     if ngrams:
         width = config.integer("hidden_size") * config.integer("hc_count")

@@ -46,7 +46,7 @@ _CACHE_WORDS = re.compile(
 _HARMLESS_ENDS = (
     "bias|biases|dropout|drop|layerdrop|pdrop|prob|probs|eps|epsilon|init|initializer|std|id|ids|token|theta|dtype|act|"
     "activation|function|implementation|impl|coef|norm|normalization|layernorm|softcap|softcapping|scale|scaling|"
-    "multiplier|multipliers|scalar|token_index|alpha_factor|beta_factor|clip|clip_qkv|clip_val|fp32|loss|loss_weight|ln|freq"
+    "multiplier|multipliers|scalar|token_index|alpha_factor|beta_factor|clip|clip_qkv|clip_val|fp32|loss|loss_weight|ln|(?<!topk_)freq"
 )
 _HARMLESS_STARTS = (
     "mlp|ffn|router|vision|visual|vit|image|img|mm|audio|video|speech|projector|perceiver|spatial|talker|"
