@@ -101,7 +101,8 @@ def by_class(config: dict[str, Any], part: dict[str, Any], key: str) -> Iterator
     values += [hidden // heads] if heads and hidden and "head" in key else []
     values += [2**20] if key in CONTEXT else []
     values += [BY_RULE[key]] if key in BY_RULE else []
-    values += [config.get(key)] if part in config.get("per_layer_config", {}).values() else []
+    changes = config.get("per_layer_config", {})  # what they leave out is the model's
+    values += [config.get(key)] if part in changes.values() else [{}] if part is changes else []
     values += [None] if key == "sliding_window" else []
     values += ["multihead"] if key == "attention_head_type" else []
     value = part[key]
