@@ -40,7 +40,7 @@ class GpuCapacity:
     rank_bytes: tuple[float, ...]
     """Left for KV on a GPU of each stage."""
     in_flight_tokens: int
-    """Of all steps under way, which windowed layers hold beside their windows."""
+    """Tokens of all steps under way; windowed layers hold them beside their windows."""
 
     @property
     def kv_bytes(self) -> float:
