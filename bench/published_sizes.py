@@ -1,10 +1,8 @@
-"""KV sizes that others have published: a verdict on each, and the counting convention behind a figure.
+"""KV sizes that others have published, judged cell by cell: the tables of ``parts/published_sizes.toml``.
 
     python bench/published_sizes.py
-    python bench/published_sizes.py qwen3-8b "150 KB" --tokens 128Ki
 
-Without arguments the program judges the tables of ``parts/published_sizes.toml``, cell by cell. With a model of
-`kvtier size` and figures it lists the conventions that reproduce each figure's digits, the fewest first.
+`kvtier size MODEL --check FIGURE` explains a single figure in the same way.
 """
 
 import sys
@@ -15,32 +13,15 @@ if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
 
 import click
 from bench.parts.command import run as run_script
-from bench.parts.size_check import check, published_cells
+from bench.parts.size_check import published_cells
 
-from kvtier.cli.options import Quantity
 from kvtier.report.format import binary, decimal
 from kvtier.report.table import Table, print_table
-from kvtier.size import of
-
-MATCHES_SHOWN = 3
 
 
 @click.command()
-@click.argument("model", required=False)
-@click.argument("figures", nargs=-1)
-@click.option("--tokens", type=Quantity(), multiple=True, help="Tokens of sessions that a figure may be of.")
-def published_sizes(model: str | None, figures: tuple[str, ...], tokens: tuple[int, ...]) -> None:
-    """Judge the published tables, or explain FIGURES of MODEL."""
-    if model is None:
-        _print_tables()
-        return
-    kv = of(model)
-    for figure in figures:
-        verdict = check(kv, figure, [(each, 1) for each in tokens])
-        click.echo("\n  or ".join([verdict.text, *(match.text for match in verdict.matches[1:MATCHES_SHOWN])]))
-
-
-def _print_tables() -> None:
+def published_sizes() -> None:
+    """Judge the published tables, cell by cell."""
     cells = published_cells()
     for document in dict.fromkeys(cell.document for cell in cells):
         own = [cell for cell in cells if cell.document == document]

@@ -87,6 +87,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_kv_shared_layers": 6, "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 8,
         },
     ),
+    # one projection for keys and values, which are kept both
+    "gemma4-tied": (
+        "Gemma4",
+        {
+            **BASE, "num_hidden_layers": 6, "head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True, "sliding_window": WINDOW, "vocab_size_per_layer_input": 32,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
     # states
     "qwen3_next": ("Qwen3Next", {**BASE, **DELTA, **EXPERTS, "shared_expert_intermediate_size": 32}),
     "qwen3_5": ("Qwen3_5", {**BASE, **DELTA}),
@@ -113,6 +122,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("Lfm2", {**BASE, "full_attn_idxs": [1, 3], "conv_L_cache": KERNEL}),
+    "lfm3": ("Lfm3", {**EIGHT, "head_dim": 16, "sliding_window": WINDOW, "conv_L_cache": KERNEL}),
     "olmo_hybrid": ("OlmoHybrid", {**BASE, **DELTA, "layer_types": ["linear_attention", "full_attention"] * 2}),
     "bailing_hybrid": (
         "BailingHybrid",
@@ -203,21 +213,6 @@ def test_sizes_are_what_the_engine_keeps(name):
     actual, config = kept(*MODELS[name])
     kv = size.of(size.from_config(as_transformers_keeps_it(config), name))
     assert kv.session_bytes(TOKENS) == actual
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_where_key_and_value_are_one_transformers_keeps_both():
-    """The note that `size` gives for such layers."""
-    settings = {
-        **BASE, "num_hidden_layers": 6, "head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True, "sliding_window": WINDOW, "vocab_size_per_layer_input": 32,
-        "hidden_size_per_layer_input": 8,
-    }  # fmt: skip
-    actual, config = kept("Gemma4", settings)
-    kv = size.of(size.from_config(as_transformers_keeps_it(config), "gemma4"))
-    twice = sum(layer.bytes_per_token for layer in kv.layers if layer.cache.kind == "full") * TOKENS
-    assert kv.session_bytes(TOKENS) + twice == actual
-    assert any("store both" in note for note in kv.model.notes)
 
 
 def test_class_defaults_are_those_of_the_classes():

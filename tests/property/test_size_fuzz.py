@@ -48,6 +48,8 @@ def objects(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 CONTEXT = {"max_position_embeddings", "max_seq_len", "seq_length", "n_positions"}
 """Fields without which a window is not known to be longer than the context."""
+BY_RULE = {"index_topk_freq": 1, "index_skip_topk_offset": 2, "kv_source_layers": list(range(72))}
+"""What a class takes for a missing field without stating it as a default: no sharing."""
 ASIDE = {"audio_config", "vision_config", "talker_config", "token2wav_config", "ffn_config", "rope_scaling"}
 """Objects about other things."""
 
@@ -98,6 +100,9 @@ def by_class(config: dict[str, Any], part: dict[str, Any], key: str) -> Iterator
     values: list[Any] = [False, True, heads if isinstance(stated.get(key), str) else stated.get(key)]
     values += [hidden // heads] if heads and hidden and "head" in key else []
     values += [2**20] if key in CONTEXT else []
+    values += [BY_RULE[key]] if key in BY_RULE else []
+    changes = config.get("per_layer_config", {})  # what they leave out is the model's
+    values += [config.get(key)] if part in changes.values() else [{}] if part is changes else []
     values += [None] if key == "sliding_window" else []
     values += ["multihead"] if key == "attention_head_type" else []
     value = part[key]

@@ -6,6 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvtier import size
+from kvtier.size.capacity import TierCapacity
 from kvtier.size.dtype import NAMED
 from kvtier.size.sizes import pipeline_stages
 
@@ -130,7 +131,9 @@ def test_a_grouped_format_adds_its_scales(config, dtype, group):
 @given(names, st.sampled_from([16, 64, 256, 1000, 4096]), st.sampled_from(["bf16", "fp8", "nvfp4"]))
 def test_a_chunk_is_its_tokens_and_an_object_is_aligned(name, chunk_tokens, dtype):
     kv = size.of(name, chunk_tokens=chunk_tokens, dtype=dtype)
-    exact = kv.bytes_per_token_stored * chunk_tokens
+    kept = {cache: cache.tokens_in_store(chunk_tokens) for cache, _ in kv.model.runs}
+    exact = sum(count * cache.token_bytes(kv.form) * kept[cache] for cache, count in kv.model.runs)
+    assert all(kept[it] == chunk_tokens for it in kept if it.window is None or it.window > chunk_tokens)
     assert exact <= kv.chunk_bytes_per_rank < exact + sum(each.layers for each in kv.objects)
     for each in kv.objects:
         assert each.bytes <= each.padded_bytes < each.bytes + 4096 * each.layers
@@ -155,3 +158,17 @@ def test_the_layers_add_up(name, field):
         "bytes_per_session_constant": windows + kv.state_bytes,
     }
     assert getattr(kv, field) == sums[field]
+
+
+@given(names, st.sampled_from([16, 256, 1000]), tokens, st.integers(1, 10**14))
+def test_a_tier_never_holds_more_tokens_than_its_bytes(name, chunk_tokens, count, capacity_bytes):
+    """A session's last partial chunk is not stored, so it neither takes bytes nor counts."""
+    kv = size.of(name, chunk_tokens=chunk_tokens)
+    chunk = sum(each.frame_bytes for each in kv.objects if each.rule != "state")
+    snapshot = sum(each.frame_bytes for each in kv.objects if each.rule == "state")
+    held = TierCapacity(kv=kv, capacity_bytes=capacity_bytes).held(count)
+    assert held.tokens % chunk_tokens == 0
+    assert held.tokens // chunk_tokens * chunk + held.sessions * snapshot <= capacity_bytes
+    assert held.tokens >= held.sessions * (count // chunk_tokens * chunk_tokens)
+    more = TierCapacity(kv=kv, capacity_bytes=capacity_bytes + chunk).held(count)
+    assert more.tokens >= held.tokens

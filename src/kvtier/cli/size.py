@@ -1,6 +1,6 @@
 """`kvtier size`: KV size of a model, with formulas."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from typing import cast
 
@@ -12,6 +12,7 @@ from kvtier.errors import ConfigError
 from kvtier.report.format import binary, decimal, exact
 from kvtier.report.table import Table, print_table
 from kvtier.size import CHUNK_TOKENS, KvSize, Total, hub, of
+from kvtier.size import model as read_model
 from kvtier.size.capacity import WEIGHT_BYTES, GpuCapacity, TierCapacity, gpu_capacity
 from kvtier.size.catalogue import entries
 from kvtier.size.sizes import reasons
@@ -19,8 +20,12 @@ from kvtier.size.sizes import reasons
 TOKENS = (4096, 131_072)
 """Session lengths shown without --tokens."""
 
-CAPACITY_KEYS = {"gpu": ("gpus", "replicas", "memory_bytes", "weight_bytes", "kv_bytes"), "tier": ("capacity_bytes",)}
+CAPACITY_KEYS = {
+    "gpu": ("gpus", "replicas", "memory_bytes", "weight_bytes", "kv_bytes", "in_flight_tokens"),
+    "tier": ("capacity_bytes",),
+}
 CAPACITY_PLACES = {"gpu": "on GPUs", "tier": "in the tier"}
+CAPACITY_NAMES = {"gpu": "the GPUs", "tier": "the tier"}
 FIELD_ENTRIES_SHOWN = 6
 
 
@@ -48,6 +53,21 @@ FIELD_ENTRIES_SHOWN = 6
     help="bf16, fp16, fp8, fp4, or bytes; without it the format that the checkpoint ships.",
 )
 @click.option(
+    "--in-flight",
+    type=Quantity(),
+    help="Tokens of all steps under way on a GPU, which windows hold too: max_num_batched_tokens of vLLM times the "
+    "batches at once  [default: vLLM's, by the GPU's memory].",
+)
+@click.option(
+    "--ignore", multiple=True, metavar="FIELD", help="Read the config.json as if FIELD were not there; repeatable."
+)
+@click.option(
+    "--check",
+    multiple=True,
+    metavar="FIGURE",
+    help="Which convention gives a printed figure: '150 KB', '1.5 TB', '3M tokens', '12 users'; repeatable.",
+)
+@click.option(
     "--fetch", is_flag=True, help="Get the config.json of a MODEL of the Hub (ORG/NAME) that is not known here."
 )
 @tier_option("Show what a tier holds: disk=10TB, disk=4x7.68TB, disk=4xpm1753 of the catalogue.", multiple=False)
@@ -65,6 +85,9 @@ def size(
     gpu: str | None,
     memory: int | None,
     weights: str | None,
+    in_flight: int | None,
+    ignore: tuple[str, ...],
+    check: tuple[str, ...],
     tier: str | None,
     fetch: bool,
     is_list: bool,
@@ -74,6 +97,9 @@ def size(
 
     MODEL is a config.json, its folder, or a name from --list. Numbers may be written 131,072, 128k (128,000) or 128Ki
     (131,072). Several --tokens and --users give one row for each pair.
+
+    --check compares figures with a token, a chunk, and sessions of --tokens and --users; tokens and users with what
+    --gpu, --memory or --tier hold.
     """
     if is_list:
         if model is not None:
@@ -88,20 +114,54 @@ def size(
         raise click.UsageError("--gpu and --memory exclude each other")
     gpus, memory_bytes = _gpus(gpu) if gpu is not None else ((tp or 1) * pp, memory)
     tp = tp or (max(1, gpus // pp) if gpu is not None else 1)
-    kv = of(model, dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
+    kv = of(read_model(model, ignore), dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
     capacities: dict[str, GpuCapacity | TierCapacity] = {}
     if memory_bytes is not None:
-        capacities["gpu"] = gpu_capacity(kv, memory_bytes, gpus, _weight_bytes(kv, weights or kv.model.weights))
+        weight_bytes = _weight_bytes(kv, weights or kv.model.weights)
+        capacities["gpu"] = gpu_capacity(kv, memory_bytes, gpus, weight_bytes, in_flight)
     if tier is not None:
         from kvtier.replay.tier_spec import parse_tier  # numpy, which the sizes do not need
 
         capacities["tier"] = TierCapacity(kv=kv, capacity_bytes=parse_tier(tier).capacity_bytes)
     totals = [kv.total(*pair) for pair in product(tokens or TOKENS, users or (1,))]
-    if as_json:
-        _print_json(_as_json(kv, totals) | _fits_as_json(totals, capacities))
+    if check:
+        _print_checks(kv, check, totals, capacities, as_json=as_json)
+    elif as_json:
+        _print_json(_as_json(kv, totals, capacities) | _fits_as_json(totals, capacities))
     else:
-        _print(kv, totals, _fits(totals, capacities) if capacities else None)
+        _print(kv, totals, capacities)
     return 0
+
+
+def _print_checks(
+    kv: KvSize,
+    figures: tuple[str, ...],
+    totals: list[Total],
+    capacities: dict[str, GpuCapacity | TierCapacity],
+    *,
+    as_json: bool,
+) -> None:
+    """The likeliest convention of each figure, and the next ones."""
+    from kvtier.size.check import check
+
+    held_by = {CAPACITY_NAMES[name]: capacity for name, capacity in capacities.items()}
+    sessions = [(total.tokens, total.users) for total in totals]
+    found = [check(kv, figure, sessions, held_by) for figure in figures]
+    if as_json:
+        keys = ("figure", "is_explained", "answer", "others")
+        rows = [(it.figure.text, bool(it.matches), it.text, it.others) for it in found]
+        checks = [dict(zip(keys, row, strict=True)) for row in rows]
+        _print_json({"model": kv.model.name, "ignored": kv.model.ignored, "checks": checks})
+        return
+    click.echo("\n".join([*("\n  or ".join((it.text, *it.others)) for it in found), *_ignored(kv)]))
+
+
+def _ignored(kv: KvSize) -> list[str]:
+    """The sentence about fields that were left out."""
+    if not kv.model.ignored:
+        return []
+    fields = ", ".join(f"{key} = {_short(value)}" for key, value in kv.model.ignored.items())
+    return [f"Ignored on demand (--ignore): {fields}. If they change what is cached, these sizes are wrong."]
 
 
 def _gpus(text: str) -> tuple[int, float]:
@@ -153,20 +213,22 @@ def _capacity_title(capacity: GpuCapacity | TierCapacity) -> str:
     if isinstance(capacity, TierCapacity):
         return f"a tier of {decimal(capacity.capacity_bytes)}"
     weights = decimal(capacity.weight_bytes * capacity.replicas)
-    return f"{capacity.gpus} GPUs: {weights} of weights, {decimal(capacity.kv_bytes)} left for KV"
+    gpus = f"{capacity.gpus} GPU{'s' if capacity.gpus > 1 else ''}"
+    return f"{gpus}: {weights} of weights, {decimal(capacity.kv_bytes)} left for KV"
 
 
 def _lengths(totals: list[Total]) -> dict[int, None]:
     return dict.fromkeys(total.tokens for total in totals)
 
 
-def _as_json(kv: KvSize, totals: list[Total]) -> dict[str, object]:
+def _as_json(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> dict[str, object]:
     """The JSON document. Members may be added; these stay."""
     return {
         "model": kv.model.name,
         "source": kv.model.source,
         "date": kv.model.date,
         "fields": kv.model.fields,
+        "ignored": kv.model.ignored,
         "dtype": kv.form.name,
         "layers": [
             {
@@ -192,15 +254,16 @@ def _as_json(kv: KvSize, totals: list[Total]) -> dict[str, object]:
         "chunk_bytes_per_rank": kv.chunk_bytes_per_rank,
         "objects": [asdict(each) for each in kv.objects],
         "totals": [asdict(total) for total in totals],
-        "reasons": _reasons(kv, totals),
+        "reasons": _reasons(kv, totals, capacities),
     }
 
 
-def _print(kv: KvSize, totals: list[Total], fits: Table | None) -> None:
+def _print(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> None:
     from kvtier.report.report import Report, Section
 
     model = kv.model
     ranks = "".join(f", {name} {count}" for name, count in (("TP", kv.tp), ("PP", kv.pp)) if count > 1)
+    without = f", ignoring {', '.join(model.ignored)}" if model.ignored else ""
     layers = [
         (
             str(layer.count),
@@ -227,16 +290,16 @@ def _print(kv: KvSize, totals: list[Total], fits: Table | None) -> None:
         Table(("layers", "kind", "KV heads", "head dim", "window", "bytes a token", "constant"), layers, numeric=5),
         Table(("what", "bytes", "decimal", "binary"), sizes, numeric=3),
         Table(("tokens", "users", "minimum", "", "all layers, all ranks", ""), sums, numeric=6),
-        *([] if fits is None else [fits]),
+        *([_fits(totals, capacities)] if capacities else []),
     ]
     why = [
         *(f"{it.cache.kind}: {it.cache.expression}; {it.formula}. {it.cache.source}." for it in kv.layers),
-        *_reasons(kv, totals),
+        *_reasons(kv, totals, capacities),
         f"Fields used: {', '.join(f'{key} = {_short(value)}' for key, value in model.fields.items())}.",
     ]
     Report(
         command="kvtier size",
-        answer=f"{model.name}: {len(model.layers)} layers, {kv.form.name} ({kv.form.description}){ranks}",
+        answer=f"{model.name}: {len(model.layers)} layers, {kv.form.name} ({kv.form.description}){ranks}{without}",
         sections=[
             Section(texts=[f"{model.source}{f', read {model.date}' if model.date else ''}"], tables=tables),
             Section(title="Why", notes=why),
@@ -244,13 +307,25 @@ def _print(kv: KvSize, totals: list[Total], fits: Table | None) -> None:
     ).print()
 
 
-def _reasons(kv: KvSize, totals: list[Total]) -> list[str]:
+def _reasons(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> list[str]:
     """Sentences that explain the sizes, and which of `totals` the model does not reach."""
+    found = _ignored(kv)
     most, longest = kv.model.tokens_max, max(total.tokens for total in totals)
-    if most is None or longest <= most:
-        return reasons(kv)
-    beyond = f"{longest:,} tokens are beyond the model's maximum of {most:,} (max_position_embeddings)"
-    return [f"{beyond}: that size is of the cache alone.", *reasons(kv)]
+    if most is not None and longest > most:
+        beyond = f"{longest:,} tokens are beyond the model's maximum of {most:,} (max_position_embeddings)"
+        found.append(f"{beyond}: that size is of the cache alone.")
+    gpu, part = capacities.get("gpu"), longest % kv.chunk_tokens
+    if isinstance(gpu, GpuCapacity) and gpu.in_flight_tokens and any(it.cache.window for it in kv.layers):
+        least = replace(gpu, in_flight_tokens=0).held(longest)
+        found.append(
+            f"On GPUs a windowed layer also holds the {gpu.in_flight_tokens:,} tokens of the steps under way, as vLLM "
+            f"reserves them; the windows alone would leave room for {least.tokens:,} tokens in sessions of {longest:,}."
+        )
+    if "tier" in capacities and part:
+        found.append(
+            f"The last {part:,} of {longest:,} tokens fill no chunk of {kv.chunk_tokens:,}: no tier keeps them."
+        )
+    return [*found, *reasons(kv)]
 
 
 def _sizes(kv: KvSize) -> list[tuple[str, float]]:

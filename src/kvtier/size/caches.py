@@ -4,11 +4,15 @@ Most layers have one `LayerCache`. Some have two: an attention and a Mamba side 
 keys. A cache has a part that grows with the tokens, a state that does not, or neither (it reads another layer's).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from kvtier.size.dtype import Format, Role
 
 SIXTEEN_BITS, THIRTY_TWO_BITS = 2, 4
+
+BLOCK_TOKENS = 16
+"""Tokens of a block in vLLM, by default."""
 
 _SLIDING = "Beltagy et al. 2020, Jiang et al. 2023 (Mistral 7B): only the last tokens are seen"
 
@@ -72,6 +76,18 @@ class LayerCache:
         """Bytes of state."""
         return sum(part.bytes for part in self.state)
 
+    def tokens_on_gpu(self, in_flight: int) -> int:
+        """Most tokens for which vLLM holds blocks, beside `in_flight` tokens of its steps; 0 without a limit."""
+        if self.window is None:
+            return 0
+        return (math.ceil((self.window - 1 + in_flight) / BLOCK_TOKENS) + 1) * BLOCK_TOKENS  # may begin inside a block
+
+    def tokens_in_store(self, chunk_tokens: int) -> int:
+        """Tokens of a chunk that a store keeps: those in whole blocks that the next token may see."""
+        if self.window is None:
+            return chunk_tokens
+        return min(chunk_tokens, math.ceil(max(1, self.window - 1) / BLOCK_TOKENS) * BLOCK_TOKENS)
+
     def rank_token_bytes(self, form: Format, tp: int) -> float:
         """Bytes a token on one of `tp` ranks: whole heads each, and copies when there are more ranks than heads."""
         heads = self.kv_heads or 1
@@ -111,16 +127,6 @@ def chunked(cache: LayerCache, tokens: int) -> LayerCache:
     """Chunked attention: `cache` for the current chunk of at most `tokens`."""
     source = "Llama 4 in Transformers: tokens see their own chunk only"
     return replace(cache, kind="chunked", source=source, window=tokens)
-
-
-def key_as_value(cache: LayerCache) -> LayerCache:
-    """K = V sharing: the value is the key, so one of them suffices."""
-    return replace(
-        cache,
-        parts=cache.parts[:1],
-        source="Gemma 4 config, attention_k_eq_v: the value is the key before its rotation and norm",
-        expression="KV heads x head dim, key and value in one",
-    )
 
 
 def shared() -> LayerCache:
@@ -257,11 +263,11 @@ def rg_lru(width: int, kernel: int) -> LayerCache:
     )
 
 
-def short_convolution(width: int, kernel: int) -> LayerCache:
-    """A gated short convolution: its last inputs."""
+def short_convolution(width: int, kernel: int, heads: int = 0) -> LayerCache:
+    """A short convolution's last inputs; `heads` pieces, of which one has a copy on each rank, or any number."""
     return LayerCache(
         kind="convolution",
-        source="LFM2 2025; shape as in vLLM 0.32 mamba_utils",
-        state=(StatePart("convolution", (kernel - 1) * width, SIXTEEN_BITS, width),),
+        source="LFM2 2025; shapes as in vLLM 0.32 mamba_utils, and in Transformers 5.23",
+        state=(StatePart("convolution", (kernel - 1) * width, SIXTEEN_BITS, heads or width, may_copy=heads == 1),),
         expression="(kernel - 1) x width",
     )

@@ -22,7 +22,7 @@ class HeldSessions(NamedTuple):
     sessions: int
     """Whole sessions."""
     tokens: int
-    """Tokens of all sessions, the last of which may be a part."""
+    """Tokens kept of all sessions, the last of which may be a part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,8 @@ class GpuCapacity:
     """Of one copy of the model."""
     rank_bytes: tuple[float, ...]
     """Left for KV on a GPU of each stage."""
+    in_flight_tokens: int
+    """Tokens of all steps under way; windowed layers hold them beside their windows."""
 
     @property
     def kv_bytes(self) -> float:
@@ -46,8 +48,8 @@ class GpuCapacity:
         return self.replicas * self.kv.tp * sum(self.rank_bytes)
 
     def held(self, tokens: int) -> HeldSessions:
-        """Sessions of `tokens` at once; the fullest stage of a copy is the limit."""
-        needed = (self.kv.rank_session_bytes(stage, tokens) for stage in range(self.kv.pp))
+        """Sessions of `tokens` at once, as vLLM's log counts them; the fullest stage of a copy is the limit."""
+        needed = (self.kv.rank_session_bytes(stage, tokens, self.in_flight_tokens) for stage in range(self.kv.pp))
         of_copy = min((left / need for left, need in zip(self.rank_bytes, needed, strict=True) if need), default=0.0)
         return HeldSessions(tokens, self.replicas * int(of_copy), int(self.replicas * of_copy * tokens))
 
@@ -60,16 +62,35 @@ class TierCapacity:
     capacity_bytes: int
 
     def held(self, tokens: int) -> HeldSessions:
-        """Sessions of `tokens`: whole chunks, and one snapshot of the states."""
-        chunks = max(1, tokens // self.kv.chunk_tokens)
-        objects = [each for stage in self.kv.stage_objects for each in stage]
-        needed = self.kv.tp * sum(each.frame_bytes * (1 if each.rule == "state" else chunks) for each in objects)
-        count = self.capacity_bytes / needed if needed else 0.0
-        return HeldSessions(tokens, int(count), int(count * tokens))
+        """Sessions of `tokens`: whole chunks, and one snapshot of the states; none without a whole chunk."""
+        chunks, chunk_tokens = tokens // self.kv.chunk_tokens, self.kv.chunk_tokens
+        chunk, state = (
+            self.kv.tp * sum(it.frame_bytes for stage in self.kv.stage_objects for it in stage if keep(it.rule))
+            for keep in ("state".__ne__, "state".__eq__)
+        )
+        if not chunks or not chunk + state:
+            return HeldSessions(tokens, 0, 0)
+        sessions, rest = divmod(self.capacity_bytes, chunks * chunk + state)
+        more = max(0, rest - state) // chunk if chunk else 0
+        return HeldSessions(tokens, sessions, (sessions * chunks + more) * chunk_tokens)
 
 
-def gpu_capacity(kv: KvSize, memory_bytes: float, gpus: int, weight_bytes: float) -> GpuCapacity:
+def in_flight_by_default(memory_bytes: float, pp: int) -> int:
+    """Tokens of all steps under way: `pp` + 1 times a server's max_num_batched_tokens, both by default of vLLM 0.32."""
+    return (pp + 1) * (16_384 if memory_bytes >= 160 << 30 else 8192 if memory_bytes >= 70 << 30 else 2048)
+
+
+def gpu_capacity(
+    kv: KvSize, memory_bytes: float, gpus: int, weight_bytes: float, in_flight_tokens: int | None = None
+) -> GpuCapacity:
     """What `gpus` GPUs of `memory_bytes` each hold beside weights of `weight_bytes`.
+
+    Args:
+        kv: the sizes.
+        memory_bytes: of one GPU.
+        gpus: all of them.
+        weight_bytes: of one copy of the model.
+        in_flight_tokens: of all steps under way; by default `in_flight_by_default`.
 
     Raises:
         ConfigError: the ranks do not divide the GPUs, or the weights leave no room.
@@ -86,5 +107,11 @@ def gpu_capacity(kv: KvSize, memory_bytes: float, gpus: int, weight_bytes: float
             f"the weights is {decimal(usable - min(left))}; more or larger GPUs, or smaller weights, are needed"
         )
     return GpuCapacity(
-        kv=kv, gpus=gpus, replicas=gpus // ranks, memory_bytes=memory_bytes, weight_bytes=weight_bytes, rank_bytes=left
+        kv=kv,
+        gpus=gpus,
+        replicas=gpus // ranks,
+        memory_bytes=memory_bytes,
+        weight_bytes=weight_bytes,
+        rank_bytes=left,
+        in_flight_tokens=in_flight_by_default(memory_bytes, kv.pp) if in_flight_tokens is None else in_flight_tokens,
     )

@@ -12,6 +12,7 @@ from importlib.resources import files
 
 from kvtier.errors import ConfigError
 from kvtier.size import caches
+from kvtier.size.caches import LayerCache
 from kvtier.size.hybrids import HYBRID_READERS
 from kvtier.size.layers import (
     INDEX_FIELDS,
@@ -33,7 +34,7 @@ from kvtier.size.layers import (
     with_shared,
     with_window,
 )
-from kvtier.size.model_config import LAYERS_MAX, ModelConfig
+from kvtier.size.model_config import LAYERS_MAX, WAY_ON, ModelConfig
 
 _ENCODERS = {
     "albert", "bert", "bert-generation", "big_bird", "camembert", "clip", "data2vec-text", "deberta", "deberta-v2",
@@ -66,11 +67,14 @@ def read_layers(config: ModelConfig) -> Layers:
     layers = (_mistral_params if is_params else _READERS.get(model_type, read_plain))(config)
     drafts = max(config.integer(key, 0, least=0) for key in _DRAFTS)
     config.know("num_attention_heads", "is_causal")
+    uses = config.values.get("use_sliding_window", config.defaults.get("use_sliding_window"))
+    if uses is False or not config.has("sliding_window"):
+        config.know("sliding_window", "use_sliding_window", "max_window_layers")
     unknown = config.unknown()
     if unknown:
         raise ConfigError(
             f"{config.origin}: not understood for model type {model_type!r}: {name_list(unknown)}; "
-            "these fields may change what is cached"
+            f"these fields may change what is cached; {WAY_ON}"
         )
     if drafts:
         plural = "s for speculative decoding are" if drafts > 1 else " for speculative decoding is"
@@ -131,11 +135,11 @@ def _refuse_other_kinds(config: ModelConfig, model_type: str) -> None:
 
 
 def _gemma4(config: ModelConfig) -> Layers:
-    """Gemma 4: wide heads in the global layers, perhaps with the key as value; perhaps shared layers."""
-    key_is_value = config.flag("attention_k_eq_v")
-    if key_is_value:
+    """Gemma 4: wide heads in the global layers; perhaps shared layers."""
+    if config.flag("attention_k_eq_v"):
         config.notes.append(
-            "A global layer's value is its key, so one suffices; engines that keep the rotated key store both."
+            "The full layers' keys and values come from one projection (attention_k_eq_v). Engines and kvtier's store "
+            "keep both, since the key is rotated; the theoretical minimum is half of these layers' bytes."
         )
     types = read_layer_types(config)
     layers: Layers = []
@@ -149,8 +153,7 @@ def _gemma4(config: ModelConfig) -> Layers:
             wide if config.has(wide) and not is_own else name
             for name, wide, is_own in zip(names, ("num_global_key_value_heads", "global_head_dim"), own, strict=True)
         )
-        wide = read_attention(layer, heads, dim)
-        layers.append((caches.key_as_value(wide) if key_is_value else wide,))
+        layers.append((read_attention(layer, heads, dim),))
     return with_shared(config, layers, types)
 
 
@@ -273,11 +276,14 @@ def _chatglm(config: ModelConfig) -> Layers:
 
 
 def _hunyuan(config: ModelConfig) -> Layers:
-    """Hunyuan: with cross-layer attention, one layer of `cla_share_factor` keeps KV for those that follow it."""
-    plain = read_plain(config)
-    every = config.integer("cla_share_factor") if config.flag("use_cla") else 1
+    """Hunyuan: with cross-layer attention, one layer of `cla_share_factor` computes KV for those that follow it."""
+    if config.flag("use_cla"):
+        config.notes.append(
+            f"One layer of {config.integer('cla_share_factor')} computes KV for those that follow it (use_cla). The "
+            "engines (vLLM's hunyuan_v1, SGLang) keep a copy for each layer; the theoretical minimum is one."
+        )
     config.know("cla_share_factor")
-    return [caches_ if layer % every == 0 else (caches.shared(),) for layer, caches_ in enumerate(plain)]
+    return read_plain(config)
 
 
 def _longcat(config: ModelConfig) -> Layers:
@@ -310,16 +316,43 @@ def _gpt_neo(config: ModelConfig) -> Layers:
 def _step3p5(config: ModelConfig) -> Layers:
     """Step 3.5: windowed layers have heads of their own; the types of draft layers follow those of the model."""
     count, types = read_layer_count(config), config.texts("layer_types") or []
-    other = config.child("attention_other_setting")
+    config.know("num_sliding_attention_heads")
+    is_own = config.has("attention_other_setting")  # not where Transformers saved the file: then the heads are equal
+    other = config.child("attention_other_setting") if is_own else config
     other.know("num_attention_heads")
     config.refuse_if(
-        len(types) < count or other.text("attention_type") != "sliding_attention",
+        len(types) < count or (is_own and other.text("attention_type") != "sliding_attention"),
         "layer_types",
         f"it must list {count} layers, and attention_other_setting the windowed ones",
     )
     cache = caches.full(other.integer("num_key_value_heads"), other.integer("head_dim"))
+    other.refuse_if(other.integer("true_head_dim", cache.head_dim) != cache.head_dim, "true_head_dim", "not head_dim")
     windowed, plain = with_kind(config, cache, "sliding_attention"), read_attention(config)
     return [(windowed if kind == "sliding_attention" else with_kind(config, plain, kind),) for kind in types[:count]]
+
+
+def _inkling(config: ModelConfig) -> Layers:
+    """Inkling: windowed layers have heads of their own; every layer keeps the last inputs of four convolutions."""
+    count = read_layer_count(config)
+    every = {layer for layer in range(count) if (layer + 1) % 6}  # by the class
+    local = read_layer_numbers(config, "local_layer_ids", count) if config.has("local_layer_ids") else every
+    by_ids = ["hybrid_sliding" if layer in local else "hybrid" for layer in range(count)]
+    types = one_for_each_layer(config, "layer_types", config.texts("layer_types") or by_ids, count)
+    config.know("swa_num_attention_heads", "mtp_local_layer_ids", "number_of_conv_states", "conv_kernel_size")
+    kernel = config.integer("conv_kernel_size") if config.flag("use_sconv", default=True) else 1
+    by_kind: dict[str, tuple[LayerCache, ...]] = {}
+    for kind, prefix in (("hybrid", ""), ("hybrid_sliding", "swa_")):
+        heads, key = (config.integer(f"{prefix}{name}") for name in ("num_key_value_heads", "head_dim"))
+        value = config.integer(f"{prefix}v_head_dim", key)
+        kept = caches.full(heads, key, value)
+        kept = with_window(config, kept, "sliding_window") if prefix else kept
+        inputs = caches.short_convolution(heads * (key + value) + 2 * config.integer("hidden_size"), kernel, heads)
+        by_kind[kind] = (kept, inputs) if kernel > 1 else (kept,)
+    config.notes.append(
+        "Engines may page the convolutions' inputs as a window of tokens: vLLM then reserves those of the steps under "
+        "way, so that fewer sessions fit on its GPUs (vllm#54703)."
+    )
+    return by_type(config, "layer_types", types, by_kind)
 
 
 def _ouro(config: ModelConfig) -> Layers:
@@ -347,10 +380,15 @@ _READERS: dict[str, Callable[[ModelConfig], Layers]] = {
     "hunyuan": _hunyuan,
     "hunyuan_v1_dense": _hunyuan,
     "hunyuan_v1_moe": _hunyuan,
+    "inkling2_text": _inkling,
+    "inkling_mm_model": _inkling,
+    "inkling_model": _inkling,
+    "inkling_text": _inkling,
     "llama4_text": _llama4,
     "longcat_flash": _longcat,
     "mimo_v2_flash": _mimo_v2,
     "minimax_m3": _minimax_m3,
+    "minimax_m3_text": _minimax_m3,
     "minimax_m3_vl": _minimax_m3,
     "minimax_m3_vl_text": _minimax_m3,
     "mllama_text_model": _mllama,

@@ -11,6 +11,7 @@ from kvtier.size.layers import (
     has_mla,
     one_for_each_layer,
     read_attention,
+    read_indexers,
     read_kv_heads,
     read_layer_count,
     read_layer_numbers,
@@ -24,6 +25,8 @@ _STATE_BYTES = {"float32": THIRTY_TWO_BITS, "bfloat16": SIXTEEN_BITS, "float16":
 _LINEAR_FIELDS = ("group_norm_size", "linear_silu", "linear_rope", "linear_mode")
 """Fields that a reader understands without needing their values."""
 
+_LINEAR_DIMS = ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+
 _KDA_KERNEL = "short_conv_kernel_size"
 
 
@@ -32,7 +35,7 @@ def _qwen_hybrid(config: ModelConfig) -> Layers:
     count, listed = read_layer_count(config), config.texts("layer_types")
     every = config.integer("full_attention_interval", 4)
     by_rule = every_nth(count, every, "linear_attention")
-    types = by_rule if listed is None else listed
+    types = by_rule if listed is None else ["full_attention" if it == "indexed_attention" else it for it in listed]
     config.refuse_if(
         len(types) != count or (config.has("full_attention_interval") and types != by_rule),
         "layer_types",
@@ -45,6 +48,51 @@ def _qwen_hybrid(config: ModelConfig) -> Layers:
         _state_bytes(config, "mamba_ssm_dtype"),
     )
     return _hybrid(config, "layer_types", types, read_attention(config), state)
+
+
+def _qwen4(config: ModelConfig) -> Layers:
+    """Qwen4: as `_qwen_hybrid`, with an index key for several tokens, and in some layers a convolution of n-grams."""
+    layers, ids = _qwen_hybrid(config), config.integers("ple_layer_ids")
+    has_ngrams = ids is None and config.has("ple_conv_kernel_size")
+    config.refuse_if(has_ngrams, "ple_conv_kernel_size", "ple_layer_ids must say which layers have it")
+    ngrams = set(ids or ())
+    config.know("indexer_n_heads", "indexer_kv_heads", "indexer_budget", "heads_per_ngram", "number_of_conv_states")
+    config.know("hc_count", "ple_conv_kernel_size", "ple_layer_ids")
+    index: tuple[LayerCache, ...] = ()
+    inputs = index
+    if config.has("indexer_head_dim") or config.has("indexer_n_heads"):
+        index = (caches.indexer(config.integer("indexer_head_dim"), config.integer("indexer_compress_ratio")),)
+    if ngrams:
+        width = config.integer("hidden_size") * config.integer("hc_count")
+        kernel = (config.integer("ple_conv_kernel_size") - 1) * config.integer("ngram_size") + 1
+        inputs = (caches.short_convolution(width, kernel, 1),)
+    return [
+        (*layer, *(() if layer[0].state else index), *(inputs if number in ngrams else ()))
+        for number, layer in enumerate(layers, 1)
+    ]
+
+
+def _glm5_next(config: ModelConfig) -> Layers:
+    """GLM 5.3: Kimi delta attention, and MLA in every fourth layer, with an index key for a pool of tokens."""
+    count = read_layer_count(config)
+    types = config.texts("layer_types") or every_nth(count, 4, "linear_attention")
+    names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    part = config
+    if config.has("linear_attn_config"):
+        part, names = config.child("linear_attn_config"), ("num_heads", "head_dim", _KDA_KERNEL)
+        part.know("gate_lower_bound", "safe_gate", "full_attn_layers", "kda_layers")
+    heads, dim, kernel = (part.integer(name) for name in names)
+    config.know("linear_lower_bound", "index_kpool_always_select_tail", *_LINEAR_DIMS)
+    state, latents = (caches.kda(heads, dim, kernel, 4),), read_mla(config)
+    index = caches.indexer(config.integer("index_head_dim"), config.integer("index_kpool"))
+    own = read_indexers(config, count)
+    config.notes.append("The unfinished pool of each indexer, less than one key a layer, is not counted.")
+    types = one_for_each_layer(config, "layer_types", types, count)
+    caches_of = {"linear_attention": state, **dict.fromkeys(("indexed_attention", "full_attention"), latents)}
+    layers = by_type(config, "layer_types", types, caches_of)
+    return [
+        (*layer, index) if is_own and layer == latents else layer for layer, is_own in zip(layers, own, strict=True)
+    ]
 
 
 def _minimax_text(config: ModelConfig) -> Layers:
@@ -77,9 +125,7 @@ def _bailing(config: ModelConfig) -> Layers:
     )
     config.know(
         *_LINEAR_FIELDS,
-        "linear_head_dim",
-        "linear_num_heads",
-        "linear_conv_kernel_dim",
+        *_LINEAR_DIMS,
         "kda_lower_bound",
         "kda_safe_gate",
         "no_kda_lora",
@@ -106,9 +152,7 @@ def _kimi(config: ModelConfig) -> Layers:
     )
     latents = read_mla(config)
     config.know("activation_situ_linear_beta", "attn_res_block_size", "mla_use_output_gate")
-    config.know(
-        "layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"
-    )  # as in linear_attn_config
+    config.know("layer_types", *_LINEAR_DIMS)  # as in linear_attn_config
     return [latents if layer in full else (state,) for layer in range(1, count + 1)]
 
 
@@ -267,6 +311,8 @@ def _hybrid(config: ModelConfig, field: str, types: Sequence[str], attention: La
         **dict.fromkeys(("linear_attention", "mamba", "M", "conv"), (state,)),
         **dict.fromkeys(("moe", "mlp", "E", "-"), ()),
     }
+    if "sliding_attention" in types:
+        caches_of["sliding_attention"] = (with_window(config, attention, "sliding_window"),)
     return by_type(config, field, types, caches_of)
 
 
@@ -277,10 +323,12 @@ HYBRID_READERS: dict[str, Callable[[ModelConfig], Layers]] = {
     "falcon_h1": _falcon_h1,
     "falcon_mamba": _mamba1,
     "granitemoehybrid": _granite_hybrid,
+    "glm5_next_text": _glm5_next,
     "jamba": _jamba,
     "kimi_linear": _kimi,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
+    "lfm3": _lfm2,
     "mamba": _mamba1,
     "mamba2": _mamba2,
     "minimax": _minimax_text,
@@ -292,6 +340,8 @@ HYBRID_READERS: dict[str, Callable[[ModelConfig], Layers]] = {
     "qwen3_5_moe_text": _qwen_hybrid,
     "qwen3_5_text": _qwen_hybrid,
     "qwen3_next": _qwen_hybrid,
+    "qwen4_exp": _qwen4,
+    "qwen4_exp_text": _qwen4,
     "recurrent_gemma": _recurrent_gemma,
     "zamba2": _zamba2,
 }

@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvtier.errors import ConfigError
 from kvtier.size import caches
 from kvtier.size.caches import LayerCache
-from kvtier.size.model_config import LAYERS_MAX, ModelConfig
+from kvtier.size.model_config import LAYERS_MAX, WAY_ON, ModelConfig
 
 Layers = list[tuple[LayerCache, ...]]
 """The caches of each layer, in the order of the layers."""
@@ -38,9 +38,15 @@ _PATTERN_FIELDS = ("global_attn_every_n_layers", "full_attention_interval", "pre
 """Rules from which the class makes `layer_types` where the file does not list them."""
 
 _MLA_FIELDS = (
-    "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "num_key_value_heads",
-    "head_dim", "mla_use_nope", "mla_scale_q_lora", "mla_scale_kv_lora",
+    "num_attention_heads", "num_key_value_heads", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim",
+    "v_head_dim", "head_dim", "mla_use_nope", "mla_scale_q_lora", "mla_scale_kv_lora",
 )  # fmt: skip
+
+_FULL = {
+    "full_attention", "attention", "global_attention", "deepseek_sparse_attention", "indexed_attention",
+    "reference_sliding_attention",
+}  # fmt: skip
+"""Layer types that keep all tokens of a prompt; the last one drops generated tokens only."""
 
 INDEX_FIELDS = (
     "index_n_heads",
@@ -66,8 +72,19 @@ def read_plain(config: ModelConfig) -> Layers:
     )
     types = read_layer_types(config)
     if has_mla(config):
-        (latents,) = read_mla(config)
-        return _with_indexers(config, [(with_kind(config, latents, kind),) for kind in types])
+        each_layer = zip(read_layer_configs(config), types, strict=True)
+        layers = _with_indexers(config, [(with_kind(layer, read_mla(layer)[0], kind),) for layer, kind in each_layer])
+        sources = config.integers("kv_source_layers") or list(range(len(layers)))
+        each_source = list(enumerate(one_for_each_layer(config, "kv_source_layers", sources, len(layers))))
+        config.refuse_if(
+            any(source > number or sources[source] != source for number, source in each_source),
+            "kv_source_layers",
+            "each must be the layer itself, or an earlier one that is its own",
+        )
+        return [
+            layers[number] if source == number else (caches.shared(), *layers[number][1:])
+            for number, source in each_source
+        ]
     heads = config.integers("num_key_value_heads_per_layer")
     if heads is not None:
         config.know("num_key_value_heads")
@@ -100,13 +117,14 @@ def read_layer_configs(config: ModelConfig) -> list[ModelConfig]:
 
 def with_kind(config: ModelConfig, cache: LayerCache, kind: str) -> LayerCache:
     """`cache` as a layer of type `kind` keeps it: all tokens, a window or a chunk."""
-    if kind in {"full_attention", "attention", "global_attention", "deepseek_sparse_attention", "indexed_attention"}:
+    if kind in _FULL:
         return cache
     if kind in {"sliding_attention", "local_attention"}:
         return with_window(config, cache, "sliding_window")
     if kind == "chunked_attention":
         return with_window(config, cache, "attention_chunk_size", caches.chunked)
-    raise config.wrong("layer_types", f"{kind!r} is not known here for model type {config.text('model_type')!r}")
+    type_ = config.text("model_type")
+    raise config.wrong("layer_types", f"{kind!r} is not known here for model type {type_!r}; {WAY_ON}")
 
 
 def with_window(
@@ -153,7 +171,8 @@ def read_layer_types(config: ModelConfig) -> list[str]:
     every = config.integer("sliding_window_pattern", _PATTERNS.get(model_type, 0), least=0)
     if not every and _is_whole_context(config, "sliding_window"):
         return ["full_attention"] * count
-    config.refuse_if(not every, "sliding_window", "layer_types or sliding_window_pattern must say which layers have it")
+    which = f"layer_types or sliding_window_pattern must say which layers have it; {WAY_ON}"
+    config.refuse_if(not every, "sliding_window", which)
     return every_nth(count, every, "sliding_attention")
 
 
@@ -176,7 +195,9 @@ def by_type(
     """The caches of each layer by its type, as listed in `field`."""
     unknown = next((kind for kind in types if kind not in caches_of), None)
     config.refuse_if(
-        unknown is not None, field, f"layer type {unknown!r} is not known here; allowed: {', '.join(caches_of)}"
+        unknown is not None,
+        field,
+        f"layer type {unknown!r} is not known here; allowed: {', '.join(caches_of)}; {WAY_ON}",
     )
     return [caches_of[kind] for kind in types]
 
@@ -254,18 +275,30 @@ def _with_indexers(config: ModelConfig, layers: Layers) -> Layers:
     """MLA layers with the keys of their indexers, where the model has some."""
     if not config.has("index_head_dim"):
         return layers
+    own, index = read_indexers(config, len(layers)), caches.indexer(config.integer("index_head_dim"))
+    return [
+        (*layer, index) if has_index and layer[0].window is None else layer
+        for layer, has_index in zip(layers, own, strict=True)
+    ]
+
+
+def read_indexers(config: ModelConfig, count: int) -> list[bool]:
+    """Whether a layer has an indexer of its own: as listed, by the letters F and S, or by an interval."""
     config.know(*INDEX_FIELDS)
-    types = config.texts("indexer_types") or ["full"] * len(layers)
+    every, offset = config.integer("index_topk_freq", 1), config.integer("index_skip_topk_offset", 2, least=0)
+    by_rule = ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(count)]
+    letters = {"F": "full", "S": "shared"}
+    by_letters = [letters.get(letter, letter) for letter in config.text("index_topk_pattern")]
+    types = config.texts("indexer_types") or by_letters or by_rule
     config.refuse_if(
-        len(types) != len(layers) or not set(types) <= {"full", "shared"},
-        "indexer_types",
-        f"it must have {len(layers)} entries, each full or shared",
+        len(types) != count or not set(types) <= {"full", "shared"},
+        "indexer_types" if config.has("indexer_types") else "index_topk_pattern",
+        f"it must have {count} entries, each full or shared",
     )
-    index = caches.indexer(config.integer("index_head_dim"))
     if "shared" in types:
         shared = types.count("shared")
         config.notes.append(f"{shared} layers use the choice of an earlier indexer and keep no index keys.")
-    return [(*layer, index) if kind == "full" else layer for layer, kind in zip(layers, types, strict=True)]
+    return [kind == "full" for kind in types]
 
 
 def with_shared(config: ModelConfig, layers: Layers, types: Sequence[str]) -> Layers:

@@ -1,7 +1,7 @@
 """One model: the caches of each of its layers, from the catalogue or from a config.json."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,6 +30,8 @@ class Model:
     fields: Mapping[str, object]
     """The fields of the configuration that the sizes rest on."""
     notes: tuple[str, ...]
+    ignored: Mapping[str, object]
+    """Fields left out on demand, which may have changed the sizes."""
     attention_heads: int | None
     hidden_size: int | None
     expanded_elements: int | None
@@ -55,17 +57,22 @@ def names() -> list[str]:
     return list(catalogue.entries())
 
 
-def model(name: str | Path) -> Model:
+def model(name: str | Path, ignore: Collection[str] = ()) -> Model:
     """The model `name`: a config.json, its folder, or a name, alias or repository in the catalogue.
 
     Other names are looked up in the local cache of the Hub (`kvtier.size.hub`).
+
+    Args:
+        name: of the model or file.
+        ignore: fields to read as if they were not there.
 
     Raises:
         ConfigError: there is no such model, or its configuration is incomplete or contradicts itself.
     """
     entry = catalogue.find(name) if isinstance(name, str) else None
     if entry is not None:
-        config = ModelConfig({"sliding_window": None, **entry.config}, entry.name)  # an entry leaves out what is null
+        values = {"sliding_window": None, **entry.config}  # an entry leaves out what is null
+        config = language_model(ModelConfig(values, entry.name), ignore)
         return _model(config, entry.name, f"{entry.repository} ({entry.via})", entry)
     path = Path(name)
     if not path.exists():
@@ -76,22 +83,23 @@ def model(name: str | Path) -> Model:
             raise ConfigError(
                 f"unknown model {name!r}; {_nearest(name)}, or give a config.json or its folder{hub.advice(name)}"
             )
-        return _model(load(config), name, str(config))
+        return _model(load(config, ignore), name, str(config))
     folder = path.resolve().parent if path.is_file() else path.resolve()
-    return _model(load(path), folder.name, str(path))
+    return _model(load(path, ignore), folder.name, str(path))
 
 
-def from_config(values: Mapping[str, object], name: str) -> Model:
+def from_config(values: Mapping[str, object], name: str, ignore: Collection[str] = ()) -> Model:
     """The model that the fields of a config.json describe.
 
     Args:
         values: the fields of the JSON object.
         name: name of the model, also in error messages.
+        ignore: fields to read as if they were not there.
 
     Raises:
         ConfigError: a field is missing, wrong, or contradicts another.
     """
-    return _model(language_model(ModelConfig(values, name)), name, name)
+    return _model(language_model(ModelConfig(values, name), ignore), name, name)
 
 
 def _model(config: ModelConfig, name: str, source: str, entry: catalogue.ModelEntry | None = None) -> Model:
@@ -104,6 +112,7 @@ def _model(config: ModelConfig, name: str, source: str, entry: catalogue.ModelEn
         layers=layers,
         fields=fields,
         notes=tuple(config.notes),
+        ignored=config.ignored,
         attention_heads=config.optional_integer("num_attention_heads"),
         hidden_size=config.optional_integer("hidden_size"),
         expanded_elements=_expanded_elements(config),

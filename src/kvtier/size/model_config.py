@@ -5,7 +5,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +13,10 @@ from typing import Any, TypeVar, cast
 
 from kvtier.errors import ConfigError
 
+WAY_ON = "--ignore FIELD reads the file as if FIELD were not there, and says so"
 FILE_BYTES_MAX = 4 << 20
+_DEPTH_SEARCHED = 8
+"""Objects inside each other in which a field to ignore is looked for."""
 DIM_MAX = 1 << 24
 LAYERS_MAX = 4096
 
@@ -22,6 +25,7 @@ OTHER_NAMES = {
     "num_attention_heads": ("n_head", "n_heads"),
     "num_key_value_heads": ("n_kv_heads", "n_head_kv", "num_kv_heads", "kv_n_heads", "num_attention_groups"),
     "sliding_window": ("sliding_window_size",),
+    "conv_kernel_size": ("sconv_kernel_size",),
     "head_dim": ("kv_channels", "attention_head_dim"),
     "hidden_size": ("n_embd", "n_embed", "d_model", "dim"),
     "max_position_embeddings": ("n_positions", "model_max_length", "max_seq_len", "seq_length"),
@@ -42,7 +46,7 @@ _CACHE_WORDS = re.compile(
 _HARMLESS_ENDS = (
     "bias|biases|dropout|drop|layerdrop|pdrop|prob|probs|eps|epsilon|init|initializer|std|id|ids|token|theta|dtype|act|"
     "activation|function|implementation|impl|coef|norm|normalization|layernorm|softcap|softcapping|scale|scaling|"
-    "multiplier|multipliers|scalar|token_index|alpha_factor|beta_factor|clip|clip_qkv|clip_val|fp32|loss|loss_weight|ln|freq"
+    "multiplier|multipliers|scalar|token_index|alpha_factor|beta_factor|clip|clip_qkv|clip_val|fp32|loss|loss_weight|ln|(?<!topk_)freq"
 )
 _HARMLESS_STARTS = (
     "mlp|ffn|router|vision|visual|vit|image|img|mm|audio|video|speech|projector|perceiver|spatial|talker|"
@@ -96,6 +100,8 @@ class ModelConfig:
         """Remarks of the family's reader about the sizes."""
         self.assumed: list[str] = []
         """Fields whose value is one of `defaults`."""
+        self.ignored: Mapping[str, object] = {}
+        """Fields that are read as if they were not there, with their values."""
         self.is_part = False
         """Whether it is a part of a larger file, in which Transformers writes only what differs from the class."""
         self._prefix = prefix
@@ -249,11 +255,12 @@ class ModelConfig:
         return items
 
 
-def load(path: Path) -> ModelConfig:
+def load(path: Path, ignore: Collection[str] = ()) -> ModelConfig:
     """Read the language model's part of a config.json.
 
     Args:
         path: the file or its folder.
+        ignore: fields to leave out, for `language_model`.
 
     Raises:
         ConfigError: the file is missing, or not a model's configuration.
@@ -272,7 +279,7 @@ def load(path: Path) -> ModelConfig:
         raise ConfigError(f"{file}: not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: it must be a JSON object, got {_short(values)}")
-    return language_model(ModelConfig(cast("dict[str, object]", values), str(file)))
+    return language_model(ModelConfig(cast("dict[str, object]", values), str(file)), ignore)
 
 
 def _read(file: Path) -> bytes:
@@ -284,12 +291,21 @@ def _read(file: Path) -> bytes:
         return stream.read(FILE_BYTES_MAX + 1)
 
 
-def language_model(config: ModelConfig) -> ModelConfig:
+def language_model(config: ModelConfig, ignore: Collection[str] = ()) -> ModelConfig:
     """The language model's configuration: `config` itself, or one of its `TEXT_PARTS`.
 
+    Args:
+        config: that of the whole file.
+        ignore: fields to read as if they were not there, by the names of error messages: ``object.field``.
+
     Raises:
-        ConfigError: a field beside the part describes a cache, and the part does not repeat it.
+        ConfigError: a field beside the part describes a cache, and the part does not repeat it, or an ignored field
+            does not exist.
     """
+    ignored: dict[str, object] = {}
+    config = ModelConfig(_without(config.values, ignore, ignored), config.origin)
+    if missing := [name for name in ignore if name not in ignored]:
+        raise ConfigError(f"{config.origin}: --ignore {missing[0]}: there is no such field")
     _note_format(config)
     if any(isinstance(config.values.get(part), dict) for part in ("talker_config", "tts_config")):
         config.notes.append("The talker, which speaks the answer, keeps KV of its own; the sizes leave it out.")
@@ -304,7 +320,26 @@ def language_model(config: ModelConfig) -> ModelConfig:
         if not config.has("model_type"):
             config.values = {**config.values, "model_type": outer.values.get("model_type")}
     config.parts += beside
+    config.ignored = ignored
     return config
+
+
+def _without(
+    values: Mapping[str, object], ignore: Collection[str], ignored: dict[str, object], prefix: str = "", depth: int = 0
+) -> Mapping[str, object]:
+    """`values` without the fields `ignore`, which go to `ignored`."""
+    kept: dict[str, object] = {}
+    for key, value in values.items():
+        path = prefix + key
+        inner = "" if key in TEXT_PARTS else f"{path}."
+        is_searched = isinstance(value, dict) and any(name.startswith(inner) for name in ignore)
+        if path in ignore:
+            ignored[path] = value
+        elif is_searched and depth < _DEPTH_SEARCHED:
+            kept[key] = _without(cast("dict[str, object]", value), ignore, ignored, inner, depth + 1)
+        else:
+            kept[key] = value
+    return kept
 
 
 def _note_format(config: ModelConfig) -> None:

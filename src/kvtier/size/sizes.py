@@ -151,14 +151,18 @@ class KvSize:
         """The objects of a chunk on the fullest rank: one for each KV group."""
         return max(self.stage_objects, key=lambda objects: sum(each.bytes for each in objects))
 
-    def rank_session_bytes(self, stage: int, tokens: int) -> float:
-        """For one session of `tokens` on a rank of `stage`, as an engine keeps it: windows forget."""
+    def rank_session_bytes(self, stage: int, tokens: int, in_flight: int = 0) -> float:
+        """For one session of `tokens` on a rank of `stage`, as vLLM keeps it beside `in_flight` tokens of its steps.
+
+        A windowed layer forgets when a step is done, in whole blocks. A state is kept as it is now and as it was at the
+        last boundary. Source: `SlidingWindowSpec` and `MambaSpec` of vLLM 0.32, with prefix caching.
+        """
         caches = Counter(cache for layer in self.stages[stage] for cache in self.model.layers[layer])
         return sum(
             count
             * (
-                cache.rank_token_bytes(self.form, self.tp) * min(tokens, cache.window or tokens)
-                + cache.rank_state_bytes(self.tp)
+                cache.rank_token_bytes(self.form, self.tp) * min(tokens, cache.tokens_on_gpu(in_flight) or tokens)
+                + 2 * cache.rank_state_bytes(self.tp)
             )
             for cache, count in caches.items()
         )
@@ -289,7 +293,8 @@ def _rank_objects(
     for cache in (cache for layer in layers for cache in layer):
         if cache.parts:
             rule: Validity = History() if cache.window is None else Window(cache.window)
-            groups.setdefault(rule, []).append(math.ceil(cache.rank_token_bytes(form, tp) * chunk_tokens))
+            kept = cache.rank_token_bytes(form, tp) * cache.tokens_in_store(chunk_tokens)
+            groups.setdefault(rule, []).append(math.ceil(kept))
         if cache.state:
             groups.setdefault(State(), []).append(math.ceil(cache.rank_state_bytes(tp)))
     largest = max(sum(sizes) for sizes in groups.values()) if groups else 0
@@ -315,10 +320,12 @@ def reasons(kv: KvSize) -> list[str]:
     windows = " or ".join(f"{each:,}" for each in sorted({cache.window for cache, _ in kv.model.runs if cache.window}))
     found: list[str] = []
     if windows and kv.bytes_per_token_growing:
+        kept = sum(n * it.token_bytes(kv.form) * it.tokens_in_store(kv.chunk_tokens) for it, n in kv.model.runs)
         found.append(
             f"Windowed layers need only the last {windows} tokens before the boundary that is resumed from. A store "
-            f"that can resume at every chunk keeps all their tokens: all layers take "
-            f"{kv.bytes_per_token / kv.bytes_per_token_growing:.3g} times the bytes of those that grow."
+            "that can resume at every chunk keeps all their tokens, or the window of each chunk where that is shorter: "
+            f"a chunk of all layers takes {kept / kv.chunk_tokens / kv.bytes_per_token_growing:.3g} times the bytes of "
+            "those that grow."
         )
     elif windows:
         limit = both(kv.bytes_per_session_constant)

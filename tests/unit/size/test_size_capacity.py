@@ -1,6 +1,7 @@
 """What fits in GPU memory and in a tier, against figures computed by hand."""
 
 import json
+import math
 
 import pytest
 
@@ -44,10 +45,11 @@ def test_the_fullest_stage_is_the_limit():
     assert found.held(1).tokens == int((usable - 2e9) / (2 * 2 * 4 * 64 * 2))
 
 
-def test_windows_forget_on_gpus_and_tiers_keep_them():
+def test_windows_forget_on_gpus_and_tiers_keep_those_of_each_chunk():
     kv = size.of("gpt-oss-20b")
     found = capacity.gpu_capacity(kv, 80 * GIB, 1, 13e9)
-    assert found.held(100_000).sessions == int((LEFT - 13e9) / (24_576 * 100_000 + 24_576 * 128))
+    blocks = math.ceil((127 + 16_384) / 16) + 1  # the window of the next token, and two steps of 8,192
+    assert found.held(100_000).sessions == int((LEFT - 13e9) / (24_576 * 100_000 + 24_576 * blocks * 16))
     frames = sum(each.frame_bytes for each in kv.objects)
     tier = capacity.TierCapacity(kv=kv, capacity_bytes=10**12)
     assert tier.held(100_000).sessions == int(10**12 / (390 * frames))
@@ -57,11 +59,17 @@ def test_a_tier_keeps_one_snapshot_for_each_session():
     kv = size.of("qwen3-next-80b-a3b", tp=2)
     state, chunk = (sum(it.frame_bytes for it in kv.objects if (it.rule == "state") is each) for each in (True, False))
     tier = capacity.TierCapacity(kv=kv, capacity_bytes=10**12)
-    assert tier.held(2560) == (
-        2560,
-        int(10**12 / 2 / (10 * chunk + state)),
-        int(10**12 / 2 / (10 * chunk + state) * 2560),
-    )
+    sessions, rest = divmod(10**12 // 2, 10 * chunk + state)
+    assert tier.held(2560) == (2560, sessions, sessions * 2560 + (rest - state) // chunk * 256)
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(255, 0), (256, 256), (511, 256), (512, 512)])
+def test_a_last_partial_chunk_is_neither_stored_nor_counted(tokens, kept):
+    kv = size.of("llama-3.3-70b")
+    chunk = kv.objects[0].frame_bytes
+    held = capacity.TierCapacity(kv=kv, capacity_bytes=10**12).held(tokens)
+    assert held.tokens == (10**12 // chunk * 256 if kept else 0) <= 10**12 / 327_680
+    assert held.sessions == (10**12 // (kept // 256 * chunk) if kept else 0)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +79,39 @@ def test_a_tier_keeps_one_snapshot_for_each_session():
 def test_gpus_that_cannot_hold_it(gpus, weights, named):
     with pytest.raises(ConfigError, match=named):
         capacity.gpu_capacity(size.of("llama-3.1-8b", tp=2), 80 * GIB, gpus, weights)
+
+
+def held(name: str, kv_bytes: float, tokens: int, in_flight: int) -> int:
+    """Tokens that `kv_bytes` of one GPU hold."""
+    kv = size.of(name)
+    one = capacity.GpuCapacity(
+        kv=kv, gpus=1, replicas=1, memory_bytes=0, weight_bytes=0, rank_bytes=(kv_bytes,), in_flight_tokens=in_flight
+    )
+    return one.held(tokens).tokens
+
+
+# configiq#112, September 2026: two logs of vLLM on an H200, which give the memory to four and five digits.
+@pytest.mark.parametrize(("gib", "logged"), [(64.68, 626_949), (103.92, 1_007_303)])
+def test_gemma_4_holds_the_tokens_of_vllms_log(gib, logged):
+    assert held("gemma-4-31b", gib * GIB, 262_144, 8192) == pytest.approx(logged, rel=1e-4)
+    # The negative control: windows that do not grow by the step.
+    assert held("gemma-4-31b", gib * GIB, 262_144, 0) > 1.2 * logged
+
+
+# vllm#49878: what one request of 262,144 tokens needs with steps of 32,768 tokens, one and two under way.
+@pytest.mark.parametrize(("in_flight", "gib"), [(32_768, 45.79), (65_536, 70.79)])
+def test_gemma_4_takes_the_memory_of_vllms_error(in_flight, gib):
+    assert size.of("gemma-4-31b").rank_session_bytes(0, 262_144, in_flight) / GIB == pytest.approx(gib, abs=0.01)
+
+
+@pytest.mark.parametrize(("gib", "pp", "tokens"), [(24, 1, 4096), (80, 1, 16_384), (141, 2, 24_576), (180, 1, 32_768)])
+def test_the_steps_under_way_are_vllms_defaults(gib, pp, tokens):
+    assert capacity.in_flight_by_default(gib * GIB, pp) == tokens
+
+
+def test_a_state_is_kept_twice_on_gpus():
+    kv = size.of("qwen3-next-80b-a3b")
+    assert kv.rank_session_bytes(0, 100) == 100 * kv.bytes_per_token + 2 * kv.state_bytes
 
 
 def printed(capsys, *arguments: str) -> dict:
@@ -124,6 +165,21 @@ def test_a_tier_has_the_grammar_of_all_commands(capsys, text):
 def test_options_that_are_wrong(capsys, arguments, named):
     assert run(["size", "llama-3.1-8b", *arguments]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_steps_under_way_are_told_and_can_be_set(capsys):
+    found = printed(capsys, "gemma-4-31b", "--gpu", "h200-sxm", "--tokens", "256Ki")
+    one = printed(capsys, "gemma-4-31b", "--gpu", "h200-sxm", "--tokens", "256Ki", "--in-flight", "8192")
+    assert (found["gpu"]["in_flight_tokens"], one["gpu"]["in_flight_tokens"]) == (16_384, 8192)
+    assert found["gpu"]["held"][0]["tokens"] < one["gpu"]["held"][0]["tokens"]
+    assert any("16,384 tokens of the steps under way" in each and "863,305" in each for each in found["reasons"])
+    assert not any("under way" in each for each in printed(capsys, "qwen3-8b", "--gpu", "h200-sxm")["reasons"])
+
+
+def test_a_last_partial_chunk_is_told(capsys):
+    found = printed(capsys, "llama-3.3-70b", "--tier", "disk=1TB", "--tokens", "511")
+    assert found["tier"]["held"] == [{"session_tokens": 511, "sessions": 11_919, "tokens": 11_919 * 256}]
+    assert any("The last 255 of 511 tokens fill no chunk" in each for each in found["reasons"])
 
 
 def test_weights_that_are_not_known(capsys, tmp_path):

@@ -62,6 +62,22 @@ def test_the_text(capsys, monkeypatch):
     assert max(len(line) for line in page.splitlines()) <= 100
 
 
+def test_an_ignored_field_is_named_in_the_answer(capsys, tmp_path):
+    config = {
+        "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "head_dim": 64, "kv_source_layers": [0, 0],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run(["size", str(tmp_path)]) == 2
+    assert "'kv_source_layers'; these fields may change what is cached; --ignore FIELD" in capsys.readouterr().err
+    for more in ([], ["--check", "2 KiB"]):
+        assert run(["size", str(tmp_path), "--ignore", "kv_source_layers", *more]) == 0
+        page = " ".join(capsys.readouterr().out.split())
+        assert more or ", ignoring kv_source_layers" in page
+        assert "Ignored on demand (--ignore): kv_source_layers = [0, 0]. If they change what is cached" in page
+    assert output(capsys, str(tmp_path), "--ignore", "kv_source_layers")["ignored"] == {"kv_source_layers": [0, 0]}
+
+
 def test_the_list(capsys):
     assert run(["size", "--list"]) == 0
     assert "qwen3.5-27b" in capsys.readouterr().out

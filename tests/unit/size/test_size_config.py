@@ -261,6 +261,13 @@ HARMLESS = {
     ),
     "qformer_config": ({"num_hidden_layers": 12, "num_attention_heads": 12}, LLAMA),
     "no_repeat_ngram_size": (3, LLAMA),
+    "gated_mla": (True, MLA),
+    "use_attention_gate": (True, LLAMA),
+    "latent_patch_size": (2, LLAMA),
+    "timm_override_act_layers": (["quick_gelu", None], LLAMA),
+    "prefix_attn": (730, {**LLAMA, "model_type": "moondream3_text"}),
+    "rswa_window": (128, {**LLAMA, "model_type": "unlimited-ocr"}),
+    "max_window_layers": (4, {**LLAMA, "model_type": "bailing_moe"}),
 }
 
 
@@ -280,6 +287,9 @@ def test_a_field_that_only_sounds_like_a_cache_changes_no_size(name):
         (LLAMA, "num_attention_heads_per_layer", [4, 8, 4, 8]),
         (LLAMA, "keep_window_size", 64),
         (LLAMA, "query_num", 64),
+        (LLAMA, "prefix_attn", 730),
+        (LLAMA, "rswa_window", 128),
+        (LLAMA, "gated_mla", 2),
         (LLAMA, "num_ln_in_parallel_attn", 2),
         ({**LLAMA, "model_type": "cohere2", "sliding_window": 8}, "order_of_interleaved_layers", "global_attn_first"),
         (LLAMA, "kv_heads_per_layer", [2, 1, 2, 1]),
@@ -339,3 +349,67 @@ def test_a_window_as_long_as_the_context_is_full_attention(config, context, beyo
             kinds(context + 1)
     else:
         assert beyond in kinds(context + 1)
+
+
+@pytest.mark.parametrize("name", ["kv_source_layers", "attention", "extra.kv_window"])
+def test_an_ignored_field_is_read_as_if_it_were_not_there(name):
+    fields = {"kv_source_layers": [0, 0, 2, 2], "attention": {"kv": {"count": 2}}, "extra": {"kv_window": 4}}
+    config = {**LLAMA, name.partition(".")[0]: fields[name.partition(".")[0]]}
+    with pytest.raises(ConfigError, match="--ignore FIELD"):
+        of(config)
+    for whole in (config, {"model_type": "llava", "text_config": config}):
+        found = size.from_config(whole, "mine", [name])
+        assert set(found.ignored) == {name}
+        assert size.of(found).layers == of(LLAMA).layers
+
+
+def test_layer_types_that_are_not_known_can_be_ignored():
+    config = {**LLAMA, "layer_types": ["full_attention", "gated_slot_attention"] * 2}
+    with pytest.raises(ConfigError, match=r"'gated_slot_attention' is not known here .*--ignore FIELD"):
+        of(config)
+    assert size.of(size.from_config(config, "mine", ["layer_types"])).layers == of(LLAMA).layers
+
+
+def test_a_field_that_is_not_there_cannot_be_ignored():
+    with pytest.raises(ConfigError, match="mine: --ignore kv_heads: there is no such field"):
+        size.from_config(LLAMA, "mine", ["kv_heads"])
+    deep = {"text_config": LLAMA}
+    for _ in range(800):
+        deep = {"text_config": deep}
+    with pytest.raises(ConfigError, match="--ignore kv_heads"):
+        size.from_config(deep, "mine", ["kv_heads"])
+
+
+def test_a_true_head_dimension_of_another_size_is_refused():
+    other = {
+        "attention_type": "sliding_attention", "num_key_value_heads": 2, "head_dim": 16, "true_head_dim": 12,
+    }  # fmt: skip
+    config = {
+        **LLAMA, "model_type": "step3p5", "sliding_window": 8, "layer_types": ["sliding_attention"] * 4,
+        "attention_other_setting": other,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="true_head_dim is 12"):
+        of(config)
+
+
+@pytest.mark.parametrize(
+    ("more", "own"),
+    [
+        ({"index_topk_freq": 4}, [0, 1, 5]),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 0}, [2, 5]),
+        ({"index_topk_pattern": "FSSFSS"}, [0, 3]),
+        ({"index_topk_pattern": "FSSFSS", "indexer_types": ["full"] * 6}, list(range(6))),
+    ],
+)
+def test_layers_that_use_an_earlier_indexer_keep_no_index_keys(more, own):
+    config = {**MLA, "num_hidden_layers": 6, "index_head_dim": 8, "index_topk": 16, **more}
+    layers = size.from_config(config, "mine").layers
+    assert [number for number, layer in enumerate(layers) if len(layer) == 2] == own
+
+
+@pytest.mark.parametrize("sources", [[1, 0, 2], [0, 0, 1], [0, 1, 9], [0, 1]])
+def test_layers_that_share_name_an_earlier_one_with_kv_of_its_own(sources):
+    with pytest.raises(ConfigError, match="kv_source_layers is"):
+        of({**MLA, "kv_source_layers": sources})
+    (latents, shared) = of({**MLA, "kv_source_layers": [0, 0, 2]}).layers
+    assert (latents.count, shared.count, shared.cache.kind) == (2, 1, "shared")

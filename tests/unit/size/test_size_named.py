@@ -69,9 +69,94 @@ SIZES: dict[str, tuple[int, int, dict[str, Any]]] = {
         "layer_types": types("FSSS" * 12), "num_nextn_predict_layers": 3, "use_head_wise_attn_gate": True,
         "attention_other_setting": {
             "attention_type": "sliding_attention", "num_attention_heads": 96, "num_attention_groups": 8,
-            "head_dim": 128,
+            "head_dim": 128, "true_head_dim": 128,
         },
         "max_position_embeddings": 262144, "share_expert_dim": 1280, "moe_layer_offset": 0,
+    }),
+    # stepfun-ai/Step-3.7-Flash as Transformers saves it: the windowed layers have as many KV heads
+    "step3.7": (45 * 2 * 8 * 128 * BF16, 0, {
+        "model_type": "step3p5", "hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "num_hidden_layers": 45, "head_dim": 128, "sliding_window": 512, "layer_types": types("FSSS" * 11 + "F"),
+        "num_sliding_attention_heads": 96, "num_nextn_predict_layers": 3, "mtp_layer_types": types("SSS"),
+    }),
+    # thinkingmachines/Inkling, text_config; vLLM 0.32 inkling: wide windows, and four convolutions of bfloat16
+    "inkling": (
+        (11 * 8 + 55 * 16) * 2 * 128 * BF16,
+        3 * (11 * 2 * (8 * 128 + 6144) + 55 * 2 * (16 * 128 + 6144)) * BF16,
+        {
+            "model_type": "inkling_text", "hidden_size": 6144, "num_hidden_layers": 66, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "head_dim": 128, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 16,
+            "swa_head_dim": 128, "d_rel": 16, "rel_extent": 1024, "sliding_window_size": 512,
+            "local_layer_ids": [layer for layer in range(66) if (layer + 1) % 6], "sconv_kernel_size": 4,
+            "use_sconv": True, "log_scaling_n_floor": 128000, "log_scaling_alpha": 0.1, "model_max_length": 1048576,
+            "dense_mlp_idx": 2, "n_routed_experts": 256, "num_experts_per_tok": 6, "n_shared_experts": 2,
+            "shared_expert_sink": True, "q_bias": False, "o_bias": False, "gate_activation": "sigmoid",
+        },
+    ),
+    # inclusionAI/Ring-V2.5, by its class: lightning attention, and MLA in every fifth layer
+    "ring-2.5-small": (4 * 576 * BF16, 16 * 16 * 128 * 128 * BF16, {
+        "model_type": "bailing_hybrid", "hidden_size": 2048, "num_hidden_layers": 20, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 128, "layer_group_size": 5, "group_norm_size": 4, "kv_lora_rank": 512,
+        "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "max_window_layers": 20, "linear_silu": False, "max_position_embeddings": 32768,
+    }),
+    # Muse Glimmer in its flat form; vLLM muse_glimmer.py
+    "muse-glimmer": (52 * 2 * 2 * 128 * BF16, 0, {
+        "model_type": "muse_glimmer", "hidden_size": 6656, "num_hidden_layers": 52, "num_attention_heads": 32,
+        "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 16384, "qk_scale_factor": 43.78,
+        "use_qk_norm": True, "use_attn_output_gate": True, "sliding_window": 2048, "vision_heads": 16,
+        "layer_types": types("SSSF" * 13), "patch_token_id": 200092,
+    }),
+    # Qwen4-Exp, by its class, with the indexer and one layer of n-grams; vLLM 0.32 qwen4_exp
+    "qwen4-exp": (
+        10 * (2 * 2 * 256 + 128 // 4) * BF16,
+        30 * (32 * 128 * 128 * FP32 + 3 * (2 * 16 + 32) * 128 * BF16) + 3 * 3 * 4 * 2048 * BF16,
+        {
+            "model_type": "qwen4_exp_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+            "layer_types": types("LLLF" * 10, "indexed_attention", "linear_attention"), "hc_count": 4,
+            "hc_lowrank": 320, "ple_layer_ids": [2], "ple_conv_kernel_size": 4, "ngram_size": 3, "heads_per_ngram": 8,
+            "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048,
+            "indexer_compress_ratio": 4,
+        },
+    ),
+    # zai-org/GLM-5.3-Flash, text_config, by its class; vLLM 0.32 glm5next: an index key for 16 tokens
+    "glm-5.3": (11 * (512 + 128 // 16) * BF16, 34 * (64 * 128 * 128 * FP32 + 3 * 3 * 64 * 128 * BF16), {
+        "model_type": "glm5_next_text", "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64,
+        "num_key_value_heads": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 0, "v_head_dim": 256,
+        "qk_nope_head_dim": 256, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32, "index_kpool": 16,
+        "index_kpool_always_select_tail": True, "linear_head_dim": 128, "linear_num_heads": 64,
+        "linear_conv_kernel_dim": 4, "linear_lower_bound": -5.0, "hc_mult": 4, "head_dim": 0,
+        "layer_types": types("LLLF" * 11 + "L", "indexed_attention", "linear_attention"),
+    }),
+    # mistralai/Mistral-Large-4, text_config, by its class: two layers share a latent; an indexer in every fourth layer
+    "mistral-large-4": (36 * 576 * BF16 + 19 * 128 * BF16, 0, {
+        "model_type": "mistral_large4_text", "hidden_size": 6144, "num_hidden_layers": 72, "num_attention_heads": 64,
+        "num_key_value_heads": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "qk_nope_head_dim": 64, "head_dim": 64, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32,
+        "index_topk_freq": 4, "index_skip_topk_offset": 2, "kv_source_layers": [layer // 2 * 2 for layer in range(72)],
+    }),
+    # LiquidAI/LFM3-1.7B, by its class: convolutions, windows and full attention
+    "lfm3": (11 * 2 * 4 * 128 * BF16, 13 * 6 * 2048 * BF16, {
+        "model_type": "lfm3", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 128, "sliding_window": 256, "conv_L_cache": 7, "conv_bias": False,
+        "use_attention_gate": True, "use_sandwich_norm": True,
+        "layer_types": ["full_attention" if layer % 4 == 2 else "conv" if layer % 4 or not layer else
+            "sliding_attention" for layer in range(24)],
+    }),
+    # dots-studio/dots3-note-prev, text_config, by its class: windowed layers have wider latents and no indexer
+    "dots3-note": (13 * (576 + 128) * BF16 + 33 * (1024 + 64) * BF16, 0, {
+        "model_type": "dots3_note_text", "hidden_size": 5120, "num_hidden_layers": 46, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "qk_nope_head_dim": 128, "head_dim": 256, "index_topk": 2048, "index_head_dim": 128,
+        "index_n_heads": 64, "sliding_window": 512,
+        "layer_types": ["indexed_attention" if layer < 2 or layer % 4 == 1 else "sliding_attention"
+            for layer in range(46)],
+        "per_layer_config": {str(layer): {
+            "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1024, "kv_lora_rank": 1024,
+            "head_dim": 256, "qk_nope_head_dim": 192, "v_head_dim": 128, "qk_rope_head_dim": 64,
+        } for layer in range(46) if layer >= 2 and layer % 4 != 1},
     }),
     # tiiuae/falcon-40b in its first form
     "falcon-40b": (60 * 2 * 8 * 64 * BF16, 0, {
@@ -177,8 +262,8 @@ SIZES: dict[str, tuple[int, int, dict[str, Any]]] = {
         "lru_width": 2560, "logits_soft_cap": 30.0, "num_attention_heads": 10, "num_hidden_layers": 26,
         "num_key_value_heads": 1, "partial_rotary_factor": 0.5,
     }),
-    # tencent/Tencent-Hunyuan-Large: two layers share the KV of the first
-    "hunyuan-large": (32 * 2 * 8 * 80 * BF16, 0, {
+    # tencent/Tencent-Hunyuan-Large: two layers share the KV of the first, and engines keep a copy for each
+    "hunyuan-large": (64 * 2 * 8 * 80 * BF16, 0, {
         "model_type": "hunyuan", "cla_share_factor": 2, "use_cla": True, "hidden_size": 6400, "num_attention_heads": 80,
         "num_hidden_layers": 64, "num_key_value_heads": 8, "attention_head_dim": 80, "moe_topk": 1,
         "num_shared_expert": 1, "use_qk_norm": True, "use_mixed_mlp_moe": True, "max_position_embeddings": 131072,
@@ -333,6 +418,9 @@ def test_size_by_hand(name):
     ("name", "growing", "window"),
     [
         ("step3.5", 12 * 2 * 8 * 128 * BF16, 512),
+        ("inkling", 11 * 2 * 8 * 128 * BF16, 512),
+        ("lfm3", 6 * 2 * 4 * 128 * BF16, 256),
+        ("dots3-note", 13 * (576 + 128) * BF16, 512),
         ("recurrentgemma", 0, 2048),
         ("exaone-4", 16 * 2 * 8 * 128 * BF16, 4096),
         ("gpt-neo", 12 * 2 * 16 * 128 * BF16, 256),
@@ -348,9 +436,10 @@ def test_windows_by_hand(name, growing, window):
     assert {layer.cache.window for layer in kv.layers} <= {None, window}
 
 
-def test_hunyuan_without_sharing_keeps_every_layer():
-    kv = size.of(size.from_config({**SIZES["hunyuan-large"][2], "use_cla": False}, "hunyuan"))
-    assert kv.bytes_per_token == 64 * 2 * 8 * 80 * BF16
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_hunyuan_says_where_layers_share(is_shared):
+    found = size.from_config({**SIZES["hunyuan-large"][2], "use_cla": is_shared}, "hunyuan")
+    assert any("One layer of 2 computes KV" in each for each in found.notes) is is_shared
 
 
 def test_mistrals_own_file_is_read_from_its_folder(tmp_path):

@@ -26,7 +26,9 @@ ROWS = {
     "gemma-3-27b": ({"full": 10, "window": 52}, 81_920, 507_904, 416, 10.4, 62.0),
     "gemma-3-12b": ({"full": 8, "window": 40}, 65_536, 393_216, 320, 8.3, 48),
     "gemma-3-4b": ({"full": 5, "window": 29}, 20_480, 139_264, 116, 2.6, 17),
-    "gemma-4-26b-a4b": ({"full": 5, "window": 25}, 10_240, 215_040, 200, 1.45, 26),
+    # Engines keep the key and the value of a layer with attention_k_eq_v, twice what the theory needs.
+    "gemma-4-26b-a4b": ({"full": 5, "window": 25}, 20_480, 225_280, 200, 2.70, 27.5),
+    "gemma-4-31b": ({"full": 10, "window": 50}, 81_920, 901_120, 800, 10.78, 110),
     "qwen3.5-27b": ({"full": 16, "gated_delta_net": 48}, 65_536, 65_536, 147, 8.1, None),
     "qwen3.5-397b-a17b": ({"full": 15, "gated_delta_net": 45}, 30_720, 30_720, 183, 3.9, None),
     "nemotron-3-nano-30b-a3b": ({"full": 6, "mamba2": 23}, 6_144, 6_144, 47, 0.80, None),
@@ -166,3 +168,9 @@ def test_an_object_for_each_rule_of_validity():
     state, history = kv.objects
     assert (state.rule, state.bytes, history.rule) == ("state", kv.state_bytes, "history")
     assert kv.chunk_bytes_per_rank == history.bytes
+
+
+@pytest.mark.parametrize(("chunk_tokens", "kept"), [(64, 64), (128, 128), (256, 128), (1024, 128)])
+def test_a_chunk_keeps_no_more_of_a_windowed_layer_than_its_window(chunk_tokens, kept):
+    window, history = size.of("gpt-oss-20b", chunk_tokens=chunk_tokens).objects
+    assert (window.bytes, history.bytes) == (24_576 * kept, 24_576 * chunk_tokens)

@@ -1,12 +1,15 @@
 """Checks of a figure: the convention that gives it is named, and none where none does."""
 
+import json
+
 import pytest
-from bench.parts.size_check import check
 
 from kvtier import size
+from kvtier.cli.main import run
 from kvtier.config.value_types import parse_count
 from kvtier.errors import ConfigError
 from kvtier.report.format import decimal
+from kvtier.size.check import check
 
 SESSION, LONG = (4096, 1), (131_072, 1)
 
@@ -93,3 +96,54 @@ def test_counts(text, count):
 def test_texts_that_are_not_counts(text):
     with pytest.raises(ValueError, match="not a whole number"):
         parse_count(text)
+
+
+def answers(capsys, *arguments: str) -> list[str]:
+    assert run(["size", *arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_answer_is_the_first_line(capsys):
+    first, *others = answers(capsys, "qwen3-8b", "--check", "150 KB")
+    assert first.startswith("150 KB is a token: 147,456 B (bf16, KB = 1,000 B, TP 1")
+    assert all(line.startswith("  or ") for line in others)
+    (none,) = answers(capsys, "qwen3-8b", "--check", "77 MB")
+    assert none.startswith("77 MB: no convention known here gives it; it is 2.04 times a chunk")
+    both = answers(capsys, "qwen3-8b", "--check", "150 KB", "--check", "77 MB")
+    assert [line.split()[0] for line in both if not line.startswith("  or ")] == ["150", "77"]
+
+
+@pytest.mark.parametrize(
+    ("figure", "parts"),
+    [
+        # SDC 2025: 1 TB of DRAM holds 3M tokens of a 70B model; 10^12 / 327,680 are 3,051,757.
+        ("3M tokens", ["what fits into the tier", "3,051,264 tokens"]),
+        ("3,051,757 tokens", ["the bytes of the tier / a token: 3,051,757 tokens"]),
+        ("3.36M tokens", ["1,024 for 1,000 in the bytes of the tier", "3,355,443"]),
+        ("6.1M tokens", ["half as many bytes"]),
+        ("23 users", ["what fits into the tier in sessions of 131,072 tokens: 23 users"]),
+        ("25 sessions", ["1,024 for 1,000 in the bytes of the tier"]),
+        ("46 users", ["half as many bytes"]),
+    ],
+)
+def test_tokens_and_users_are_those_that_a_tier_holds(capsys, figure, parts):
+    first, *_ = answers(capsys, "llama-3.3-70b", "--tier", "disk=1TB", "--tokens", "128Ki", "--check", figure)
+    assert all(part in first for part in parts), first
+
+
+def test_users_of_gpus_and_figures_that_nothing_holds(capsys):
+    first, *_ = answers(
+        capsys, "gemma-4-31b", "--gpu", "h200-sxm", "--in-flight", "8192", "--tokens", "256Ki", "--check", "2 users"
+    )
+    assert first.startswith("2 users is what fits into the GPUs in sessions of 262,144 tokens")
+    none, *_ = answers(capsys, "llama-3.3-70b", "--tier", "disk=1TB", "--tokens", "128Ki", "--check", "29 users")
+    assert "no convention known here gives it; it is 1.26 times what fits into the tier" in none
+    assert run(["size", "llama-3.3-70b", "--check", "12 users"]) == 2
+    assert "'12 users' counts users; --gpu, --memory or --tier must say what holds them" in capsys.readouterr().err
+
+
+def test_the_document_of_checks(capsys):
+    assert run(["size", "qwen3-8b", "--check", "150 KB", "--check", "77 MB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "qwen3-8b"
+    assert [(each["figure"], each["is_explained"]) for each in found["checks"]] == [("150 KB", True), ("77 MB", False)]
