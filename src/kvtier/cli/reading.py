@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from kvtier.trace.arrays import TraceArrays
 
 
+time_unit_option = click.option(
+    "--time-unit",
+    metavar="s|ms|us",
+    help="Unit of timestamps in request lines.  [ms; s where lines have a parent_chat_id]",
+)
+
+
 def reading_options(command: Callable[..., object]) -> Callable[..., object]:
     """Options for reading a trace."""
     for option in reversed(
@@ -26,7 +33,7 @@ def reading_options(command: Callable[..., object]) -> Callable[..., object]:
                 default=1,
                 help="Seed of all that is drawn, also start times.  [1]",
             ),
-            click.option("--time-unit", default="ms", help="Unit of timestamps in request lines: s, ms, us.  [ms]"),
+            time_unit_option,
             click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for traces of text."),
             click.option("--strict", is_flag=True, help="Treat warnings about a trace as errors."),
         )
@@ -49,7 +56,7 @@ def load_drawn(path: Path, options: dict[str, Any], *, is_quiet: bool = False) -
         block_tokens=options["block"],
         window_h=options["window_h"],
         seed=options["seed"],
-        time_unit=options["time_unit"],
+        time_unit=options["time_unit"] or "",
         tokenizer=options["tokenizer"],
     )
     reader = open_trace(path, read_options)

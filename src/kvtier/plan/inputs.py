@@ -226,6 +226,9 @@ class TrafficInputs(SettingsSection):
     trace_window_s: float = setting(
         86_400.0, Seconds(1, 1e8), "Time over which sessions start, for a trace without absolute times."
     )
+    trace_time_unit: str = setting(
+        "", Choice(("", "s", "ms", "us")), "Unit of the trace's timestamps; none: that of its format."
+    )
     day_share: float = setting(
         1.0,
         Number(0.001, 1),
