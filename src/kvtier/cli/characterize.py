@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvtier.cli.options import Duration, OutputFile
+from kvtier.cli.options import Duration, OutputFile, Quantity
 from kvtier.cli.signals import noted_signals
 from kvtier.errors import ConfigError
 from kvtier.report.format import bytes_text
@@ -30,7 +30,7 @@ STDERR = 2
     "--pid",
     "pids",
     multiple=True,
-    type=click.IntRange(1),
+    type=Quantity(1),
     metavar="PID",
     help="Measure a process and its children, repeatable.  [every process, and the kernel]",
 )

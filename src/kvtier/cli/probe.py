@@ -8,7 +8,7 @@ import click
 
 from kvtier.bench.record import RecordedSetting, make_record
 from kvtier.cli.config import settings_options
-from kvtier.cli.options import Bytes, Duration, OutputFile, WorkDirectory, origin, tell_written
+from kvtier.cli.options import Bytes, Duration, OutputFile, Quantity, WorkDirectory, origin, tell_written
 from kvtier.cli.signals import ended_by_signals
 from kvtier.config.loader import Loaded, load
 from kvtier.config.sections import all_settings, value_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--quick", is_flag=True, help="Measure two sizes and two depths, in a fraction of the time and bytes.")
 @click.option("--size", "sizes", type=Bytes(), multiple=True, help="Size of an object, repeatable.")
 @click.option(
-    "--depth", "depths", multiple=True, type=click.IntRange(1, 256), help="Number of parallel operations, repeatable."
+    "--depth", "depths", multiple=True, type=Quantity(1, 256), help="Number of parallel operations, repeatable."
 )
 @click.option("--seconds", type=Duration(), help="Time limit of each measurement.  [default: 0.5 s]")
 @click.option("--bytes", "write_bytes", type=Bytes(), help="Byte limit of all writes together.  [default: 8 GiB]")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.options import is_given
+from kvtier.cli.options import Number, Quantity, is_given
 
 if TYPE_CHECKING:
     from kvtier.trace.arrays import TraceArrays
@@ -24,12 +24,12 @@ def reading_options(command: Callable[..., object]) -> Callable[..., object]:
     for option in reversed(
         (
             click.option(
-                "--block", type=int, metavar="TOKENS", help="Tokens of a block.  [the trace's; sessions: 256]"
+                "--block", type=Quantity(), metavar="TOKENS", help="Tokens of a block.  [the trace's; sessions: 256]"
             ),
-            click.option("--window-h", type=float, default=10.0, help="Hours over which sessions start.  [10]"),
+            click.option("--window-h", type=Number(0), default=10.0, help="Hours over which sessions start.  [10]"),
             click.option(
                 "--seed",
-                type=click.IntRange(0),
+                type=Quantity(0),
                 default=1,
                 help="Seed of all that is drawn, also start times.  [1]",
             ),

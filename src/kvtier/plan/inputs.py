@@ -10,7 +10,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from kvtier.config.schema import Setting, SettingsSection, setting, settings
-from kvtier.config.value_types import Choice, Count, Seconds, Size, Switch, Text, parse_size, size_text, within
+from kvtier.config.value_types import (
+    Choice,
+    Count,
+    Seconds,
+    Size,
+    Switch,
+    Text,
+    parse_number,
+    parse_size,
+    size_text,
+    within,
+)
 from kvtier.report.format import bytes_text, power_text
 from kvtier.size.capacity import GPU_MEMORY_SHARE, GPU_OTHER_BYTES
 
@@ -44,9 +55,9 @@ class Number:
             return None
         if is_text and isinstance(raw, str):
             try:
-                raw = float(raw.replace(",", ""))
+                raw = float(parse_number(raw))
             except ValueError:
-                raise ValueError("not a number") from None
+                raw = _float(raw)
         return _number(raw, self.least, self.most, zero_allowed=bool(self.zero_means))
 
     def show(self, value: object) -> str:
@@ -114,6 +125,13 @@ class Rate:
     def show(self, value: object) -> str:
         """The rate with its unit."""
         return f"{bytes_text(value)}/s" if isinstance(value, int | float) and value else self.zero_means
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("not a number") from None
 
 
 def _number(raw: object, least: float, most: float, *, zero_allowed: bool) -> float:
