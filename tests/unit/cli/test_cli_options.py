@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import click
@@ -249,21 +250,21 @@ def numbers() -> Iterator[tuple[str, click.Option]]:
                 yield f"{name} {next(text for text in it.opts if text.startswith('--'))}", it
 
 
+def convert(kind: click.ParamType, text: str) -> object:
+    """What an option makes of `text`; its message if that is not allowed, such as a range."""
+    try:
+        return kind.convert(text, None, None)
+    except click.BadParameter as error:
+        return error.message
+
+
 def test_every_number_has_one_grammar() -> None:
     found = dict(numbers())
-    assert {
-        "size --tokens",
-        "size --tp",
-        "bench serve --users",
-        "replay run --servers",
-        "probe --bytes",
-    } <= found.keys()
+    assert {"size --tp", "bench serve --users", "replay run --servers", "probe --bytes"} <= found.keys()
     for name, option in found.items():
-        for text, number in (("1,000", 1000), ("1k", 1000), ("1Ki", 1024), ("1.5Ki", 1536), (" 1_000 ", 1000)):
-            try:
-                assert option.type.convert(text, option, None) == number, (name, text)
-            except click.BadParameter as error:
-                assert "is not in the range" in error.message, (name, text)
+        read = partial(convert, option.type)
+        for text, plain in (("1,000", "1000"), ("1k", "1000"), (" 1_000 ", "1000"), ("1Ki", "1024"), ("1.5Ki", "1536")):
+            assert read(text) == read(plain), name
 
 
 @pytest.mark.parametrize("text", ["1k", "1 k", "1K", "1,000", "0.5k", "1Ki"])
