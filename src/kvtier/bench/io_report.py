@@ -17,6 +17,8 @@ CAPTION = "Share of the ceiling; dots are single repeats, lines their medians."
 COLOURS = {"host": "host", "directory": "shared", "disk": "disk"}
 FROM_DEVICE = 0.9
 """Share of the loaded bytes: when the device delivers less, a note says that a cache delivered the rest."""
+IMPOSSIBLE = 1.25
+"""Above this share of the ceiling a figure is no share of a limit. What is closer to 1 may be noise."""
 
 
 def io_report(result: IoResult) -> Report:
@@ -24,8 +26,11 @@ def io_report(result: IoResult) -> Report:
     facts = machine()
     found: dict[str, list[float]] = {}
     for row in result.results:
-        found.setdefault(f"{row.tier} {row.op}", []).append(row.ratio)
+        if row.ratio <= IMPOSSIBLE:
+            found.setdefault(f"{row.tier} {row.op}", []).append(row.ratio)
     spans = [f"{name} {min(ratios):.2f} to {max(ratios):.2f}" for name, ratios in found.items()]
+    if left := sum(row.ratio > IMPOSSIBLE for row in result.results):
+        spans.append(f"not counted: {left} of {len(result.results)} figures, which exceed the limit")
     return Report(
         command="kvtier bench io",
         answer=f"Of the hardware's limit, by chunk: {', '.join(spans)}",
@@ -56,6 +61,15 @@ def notes(result: IoResult) -> Iterator[str]:
     """Conditions that limit what the figures mean."""
     if result.cut_after_s is not None:
         yield (f"Cut after {result.cut_after_s:g} s: sizes or repeats are missing. --thorough has no deadline.")
+    yield from result.warnings
+    for row in result.results:
+        if row.ratio > IMPOSSIBLE:
+            limit = "a copy of memory" if row.tier == "host" else "fio"
+            yield (
+                f"{row.tier} {row.op} {size_text(row.chunk_bytes)}: {row.ratio:.2f} of the limit is impossible. Either "
+                f"{limit} was slowed down here ({row.ceiling_gb_per_s:.2f} GB/s), or a cache served {row.tier}. Measure "
+                "again on an idle machine, with a larger --sample."
+            )
     disk = [row for row in result.results if row.tier != "host"]
     if not all(row.direct_io for row in disk):
         yield "The file system has no direct I/O: reads and writes go through the page cache."

@@ -89,6 +89,7 @@ def codec_command(
     sources: dict[benchmark.Source, list[benchmark.Frame]] = {}
     if model != "normal":
         try:
+            click.echo(f"codec: computing the KV of {PRETRAINED}", err=True)
             text = "".join(line.text for line in choose_sessions(read_trace(), 1))
             sources |= benchmark.kv_frames(pretrained_kv(text, 2 * benchmark.CHUNK_TOKENS), PRETRAINED)
         except ConfigError as error:
@@ -97,7 +98,7 @@ def codec_command(
             click.echo(f"bench codec: only random numbers are measured: {error}", err=True)
     if model != "smollm2":
         sources["normally distributed", "bf16"] = benchmark.normal_frames(seed)
-    with progress("codec", len(sources) * (repeats + 1)) as advance:
+    with progress("codec", benchmark.steps(sources, repeats)) as advance:
         result = benchmark.run(sources, repeats, advance)
     if record is not None:
         settings = {

@@ -201,7 +201,7 @@ def why(call: Ask, request: str, as_json: bool) -> int:
 @click.option("--all", "is_all", is_flag=True, help="Everything.")
 @salt_option
 @click.option("--model", metavar="ID", help="Not for an engine: the answer names the command for a store.")
-@click.option("--age", type=Duration(), help="As --model.")
+@click.option("--age", type=Duration(0, 1e12), help="As --model.")
 @engine_options
 def clear(call: Ask, is_all: bool, as_json: bool, **given: object) -> int:
     """Make what is cached unreachable for this engine: --all, or what requests of a --salt have stored.

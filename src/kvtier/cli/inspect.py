@@ -239,7 +239,7 @@ def repair(where: Store, as_json: bool) -> int:
 @inspect.command()
 @store_argument
 @click.option("--model", default="", metavar="ID", help="Objects of this model instead: first digits of its id.")
-@click.option("--age", "age_s", type=Duration(), help="Objects unused for this long instead.")
+@click.option("--age", "age_s", type=Duration(0, 1e12), help="Objects unused for this long instead.")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @click.option("--dry-run", "is_dry_run", is_flag=True, help="Only count what would be removed.")
 @json_option
