@@ -67,8 +67,8 @@ def notes(result: IoResult) -> Iterator[str]:
             limit = "a copy of memory" if row.tier == "host" else "fio"
             yield (
                 f"{row.tier} {row.op} {size_text(row.chunk_bytes)}: {row.ratio:.2f} of the limit is impossible. Either "
-                f"{limit} was slowed down here ({row.ceiling_gb_per_s:.2f} GB/s), or a cache served {row.tier}. Measure "
-                "again on an idle machine, with a larger --sample."
+                f"{limit} was slowed down here ({row.ceiling_gb_per_s:.2f} GB/s), or a cache served {row.tier}. "
+                "Measure again on an idle machine, with a larger --sample."
             )
     disk = [row for row in result.results if row.tier != "host"]
     if not all(row.direct_io for row in disk):

@@ -41,6 +41,7 @@ COUNT_UNITS = {
 }
 _SIZE_UNITS_FOLDED = COUNT_UNITS | {unit.lower(): factor for unit, factor in SIZE_UNITS.items()}
 _TIME_UNITS_EXACT = {"": Decimal(1)} | {unit: Decimal(str(factor)) for unit, factor in TIME_UNITS.items()}
+COUNT_FORMS = "128k is 128,000 and 128Ki is 131,072"
 _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", re.ASCII)
 _Number = TypeVar("_Number", int, float)
 _SECRET = re.compile(rf"[0-9A-Fa-f]{{{2 * SECRET_BYTES}}}")
@@ -50,18 +51,20 @@ _NO_KIND = re.compile("(?!/)[^:=?;#@&]*[@&]")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-def parse_number(text: str, units: Mapping[str, int | Decimal] = COUNT_UNITS) -> Decimal:
+def parse_number(
+    text: str, units: Mapping[str, int | Decimal] = COUNT_UNITS, problem: str = f"not a number; {COUNT_FORMS}"
+) -> Decimal:
     """The number of ``4096``, ``131,072``, ``1.5k`` (1,500) or ``128Ki`` (131,072), units in any case.
 
     It is the grammar of every count, size, time and speed; `units` are those of the kind, in lower case.
 
     Raises:
-        ValueError: `text` is not a number of this form.
+        ValueError: with `problem`: `text` is not a number of this form.
     """
     found = _QUANTITY.fullmatch(text.strip().replace(",", "").replace("_", ""))
     factor = units.get(found[2].lower()) if found else None
     if found is None or factor is None:
-        raise ValueError("not a number; 128k is 128,000 and 128Ki is 131,072")
+        raise ValueError(problem)
     return Decimal(found[1]) * factor
 
 
@@ -71,13 +74,9 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: `text` is not a size.
     """
-    try:
-        size = parse_number(text, _SIZE_UNITS_FOLDED)
-    except ValueError:
-        raise ValueError("not a size") from None
     if "." in text and text.strip()[-1].isdigit():
         raise ValueError("not a size")
-    return int(size)
+    return int(parse_number(text, _SIZE_UNITS_FOLDED, "not a size"))
 
 
 def parse_seconds(text: str) -> float:
@@ -86,10 +85,7 @@ def parse_seconds(text: str) -> float:
     Raises:
         ValueError: `text` is not a duration.
     """
-    try:
-        return float(parse_number(text, _TIME_UNITS_EXACT))
-    except ValueError:
-        raise ValueError("not a duration") from None
+    return float(parse_number(text, _TIME_UNITS_EXACT, "not a duration"))
 
 
 def parse_count(text: str) -> int:
@@ -98,12 +94,9 @@ def parse_count(text: str) -> int:
     Raises:
         ValueError: `text` is not a whole number.
     """
-    try:
-        count = parse_number(text)
-    except ValueError:
-        count = Decimal("0.5")
+    count = parse_number(text, problem=(problem := f"not a whole number; {COUNT_FORMS}"))
     if count != int(count):
-        raise ValueError("not a whole number; 128k is 128,000 and 128Ki is 131,072")
+        raise ValueError(problem)
     return int(count)
 
 

@@ -55,9 +55,9 @@ class Number:
             return None
         if is_text and isinstance(raw, str):
             try:
-                raw = float(parse_number(raw))
+                raw = float(raw)
             except ValueError:
-                raw = _float(raw)
+                raw = float(parse_number(raw))
         return _number(raw, self.least, self.most, zero_allowed=bool(self.zero_means))
 
     def show(self, value: object) -> str:
@@ -125,13 +125,6 @@ class Rate:
     def show(self, value: object) -> str:
         """The rate with its unit."""
         return f"{bytes_text(value)}/s" if isinstance(value, int | float) and value else self.zero_means
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("not a number") from None
 
 
 def _number(raw: object, least: float, most: float, *, zero_allowed: bool) -> float:
