@@ -7,7 +7,7 @@ from kvtier.bench.io import IoResult, IoRow
 from kvtier.bench.ratio import ratio_text
 from kvtier.bench.record import machine
 from kvtier.config.value_types import size_text
-from kvtier.report.chart import Axis, Chart, Charts, Curve, Rule
+from kvtier.report.chart import Axis, Chart, Charts, Curve, Rule, few
 from kvtier.report.format import NONE, binary, time_text
 from kvtier.report.report import Report, Section
 from kvtier.report.table import Table
@@ -104,7 +104,7 @@ def _charts(result: IoResult) -> Charts:
         op: Chart(
             heading=OPS[op],
             marks=[*_curves(rows), Rule(at=1.0)],
-            x=Axis(label="chunk", is_log=True, text=binary, ticks=sorted({row.chunk_bytes for row in rows})),
+            x=Axis(label="chunk", is_log=True, text=binary, ticks=few({row.chunk_bytes for row in rows})),
             y=Axis(label="of the ceiling", least=0),
             caption=CAPTION,
         )
