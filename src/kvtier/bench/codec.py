@@ -102,15 +102,10 @@ def installed() -> list[Codec]:
     return codecs
 
 
-def steps(sources: Mapping[Source, Sequence[Frame]], repeats: int) -> int:
-    """How often `run` calls `progress`: for each codec, source and repeat, and once more to warm up."""
-    return len(sources) * len(installed()) * (repeats + 1)
-
-
 def run(
     sources: Mapping[Source, Sequence[Frame]], repeats: int, progress: Advance = lambda _step: None
 ) -> CodecBenchResult:
-    """Measure each installed codec."""
+    """Measure each installed codec; `progress` is called once for each source, codec and repeat, and to warm up."""
     codecs = installed()
     rows = [row for source, frames in sources.items() for row in _rows(source, frames, codecs, repeats, progress)]
     return CodecBenchResult(rows, repeats)

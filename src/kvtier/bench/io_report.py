@@ -25,9 +25,8 @@ def io_report(result: IoResult) -> Report:
     """What the benchmark found."""
     facts = machine()
     found: dict[str, list[float]] = {}
-    for row in result.results:
-        if row.ratio <= IMPOSSIBLE:
-            found.setdefault(f"{row.tier} {row.op}", []).append(row.ratio)
+    for row in (it for it in result.results if it.ratio <= IMPOSSIBLE):
+        found.setdefault(f"{row.tier} {row.op}", []).append(row.ratio)
     spans = [f"{name} {min(ratios):.2f} to {max(ratios):.2f}" for name, ratios in found.items()]
     if left := sum(row.ratio > IMPOSSIBLE for row in result.results):
         spans.append(f"not counted: {left} of {len(result.results)} figures, which exceed the limit")
@@ -62,14 +61,13 @@ def notes(result: IoResult) -> Iterator[str]:
     if result.cut_after_s is not None:
         yield (f"Cut after {result.cut_after_s:g} s: sizes or repeats are missing. --thorough has no deadline.")
     yield from result.warnings
-    for row in result.results:
-        if row.ratio > IMPOSSIBLE:
-            limit = "a copy of memory" if row.tier == "host" else "fio"
-            yield (
-                f"{row.tier} {row.op} {size_text(row.chunk_bytes)}: {row.ratio:.2f} of the limit is impossible. Either "
-                f"{limit} was slowed down here ({row.ceiling_gb_per_s:.2f} GB/s), or a cache served {row.tier}. "
-                "Measure again on an idle machine, with a larger --sample."
-            )
+    yield from (
+        f"{row.tier} {row.op} {size_text(row.chunk_bytes)}: {row.ratio:.2f} of the limit is impossible. Either the "
+        f"limit's own measure was slowed down ({row.ceiling_gb_per_s:.2f} GB/s), or a cache served {row.tier}. "
+        "Measure again on an idle machine, with a larger --sample."
+        for row in result.results
+        if row.ratio > IMPOSSIBLE
+    )
     disk = [row for row in result.results if row.tier != "host"]
     if not all(row.direct_io for row in disk):
         yield "The file system has no direct I/O: reads and writes go through the page cache."

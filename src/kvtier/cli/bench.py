@@ -9,7 +9,16 @@ import click
 from kvtier.bench.record import RecordedSetting, make_record
 from kvtier.cli.bench_serve import serve
 from kvtier.cli.main import Commands
-from kvtier.cli.options import Bytes, OutputFile, Quantity, WorkDirectory, origin, tell_written, tier_option
+from kvtier.cli.options import (
+    Bytes,
+    OutputFile,
+    Quantity,
+    WorkDirectory,
+    origin,
+    tell_written,
+    tier_option,
+    write_record,
+)
 from kvtier.cli.signals import ended_by_signals
 from kvtier.config import tier_list
 from kvtier.config.loader import load
@@ -41,14 +50,11 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
         result = benchmark.run(repeats, seed, advance)
     summary = asdict(result)
     samples = summary.pop("samples")
-    if record is not None:
-        settings = {
-            "repeats": RecordedSetting(repeats, "flag"),
-            "chunk_tokens": RecordedSetting(benchmark.CHUNK_TOKENS, "default"),
-        }
-        made = make_record("core", settings=settings, seed=seed, results=summary, samples=[samples])
-        write_json("--record", record, made)
-        tell_written(record)
+    settings = {
+        "repeats": RecordedSetting(repeats, "flag"),
+        "chunk_tokens": RecordedSetting(benchmark.CHUNK_TOKENS, "default"),
+    }
+    write_record(record, "core", settings=settings, seed=seed, results=summary, samples=[samples])
     if as_json:
         print_json({**summary, "samples": samples})
         return
@@ -98,16 +104,13 @@ def codec_command(
             click.echo(f"bench codec: only random numbers are measured: {error}", err=True)
     if model != "smollm2":
         sources["normally distributed", "bf16"] = benchmark.normal_frames(seed)
-    with progress("codec", benchmark.steps(sources, repeats)) as advance:
+    with progress("codec", len(sources) * len(benchmark.installed()) * (repeats + 1)) as advance:
         result = benchmark.run(sources, repeats, advance)
-    if record is not None:
-        settings = {
-            "model": RecordedSetting(model, origin("model")),
-            "repeats": RecordedSetting(repeats, origin("repeats")),
-        }
-        made = make_record("codec", settings=settings, seed=seed, results=asdict(result))
-        write_json("--record", record, made)
-        tell_written(record)
+    settings = {
+        "model": RecordedSetting(model, origin("model")),
+        "repeats": RecordedSetting(repeats, origin("repeats")),
+    }
+    write_record(record, "codec", settings=settings, seed=seed, results=asdict(result))
     if as_json:
         print_json(result)
     else:
@@ -276,13 +279,11 @@ def tier_command(
     )
     with ended_by_signals(), progress("tier", it.steps) as advance:
         result = it.run(advance)
-    if record is not None:
-        settings = {
-            name: RecordedSetting(getattr(it, name), origin(name))
-            for name in ("sizes", "in_flight", "repeats", "sample_bytes")
-        }
-        write_json("--record", record, make_record("tier", settings=settings, seed=None, results=asdict(result)))
-    tell_written(record)
+    settings = {
+        name: RecordedSetting(getattr(it, name), origin(name))
+        for name in ("sizes", "in_flight", "repeats", "sample_bytes")
+    }
+    write_record(record, "tier", settings=settings, seed=None, results=asdict(result))
     if as_json:
         print_json(result)
     else:

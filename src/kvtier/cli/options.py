@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from kvtier.config.value_types import Seconds, parse_number, parse_size, parse_whole
-from kvtier.report.output import check_chart, check_matplotlib, check_writable, note_earlier
+from kvtier.report.output import check_chart, check_matplotlib, check_writable, note_earlier, write_json
 
 
 class WorkDirectory(click.Path):
@@ -141,6 +141,15 @@ def is_given(name: str) -> bool:
 def origin(name: str) -> str:
     """``flag`` if the parameter of the running command is on the command line, else ``default``."""
     return "flag" if is_given(name) else "default"
+
+
+def write_record(path: Path | None, benchmark: str, **conditions: Any) -> None:  # noqa: ANN401 - of `make_record`
+    """Write the record of `--record`, if there is one, and say so."""
+    from kvtier.bench.record import make_record
+
+    if path is not None:
+        write_json("--record", path, make_record(benchmark, **conditions))
+        tell_written(path)
 
 
 def tell_written(*paths: Path | None) -> None:

@@ -258,16 +258,20 @@ def test_seconds_read_as_milliseconds_are_warned_of(tmp_path):
         (355, 2000, 140, "s", "ms"),
         (355_000, 2000, 140, "ms", "us"),
         (355_000, 2000, 140, "us", ""),
+        (355_000, 2000, 140, "", ""),  # a service that is idle most of the time
         (0.355, 2000, 140, "s", ""),
         (1, 2, 20_000, "", ""),  # two may come together
+        (0.001, 2000, 140, "s", "?"),  # no longer unit would do
+        (10**9, 3, 140, "us", "?"),
     ],
 )
 def test_an_implausible_rate_names_the_likely_unit(tmp_path, step, count, tokens, unit, meant):
     lines = [{"timestamp": it * step, "input_length": tokens, "hash_ids": [it]} for it in range(count)]
     trace = open_trace(written(tmp_path / "trace", lines), ReadOptions(time_unit=unit))
-    found = [note for note in trace.notes if "look like" in note]
+    found = [note for note in trace.notes if "timestamps look" in note]
     assert len(found) == bool(meant)
-    assert all(note.endswith(f"use --time-unit {meant}") for note in found)
+    end = "no rate of one service is like that" if meant == "?" else f"use --time-unit {meant}"
+    assert all(note.endswith(end) for note in found)
 
 
 def test_a_session_is_the_chat_that_its_chain_of_parents_begins_with(tmp_path):

@@ -355,8 +355,10 @@ def place_charts(served: ServeRecord) -> Charts:
         charts["tokens-load"] = _against_load(served, "Output tokens", tokens_per_s)
     if any(len(it.by_turn) > 1 for it in served.results):
         hits = Axis(label="prompt tokens not computed", least=0, most=1, text=share_text)
-        charts["turns"] = _by_turn(served, "Hits by turn", hits, _turn_hits)
-        charts["turns-ttft"] = _by_turn(served, "Time to first token by turn", _axis(p50_ms), _turn_ms)
+        charts["turns"] = _by_turn(served, "Hits by turn", hits, lambda row: hit_share(row["tokens_by_place"]))
+        charts["turns-ttft"] = _by_turn(
+            served, "Time to first token by turn", _axis(p50_ms), lambda row: row["ttft_ms"]["p50"]
+        )
     return charts
 
 
@@ -521,11 +523,3 @@ def _hues(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
     """The colour of each name."""
     spare = iter(_OTHER_HUES)
     return {name: known.get(name) or next(spare, "soft") for name in names}
-
-
-def _turn_hits(row: Mapping[str, Any]) -> float | None:
-    return hit_share(row["tokens_by_place"])
-
-
-def _turn_ms(row: Mapping[str, Any]) -> float | None:
-    return row["ttft_ms"]["p50"]

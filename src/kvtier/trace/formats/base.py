@@ -127,22 +127,31 @@ def next_turn_of(line: dict[str, Any]) -> NextTurn | None:
         raise ConfigError(f"next_turn is {short(value)}; allowed: {allowed}") from None
 
 
-def time_unit_warning(times_s: Sequence[float], input_tokens: Sequence[int], time_unit: str) -> tuple[str, ...]:
-    """A warning if timestamps in `time_unit` give an implausible load; else empty."""
+def time_unit_warning(
+    times_s: Sequence[float], input_tokens: Sequence[int], time_unit: str, *, is_given: bool
+) -> tuple[str, ...]:
+    """A warning if timestamps in `time_unit` give an implausible load; else empty.
+
+    A service may be idle, so that a low rate is a reason for doubt only where `is_given`: `time_unit` is not the
+    format's.
+    """
     span_s = max(times_s, default=0.0) - min(times_s, default=0.0)
     count, tokens = len(times_s), sum(input_tokens)
     if count < UNIT_REQUESTS_MIN or span_s <= 0:
         return ()
     requests_per_s, tokens_per_s = (count - 1) / span_s, tokens / span_s
     is_busy = requests_per_s > _BUSY_REQUESTS_PER_S or tokens_per_s > _BUSY_TOKENS_PER_S
-    units = list(UNITS_S)  # from the longest
-    likely = units.index(time_unit) + (-1 if is_busy else 1)
-    if not (is_busy or requests_per_s < _IDLE_REQUESTS_PER_S) or not 0 <= likely < len(units):
+    if not is_busy and not (is_given and requests_per_s < _IDLE_REQUESTS_PER_S):
         return ()
-    read, meant = UNIT_NAMES[time_unit], UNIT_NAMES[units[likely]]
+    read, units = UNIT_NAMES[time_unit], list(UNITS_S)  # from the longest
+    likely = units[: units.index(time_unit)][-1:] if is_busy else units[units.index(time_unit) + 1 :][:1]
+    looks, unit = (f"like {UNIT_NAMES[likely[0]]}, not {read}", likely[0]) if likely else ("wrong", "")
+    advice = (
+        f"if they are {UNIT_NAMES[unit]}, use --time-unit {unit}" if unit else "no rate of one service is like that"
+    )
     return (
         TraceWarning(
-            f"timestamps look like {meant}, not {read}: read as {read}, {requests_per_s:,.4g} requests and "
-            f"{tokens_per_s:,.0f} tokens a second arrive; if they are {meant}, use --time-unit {units[likely]}"
+            f"timestamps look {looks}: read as {read}, {requests_per_s:,.4g} requests and {tokens_per_s:,.0f} tokens a "
+            f"second arrive; {advice}"
         ),
     )

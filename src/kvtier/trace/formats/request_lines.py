@@ -41,20 +41,27 @@ class RequestLines(TraceReader):
 
     def __init__(self, path: Path, block_tokens: int | None = None, time_unit: str = "") -> None:
         super().__init__(path)
-        has_parents = next(json_lines(path, lambda _file, _number, line: "parent_chat_id" in line))
+        own, has_parents = next(
+            json_lines(
+                path,
+                lambda _file, _number, line: (
+                    whole(line, "block_size", least=1) if "block_size" in line else None,
+                    "parent_chat_id" in line,
+                ),
+            )
+        )
         if not time_unit and has_parents:
             self.notes = ("timestamps are seconds, as in Qwen-Bailian's traces: the lines have a parent_chat_id",)
-        time_unit = time_unit or ("s" if has_parents else "ms")
-        self._unit_s = UNITS_S[time_unit]
+        unit = time_unit or ("s" if has_parents else "ms")
+        self._unit_s = UNITS_S[unit]
         # Not the requests themselves: one of them may have a million blocks.
         head = [(it.time_s, it.input_tokens, len(it.blocks)) for it in islice(self._lines(), HEAD_LINES)]
         times_s, tokens, _ = zip(*head, strict=True)
-        own = next(json_lines(path, _block_size))
         if own is None:
             own, note = _inferred_block_tokens([it[1:] for it in head])
             self.notes += (note,)
         self._set_block_tokens(own, block_tokens)
-        self.notes += time_unit_warning(times_s, tokens, time_unit)
+        self.notes += time_unit_warning(times_s, tokens, unit, is_given=bool(time_unit))
 
     def requests(self) -> Iterator[TraceRequest]:
         """The requests, in the order of the file; those of a directory are held and sorted by time."""
@@ -77,10 +84,6 @@ class RequestLines(TraceReader):
             )
 
         return json_lines(self.path, request)
-
-
-def _block_size(_file: Path, _number: int, line: dict[str, Any]) -> int | None:
-    return whole(line, "block_size", least=1) if "block_size" in line else None
 
 
 def _inferred_block_tokens(head: list[tuple[int, int]]) -> tuple[int, str]:

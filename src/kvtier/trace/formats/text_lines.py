@@ -47,7 +47,7 @@ class TextLines(TraceReader):
         self, path: Path, block_tokens: int | None = None, tokenizer: Path | None = None, time_unit: str = ""
     ) -> None:
         super().__init__(path)
-        self._time_unit = time_unit or "ms"
+        self._time_unit, self._is_given = time_unit or "ms", bool(time_unit)
         self.block_tokens = block_tokens or BLOCK_TOKENS_DEFAULT
         self._tokenize: Tokenize = _PIECES.findall if tokenizer is None else _load(tokenizer)
         how = "a simple rule (about four characters a token)" if tokenizer is None else str(tokenizer)
@@ -76,7 +76,7 @@ class TextLines(TraceReader):
         times_s, input_tokens = [it.time_s for it in requests], [it.input_tokens for it in requests]
         self.notes = (self._how,)
         if times_s and _unit_since_1970(times_s[-1]) is None:  # in whatever unit, since 1970 there are more seconds
-            self.notes += time_unit_warning(times_s, input_tokens, self._time_unit)
+            self.notes += time_unit_warning(times_s, input_tokens, self._time_unit, is_given=self._is_given)
         for each in requests:
             yield each._replace(time_s=each.time_s - requests[0].time_s)
 
