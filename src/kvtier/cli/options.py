@@ -90,11 +90,11 @@ class Duration(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] -
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ANN401
         """See `click.ParamType`."""
-        with suppress(ValueError):  # also 1e-3, which settings do not have
-            value = float(value)
         try:
             return self._kind.read(value, is_text=True)
         except ValueError as error:
+            with suppress(ValueError):  # also 1e-3, which settings do not have
+                return self._kind.read(float(value), is_text=True)
             self.fail(f"{value}: {error}; allowed: {self._kind.allowed}", param, ctx)
 
 
