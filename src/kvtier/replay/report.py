@@ -24,7 +24,12 @@ CONVENTION = (
 DRAWS = "Means over several draws of the sessions' start times; least to most: the hit rates of single draws."
 _HUES = ("disk", "shared", "alone")
 _DASHES: tuple[Dash, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
-_OWN = {"default": "tiered", "lru": "gpu", "min": "ink"}
+_OWN: dict[str, tuple[str, Dash]] = {
+    "default": ("tiered", "-"),
+    "lru": ("gpu", (0, (6, 2, 1, 2))),
+    "min": ("ink", DASHED),
+}
+"""Colour and dash of policies that are usually compared: where their lines coincide, each is seen."""
 _INTERVAL_LEAST_S = 0.1
 
 
@@ -183,12 +188,14 @@ def _policy_curves(results: "Sequence[CacheResult]") -> Iterator[Curve]:
     others = [it for it in policies if it not in _OWN]
     for policy in policies:
         place = others.index(policy) if policy in others else 0
+        spare = _HUES[place % len(_HUES)], _DASHES[place // len(_HUES) % len(_DASHES)]
+        colour, dash = _OWN.get(policy, spare)
         points = sorted((it.capacity_tokens or 0, it.hit_rate) for it in limited if it.policy == policy)
         yield Curve(
             x=[tokens for tokens, _ in points],
             y=[rate for _, rate in points],
-            colour=_OWN.get(policy) or _HUES[place % len(_HUES)],
-            dash=DASHED if policy == "min" else _DASHES[place // len(_HUES) % len(_DASHES)],
+            colour=colour,
+            dash=dash,
             marker="o",
             label="min (bound)" if policy == "min" else policy,
         )
