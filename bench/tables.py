@@ -403,7 +403,8 @@ def serve(record: dict[str, Any], name: str) -> str:
     if any(it.hits_by_session for it in served.results):
         shown.insert(1, "by session")
     further = [work.columns.index(it) for it in shown]
-    columns = [*speed.columns[begin:9], speed.columns[-1], *shown]
+    kept = [at for at, it in enumerate(speed.columns) if at >= begin and it != "requests/s"]
+    columns = [*(speed.columns[at] for at in kept), *shown]
     # The columns of the first table are those of the others.
     notes = f" {speed.note} {work.note}" if name == next(iter(SERVED)) else ""
     lines = [
@@ -413,7 +414,7 @@ def serve(record: dict[str, Any], name: str) -> str:
         f"| --- |{' ---: |' * len(columns)}",
     ]
     for fast, done in zip(speed.rows, work.rows, strict=True):
-        cells = [*fast[begin:9], fast[-1], *(done[it] for it in further)]
+        cells = [*(fast[at] for at in kept), *(done[it] for it in further)]
         lines.append(f"| {served.label(fast[0])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -93,14 +93,20 @@ def kv_frames(kv: Any, model: str) -> dict[Source, list[Frame]]:  # noqa: ANN401
     return found
 
 
-def run(
-    sources: Mapping[Source, Sequence[Frame]], repeats: int, progress: Advance = lambda _step: None
-) -> CodecBenchResult:
-    """Measure each installed codec; `progress` is called once for each source and repeat, and one more to warm up."""
+def installed() -> list[Codec]:
+    """The codecs that can be used here."""
     codecs: list[Codec] = []
     for name in registry.names():
         with suppress(ConfigError):
             codecs.append(registry.by_name(name))
+    return codecs
+
+
+def run(
+    sources: Mapping[Source, Sequence[Frame]], repeats: int, progress: Advance = lambda _step: None
+) -> CodecBenchResult:
+    """Measure each installed codec; `progress` is called once for each source, codec and repeat, and to warm up."""
+    codecs = installed()
     rows = [row for source, frames in sources.items() for row in _rows(source, frames, codecs, repeats, progress)]
     return CodecBenchResult(rows, repeats)
 
@@ -131,10 +137,14 @@ def _rows(
     back = memoryview(bytearray(sum(map(len, frames[0]))))
 
     def once(_number: int) -> dict[str, _Sample]:
-        return {it.name: _sample(it, element, frames, room, back) for it in codecs}
+        samples: dict[str, _Sample] = {}
+        for it in codecs:
+            samples[it.name] = _sample(it, element, frames, room, back)
+            progress(1)
+        return samples
 
     rows: list[CodecRow] = []
-    for name, samples in repeated(once, repeats, warm_up=1, advance=progress).items():
+    for name, samples in repeated(once, repeats, warm_up=1).items():
         exact, encode, decode = zip(*samples, strict=True)
         speeds = statistics.median(encode), statistics.median(decode)
         each = {"encode_gb_per_s": encode, "decode_gb_per_s": decode}

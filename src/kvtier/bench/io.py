@@ -31,6 +31,8 @@ from kvtier.bench.repeats import Advance, repeated
 from kvtier.config import tier_list
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
+from kvtier.probe.facts import read_facts
+from kvtier.probe.warnings import busy_warnings
 from kvtier.tier import registry
 from kvtier.tier.direct import can_direct
 
@@ -155,6 +157,8 @@ class IoResult:
     is_fresh: bool
     cut_after_s: float | None = None
     """The deadline, if sizes or repeats were left out because of it."""
+    warnings: tuple[str, ...] = ()
+    """What makes all figures doubtful, such as a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +222,7 @@ def run(
         if not SIZE_LEAST <= size <= SIZE_MOST or size % SIZE_LEAST:
             raise ConfigError(f"--size {size}: allowed: multiples of 4 KiB up to {size_text(SIZE_MOST)}")
     rows: list[IoRow] = []
-    result = IoResult((), CEILING, sample_bytes, repeats, is_fresh)
+    result = IoResult((), CEILING, sample_bytes, repeats, is_fresh, warnings=tuple(busy_warnings(read_facts())))
     until_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as place:
         it = _IoRun(

@@ -7,7 +7,7 @@ from kvtier.bench.io import IoResult, IoRow
 from kvtier.bench.ratio import ratio_text
 from kvtier.bench.record import machine
 from kvtier.config.value_types import size_text
-from kvtier.report.chart import Axis, Chart, Charts, Curve, Rule
+from kvtier.report.chart import Axis, Chart, Charts, Curve, Rule, few
 from kvtier.report.format import NONE, binary, time_text
 from kvtier.report.report import Report, Section
 from kvtier.report.table import Table
@@ -17,15 +17,19 @@ CAPTION = "Share of the ceiling; dots are single repeats, lines their medians."
 COLOURS = {"host": "host", "directory": "shared", "disk": "disk"}
 FROM_DEVICE = 0.9
 """Share of the loaded bytes: when the device delivers less, a note says that a cache delivered the rest."""
+IMPOSSIBLE = 1.25
+"""Above this share of the ceiling a figure is no share of a limit. What is closer to 1 may be noise."""
 
 
 def io_report(result: IoResult) -> Report:
     """What the benchmark found."""
     facts = machine()
     found: dict[str, list[float]] = {}
-    for row in result.results:
+    for row in (it for it in result.results if it.ratio <= IMPOSSIBLE):
         found.setdefault(f"{row.tier} {row.op}", []).append(row.ratio)
     spans = [f"{name} {min(ratios):.2f} to {max(ratios):.2f}" for name, ratios in found.items()]
+    if left := sum(row.ratio > IMPOSSIBLE for row in result.results):
+        spans.append(f"not counted: {left} of {len(result.results)} figures, which exceed the limit")
     return Report(
         command="kvtier bench io",
         answer=f"Of the hardware's limit, by chunk: {', '.join(spans)}",
@@ -56,6 +60,14 @@ def notes(result: IoResult) -> Iterator[str]:
     """Conditions that limit what the figures mean."""
     if result.cut_after_s is not None:
         yield (f"Cut after {result.cut_after_s:g} s: sizes or repeats are missing. --thorough has no deadline.")
+    yield from result.warnings
+    yield from (
+        f"{row.tier} {row.op} {size_text(row.chunk_bytes)}: {row.ratio:.2f} of the limit is impossible. Either the "
+        f"limit's own measure was slowed down ({row.ceiling_gb_per_s:.2f} GB/s), or a cache served {row.tier}. "
+        "Measure again on an idle machine, with a larger --sample."
+        for row in result.results
+        if row.ratio > IMPOSSIBLE
+    )
     disk = [row for row in result.results if row.tier != "host"]
     if not all(row.direct_io for row in disk):
         yield "The file system has no direct I/O: reads and writes go through the page cache."
@@ -90,7 +102,7 @@ def _charts(result: IoResult) -> Charts:
         op: Chart(
             heading=OPS[op],
             marks=[*_curves(rows), Rule(at=1.0)],
-            x=Axis(label="chunk", is_log=True, text=binary, ticks=sorted({row.chunk_bytes for row in rows})),
+            x=Axis(label="chunk", is_log=True, text=binary, ticks=few({row.chunk_bytes for row in rows})),
             y=Axis(label="of the ceiling", least=0),
             caption=CAPTION,
         )

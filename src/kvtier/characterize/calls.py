@@ -48,9 +48,17 @@ class CallEvents:
         tree: knows the process of each thread.
         threads: whose calls; threads and processes that they start are followed.
         disks: numbers of the disks whose files count.
+        directory: without symbolic links; only files below it count; None: all.
     """
 
-    def __init__(self, instance: TraceInstance, tree: ProcessTree, threads: list[int], disks: set[int]) -> None:
+    def __init__(
+        self,
+        instance: TraceInstance,
+        tree: ProcessTree,
+        threads: list[int],
+        disks: set[int],
+        directory: Path | None = None,
+    ) -> None:
         self._tree = tree
         self._begun: list[np.ndarray] = []
         self._ended: list[np.ndarray] = []
@@ -58,7 +66,7 @@ class CallEvents:
         self.count = 0
         """Events kept."""
         self._counts: Counter[str] = Counter()
-        self._files = _Files(disks)
+        self._files = _Files(disks, directory)
         instance.write("options/event-fork", "1")
         instance.write("set_event_pid", " ".join(map(str, threads)))
         self._enter: list[tuple[str, EventFormat, bool]] = []
@@ -216,8 +224,9 @@ def joined(
 class _Files:
     """Whether a descriptor of a thread is a file on one of the disks; looked up once per batch."""
 
-    def __init__(self, disks: set[int]) -> None:
+    def __init__(self, disks: set[int], directory: Path | None) -> None:
         self._disks = disks
+        self._directory = directory
         self._known: dict[int, bool] = {
             event_number(os.makedev(*map(int, mount.device.split(":")))): False
             for mount in read_mounts()
@@ -243,10 +252,13 @@ class _Files:
         return verdicts[which], is_closed[which]
 
     def _is_storage(self, thread: int, descriptor: int) -> bool | None:
+        link = Path(f"/proc/{thread}/fd/{descriptor}")
         try:
-            status = Path(f"/proc/{thread}/fd/{descriptor}").stat()
+            status, file = link.stat(), link.readlink()
         except OSError:
-            return None
+            return None if self._directory is None else False
+        if self._directory is not None and not file.is_relative_to(self._directory):
+            return False
         is_block = stat.S_ISBLK(status.st_mode)
         if not (is_block or stat.S_ISREG(status.st_mode)):
             return False

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvtier.characterize.block_devices import BlockDevice, disks, find_device
 from kvtier.characterize.block_events import BlockEvents
 from kvtier.characterize.calls import CallEvents
 from kvtier.characterize.events import IoLayer, IoTrace, by_time
+from kvtier.characterize.file_system import Spans, allocation_groups, spans_of, within
 from kvtier.characterize.processes import PROC, ProcessTree, check_process, end_processes, opened
 from kvtier.characterize.ring_buffer import PageEvents
 from kvtier.characterize.tracefs import TraceInstance, mounted, remove_stale
@@ -50,6 +52,8 @@ class CaptureSettings:
 
     device: str | None = None
     """A device, or a path on one; None: all disks that are stacked on no other."""
+    directory: Path | None = None
+    """Only requests for files below it count; then the device is its own."""
     pids: Sequence[int] = ()
     """Processes; their children are included."""
     command: Sequence[str] = ()
@@ -68,6 +72,8 @@ class CaptureSettings:
         Raises:
             ConfigError: one of them does not exist.
         """
+        if self.directory is not None:
+            self.device, self.directory = str(self.directory), self.directory.resolve()
         self.devices = [find_device(self.device)] if self.device is not None else disks()
         if not self.devices:
             raise ConfigError("no disk in /sys/block; allowed: --device with a block device, or --input FILE")
@@ -99,7 +105,7 @@ def run(settings: CaptureSettings, should_stop: Callable[[], bool] = lambda: Fal
             roots = sorted({*settings.pids, *tree.threads_of(tree.with_children(settings.pids))})
             if settings.command:  # the child inherits that it is traced; afterwards this thread is taken out again
                 roots.append(os.getpid())
-            calls = CallEvents(instance, tree, roots, {it.disk_number for it in settings.devices})
+            calls = CallEvents(instance, tree, roots, {it.disk_number for it in settings.devices}, settings.directory)
             sources.append((instance, calls))
         return _Run(settings, sources, events, calls, tree).run(should_stop)
 
@@ -119,10 +125,13 @@ class _Run:
         self._calls = calls
         self._tree = tree
         self._remarks: list[str] = []
+        self._spans: list[Spans] = []
+        """Where the files of the directory are, at the begin and at the end."""
         self._read_ns: dict[TraceInstance, int] = {}
         """Until when all events have been read."""
 
     def run(self, should_stop: Callable[[], bool]) -> Captured:
+        self._note_spans()
         began_ns, began_s = time.monotonic_ns(), time.time()
         for instance, _ in self._sources:
             instance.write("tracing_on", "1")
@@ -136,9 +145,14 @@ class _Run:
                 instance.write("tracing_on", "0")
             while self._add():
                 pass
+            self._note_spans()
         finally:
             exit_code = None if process is None else self._end(process)
         return Captured(self._trace(began_ns, began_s, ended_ns, process), exit_code)
+
+    def _note_spans(self) -> None:
+        if self._settings.directory is not None:
+            self._spans.append(spans_of(self._settings.directory, self._settings.devices[0]))
 
     def _start(self) -> "subprocess.Popen[bytes]":
         command = list(self._settings.command)
@@ -227,6 +241,12 @@ class _Run:
             roots = [*self._settings.pids, *([process.pid] if process is not None else [])]
             chosen = self._tree.with_children(roots)
         requests = by_time(*parts)
+        if self._settings.directory is not None:
+            requests = within(requests, self._spans)
+            self._remarks.append(
+                f"Only requests for files below {self._settings.directory} count, by where these were at the begin and "
+                "at the end: not the file system's own, and not those for files that came and went in between."
+            )
         processes = self._tree.names(np.unique(requests["process"]).tolist())
         return IoTrace(
             source="block",
@@ -235,7 +255,7 @@ class _Run:
             began_s=began_s,
             processes=processes,
             places={it.disk_number: it.disk for it in devices},
-            device_facts={it.disk: it.facts() for it in devices if it.exists()},
+            device_facts={it.disk: it.facts() | allocation_groups(it.disk) for it in devices if it.exists()},
             lost_events=lost,
             counts=counts,
             chosen=chosen,

@@ -90,6 +90,7 @@ class IoMeasures:
     """The same for other numbers N of earlier requests."""
     sequential_definition: str
     request_bytes: dict[str, float]
+    """Of requests for data; not of metadata."""
     layers: dict[str, LayerMeasures]
     queue_depth: dict[str, float]
     """Of the device: ``mean`` over all seconds, ``peak``, and ``busy_mean`` over those with a request in flight.
@@ -120,6 +121,8 @@ class IoMeasures:
     """``read_share_bytes``, ``requests``, ``read_bytes``, ``written_bytes`` of all processes and of the kernel."""
     not_attributed: dict[str, int]
     """Requests and written bytes that belong to no process: writeback by kernel threads."""
+    metadata: int
+    """Requests of the file system's own; they are among `requests`, and not in `request_bytes`."""
     flushes: int
     discards: int
     unfinished: int
@@ -191,6 +194,7 @@ def measure(trace: IoTrace) -> IoMeasures:
             "requests": len(unowned) if trace.chosen is not None else 0,
             "written_bytes": int(unowned["bytes"][unowned["is_write"]].sum()) if trace.chosen is not None else 0,
         },
+        metadata=int(np.count_nonzero(asked["kind"] == IoKind.METADATA)),
         flushes=int(np.count_nonzero(chosen["kind"] == IoKind.FLUSH)),
         discards=int(np.count_nonzero(chosen["kind"] == IoKind.DISCARD)),
         unfinished=int(np.count_nonzero(np.isnan(rows["completed_s"]))),
@@ -252,6 +256,9 @@ def _sequential_shares(all_rows: np.ndarray, rows: np.ndarray, last: int) -> dic
 
 
 def _sizes(rows: np.ndarray) -> dict[str, float]:
+    """Sizes of data. Metadata are small and many, and no object's; they count only where there is nothing else."""
+    data = rows[rows["kind"] != IoKind.METADATA]
+    rows = data if len(data) else rows
     return {
         "p50": _percentile(rows["bytes"], 50),
         "p99": _percentile(rows["bytes"], 99),

@@ -44,7 +44,8 @@ def _headline(it: IoMeasures) -> str:
     if sequential is None:
         sequential = it.sequential_share["device"]
     return (
-        f"{share_text(it.read_share_bytes)} reads; median request {bytes_text(it.request_bytes['p50'])}; "
+        f"{share_text(it.read_share_bytes)} reads; median request {bytes_text(it.request_bytes['p50'])}, "
+        f"{share_text(it.request_bytes['share_of_bytes_over_1mb'])} of the bytes in requests over 1 MB; "
         f"{share_text(sequential)} sequential; "
         f"{rate_text(it.gb_per_s['mean'] * 1e9)}, {digits(it.queue_depth['submitted'])} in flight"
     )
@@ -91,7 +92,9 @@ def _main_table(it: IoMeasures) -> Table:
             "size",
             (
                 f"p50 {bytes_text(it.request_bytes['p50'])}, p99 {bytes_text(it.request_bytes['p99'])}; "
-                f"{share_text(it.request_bytes['share_over_1mb'])} over 1 MB"
+                f"over 1 MB: {share_text(it.request_bytes['share_over_1mb'])} of them, "
+                f"{share_text(it.request_bytes['share_of_bytes_over_1mb'])} of the bytes"
+                + (f"; without {it.metadata:,} for metadata" if it.metadata else "")
             ),
         ),
         ("queue depth", _depth(it.submitted_depth or depth)),
@@ -212,6 +215,7 @@ def _charts(trace: IoTrace, it: IoMeasures) -> Charts:
     rows = transfers(trace.of_chosen(trace.at(trace.lowest)))
     over, drawn = it.over_time, rows[:: max(1, -(-len(rows) // POINTS_MAX))]
     ends = over.interval_s * np.arange(len(over.queue_depth) + 1)
+    groups = list(_group_begins(it, drawn))
     of_size, of_time = Axis(label="bytes", is_log=True, text=bytes_text), Axis(label="s")
     return {
         "sizes": Chart(
@@ -258,12 +262,23 @@ def _charts(trace: IoTrace, it: IoMeasures) -> Charts:
                 Curve(x=of["issued_s"], y=of["position"] / 1e9, colour=colour, dash="", marker=".", label=name)
                 for name, colour, is_write in WAYS
                 if len(of := drawn[drawn["is_write"] == is_write])
-            ],
+            ]
+            + [Rule(at=begin / 1e9, dash=":") for begin in groups],
             x=of_time,
             y=Axis(label="address, GB"),
-            caption="One point for a request, or for every n-th.",
+            caption="One point for a request, or for every n-th."
+            + (" Dotted: where the file system's allocation groups begin." if groups else ""),
         ),
     }
+
+
+def _group_begins(it: IoMeasures, rows: np.ndarray) -> Iterator[int]:
+    """Addresses at which allocation groups begin, of those groups that requests reach."""
+    for facts in it.device_facts.values():
+        size, begin = facts.get("allocation_group_bytes", 0), facts.get("groups_begin", 0)
+        if size and len(it.device_facts) == 1 and len(rows):
+            last = (int(rows["position"].max()) - begin) // size + 1
+            yield from (begin + group * size for group in range(min(last, facts["allocation_groups"]) + 1))
 
 
 def _steps(ends: npt.NDArray[Any], values: Sequence[float], colour: str, label: str = "") -> Curve:

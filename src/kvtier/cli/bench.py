@@ -8,7 +8,17 @@ import click
 
 from kvtier.bench.record import RecordedSetting, make_record
 from kvtier.cli.bench_serve import serve
-from kvtier.cli.options import Bytes, OutputFile, WorkDirectory, origin, tell_written, tier_option
+from kvtier.cli.main import Commands
+from kvtier.cli.options import (
+    Bytes,
+    OutputFile,
+    Quantity,
+    WorkDirectory,
+    origin,
+    tell_written,
+    tier_option,
+    write_record,
+)
 from kvtier.cli.signals import ended_by_signals
 from kvtier.config import tier_list
 from kvtier.config.loader import load
@@ -19,7 +29,7 @@ from kvtier.report.table import Table, print_table
 RECORD_HELP = "Also write the JSON record (commit, machine, settings, samples) to FILE."
 
 
-@click.group()
+@click.group(cls=Commands)
 def bench() -> None:
     """Measure the core and the I/O path next to the hardware's limit, and what offloading buys in front of servers."""
 
@@ -28,8 +38,8 @@ bench.add_command(serve)
 
 
 @bench.command()
-@click.option("--repeats", type=click.IntRange(1, 1000), default=21, show_default=True, help="Samples per figure.")
-@click.option("--seed", type=int, default=1, show_default=True, help="Seed of the prompt's tokens.")
+@click.option("--repeats", type=Quantity(1, 1000), default=21, show_default=True, help="Samples per figure.")
+@click.option("--seed", type=Quantity(), default=1, show_default=True, help="Seed of the prompt's tokens.")
 @click.option("--record", type=OutputFile(), metavar="FILE", help=RECORD_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
@@ -40,14 +50,11 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
         result = benchmark.run(repeats, seed, advance)
     summary = asdict(result)
     samples = summary.pop("samples")
-    if record is not None:
-        settings = {
-            "repeats": RecordedSetting(repeats, "flag"),
-            "chunk_tokens": RecordedSetting(benchmark.CHUNK_TOKENS, "default"),
-        }
-        made = make_record("core", settings=settings, seed=seed, results=summary, samples=[samples])
-        write_json("--record", record, made)
-        tell_written(record)
+    settings = {
+        "repeats": RecordedSetting(repeats, "flag"),
+        "chunk_tokens": RecordedSetting(benchmark.CHUNK_TOKENS, "default"),
+    }
+    write_record(record, "core", settings=settings, seed=seed, results=summary, samples=[samples])
     if as_json:
         print_json({**summary, "samples": samples})
         return
@@ -68,8 +75,8 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     type=click.Choice(["smollm2", "normal"]),
     help="KV of the model SmolLM2, or normally distributed numbers.  [default: both]",
 )
-@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Samples per figure.")
-@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of the numbers.")
+@click.option("--repeats", type=Quantity(1, 1000), default=5, show_default=True, help="Samples per figure.")
+@click.option("--seed", type=Quantity(0), default=1, show_default=True, help="Seed of the numbers.")
 @click.option("--record", type=OutputFile(), metavar="FILE", help=RECORD_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
@@ -88,6 +95,7 @@ def codec_command(
     sources: dict[benchmark.Source, list[benchmark.Frame]] = {}
     if model != "normal":
         try:
+            click.echo(f"codec: computing the KV of {PRETRAINED}", err=True)
             text = "".join(line.text for line in choose_sessions(read_trace(), 1))
             sources |= benchmark.kv_frames(pretrained_kv(text, 2 * benchmark.CHUNK_TOKENS), PRETRAINED)
         except ConfigError as error:
@@ -96,16 +104,13 @@ def codec_command(
             click.echo(f"bench codec: only random numbers are measured: {error}", err=True)
     if model != "smollm2":
         sources["normally distributed", "bf16"] = benchmark.normal_frames(seed)
-    with progress("codec", len(sources) * (repeats + 1)) as advance:
+    with progress("codec", len(sources) * len(benchmark.installed()) * (repeats + 1)) as advance:
         result = benchmark.run(sources, repeats, advance)
-    if record is not None:
-        settings = {
-            "model": RecordedSetting(model, origin("model")),
-            "repeats": RecordedSetting(repeats, origin("repeats")),
-        }
-        made = make_record("codec", settings=settings, seed=seed, results=asdict(result))
-        write_json("--record", record, made)
-        tell_written(record)
+    settings = {
+        "model": RecordedSetting(model, origin("model")),
+        "repeats": RecordedSetting(repeats, origin("repeats")),
+    }
+    write_record(record, "codec", settings=settings, seed=seed, results=asdict(result))
     if as_json:
         print_json(result)
     else:
@@ -127,7 +132,7 @@ def codec_command(
 @click.option(
     "--threads",
     multiple=True,
-    type=click.IntRange(1, 64),
+    type=Quantity(1, 64),
     help="Number of threads to try, repeatable. [default: 4; with --thorough: 1, 2, 4]",
 )
 @tier_option(
@@ -143,14 +148,12 @@ def codec_command(
 )
 @click.option(
     "--streams",
-    type=click.IntRange(1, 1024),
+    type=Quantity(1, 1024),
     default=1,
     show_default=True,
     help="Number of engines whose objects are interleaved.",
 )
-@click.option(
-    "--repeats", type=click.IntRange(1, 100), help="Pairs of samples per row. [default: 3; with --thorough: 5]"
-)
+@click.option("--repeats", type=Quantity(1, 100), help="Pairs of samples per row. [default: 3; with --thorough: 5]")
 @click.option(
     "--sample",
     "sample_bytes",
@@ -226,11 +229,11 @@ def io(
 @click.option("--size", "sizes", type=Bytes(), multiple=True, help="Chunk size, repeatable.  [default: 4, 32 MiB]")
 @click.option(
     "--in-flight",
-    type=click.IntRange(1, 256),
+    type=Quantity(1, 256),
     multiple=True,
     help="Operations in flight, repeatable.  [default: 1, 4, 16]",
 )
-@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Samples per row.")
+@click.option("--repeats", type=Quantity(1, 1000), default=5, show_default=True, help="Samples per row.")
 @click.option(
     "--sample",
     "sample_bytes",
@@ -276,13 +279,11 @@ def tier_command(
     )
     with ended_by_signals(), progress("tier", it.steps) as advance:
         result = it.run(advance)
-    if record is not None:
-        settings = {
-            name: RecordedSetting(getattr(it, name), origin(name))
-            for name in ("sizes", "in_flight", "repeats", "sample_bytes")
-        }
-        write_json("--record", record, make_record("tier", settings=settings, seed=None, results=asdict(result)))
-    tell_written(record)
+    settings = {
+        name: RecordedSetting(getattr(it, name), origin(name))
+        for name in ("sizes", "in_flight", "repeats", "sample_bytes")
+    }
+    write_record(record, "tier", settings=settings, seed=None, results=asdict(result))
     if as_json:
         print_json(result)
     else:

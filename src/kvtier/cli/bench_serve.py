@@ -66,9 +66,9 @@ from kvtier.cli.reading import reading_options
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Setting of kvtier in the arm kvtier; repeatable."
 )
-@click.option("--repeats", type=click.IntRange(1, 100), default=3, show_default=True, help="Runs of each arm.")
+@click.option("--repeats", type=Quantity(1, 100), default=3, show_default=True, help="Runs of each arm.")
 @click.option("--seconds", type=Duration(5, 86400), default="120s", show_default=True, help="Measured part of a run.")
-@click.option("--warm-up", type=click.IntRange(0, 1000), default=2, show_default=True, help="Conversations before it.")
+@click.option("--warm-up", type=Quantity(0, 1000), default=2, show_default=True, help="Conversations before it.")
 @click.option(
     "--ratio",
     "ratios",
@@ -112,7 +112,7 @@ from kvtier.cli.reading import reading_options
 @click.option("--host", type=Bytes(), default="512MiB", show_default=True, help="Host memory of the tiered arms.")
 @click.option("--device-kv", type=Bytes(), default="1GiB", show_default=True, help="KV memory of the device.")
 @click.option("--store", type=Bytes(), default="8GiB", show_default=True, help="Capacity on the drive.")
-@click.option("--running", type=click.IntRange(1, 4096), default=8, show_default=True, help="Largest batch.")
+@click.option("--running", type=Quantity(1, 4096), default=8, show_default=True, help="Largest batch.")
 @click.option(
     "--ttft",
     "ttft_limit_s",

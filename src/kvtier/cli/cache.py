@@ -10,7 +10,8 @@ from typing import Any, TextIO, cast
 import click
 
 from kvtier.cli.config import file_option, set_option
-from kvtier.cli.options import Number
+from kvtier.cli.main import Commands
+from kvtier.cli.options import Duration
 from kvtier.config.loader import load
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_result
@@ -54,9 +55,8 @@ def engine_options(command: Callable[..., int]) -> Callable[..., int]:
         click.option(
             "--deadline",
             "deadline_s",
-            type=Number(0.1, DEADLINE_S_MAX),
+            type=Duration(0.1, DEADLINE_S_MAX),
             default=DEADLINE_S,
-            metavar="SECONDS",
             show_default=True,
             help="Time for the answer.",
         ),
@@ -105,7 +105,7 @@ def sockets(path: Path) -> list[Path]:
     return named
 
 
-@click.group()
+@click.group(cls=Commands)
 def cache() -> None:
     """Ask a running engine about its cache, or give it an order.
 
@@ -161,7 +161,7 @@ def prefetch(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
 
 
 @cache.command()
-@click.option("--for", "seconds", type=Number(0), default=600.0, metavar="SECONDS", show_default=True, help="How long.")
+@click.option("--for", "seconds", type=Duration(), default=600.0, show_default=True, help="How long.")
 @engine_options
 @prompt_options
 def pin(call: Ask, prompt: Mapping[str, Any], seconds: float, as_json: bool) -> int:
@@ -201,7 +201,7 @@ def why(call: Ask, request: str, as_json: bool) -> int:
 @click.option("--all", "is_all", is_flag=True, help="Everything.")
 @salt_option
 @click.option("--model", metavar="ID", help="Not for an engine: the answer names the command for a store.")
-@click.option("--age", type=Number(0), metavar="SECONDS", help="As --model.")
+@click.option("--age", type=Duration(0, 1e12), help="As --model.")
 @engine_options
 def clear(call: Ask, is_all: bool, as_json: bool, **given: object) -> int:
     """Make what is cached unreachable for this engine: --all, or what requests of a --salt have stored.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvtier.cli.options import Duration, OutputFile
+from kvtier.cli.options import Duration, OutputFile, Quantity
 from kvtier.cli.signals import noted_signals
 from kvtier.errors import ConfigError
 from kvtier.report.format import bytes_text
@@ -27,10 +27,16 @@ STDERR = 2
     help="A block device such as /dev/nvme0n1, or a path on one.  [every disk that is stacked on no other]",
 )
 @click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Measure only requests for files below this directory, instead of --device.",
+)
+@click.option(
     "--pid",
     "pids",
     multiple=True,
-    type=click.IntRange(1),
+    type=Quantity(1),
     metavar="PID",
     help="Measure a process and its children, repeatable.  [every process, and the kernel]",
 )
@@ -60,6 +66,7 @@ STDERR = 2
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def characterize(
     device: str | None,
+    directory: Path | None,
     pids: tuple[int, ...],
     seconds: float | None,
     inputs: tuple[Path, ...],
@@ -78,14 +85,17 @@ def characterize(
     from kvtier.characterize.capture import CaptureSettings, run
 
     if inputs:
-        if device is not None or pids or seconds is not None or command or journals:
+        if device is not None or directory is not None or pids or seconds is not None or command or journals:
             raise ConfigError("--input is a recording: allowed with it are --report and --json")
         from kvtier.characterize.recordings import read_recordings
 
         _show(read_recordings(inputs), {}, report, as_json=as_json)
         return 0
+    if device is not None and directory is not None:
+        raise ConfigError(f"--device {device} and --dir {directory}: allowed: one of them")
     settings = CaptureSettings(
         device=device,
+        directory=directory,
         pids=pids,
         command=command,
         seconds=SECONDS if seconds is None and not command else seconds,

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from kvtier.cli import options
+from kvtier.cli.main import Commands
 from kvtier.config.loader import TIERS, Loaded, load
 from kvtier.config.machine_checks import Finding, check
 from kvtier.config.schema import Setting
@@ -65,7 +66,7 @@ def settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return file_option(tier_option(set_option(command)))
 
 
-@click.group()
+@click.group(cls=Commands)
 def config() -> None:
     """Show every setting and its origin, or check them against this machine.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from kvtier.cli.options import OutputFile, origin, tell_written
+from kvtier.cli.options import OutputFile, Quantity, origin, tell_written
 from kvtier.cli.signals import ended_by_signals
 from kvtier.report.output import check_writable
 
@@ -21,19 +21,19 @@ REPORT = Path("demo-out/report.html")
 @click.option("--record", type=OutputFile(), help="Write all samples and conditions as a JSON record.")
 @click.option(
     "--sessions",
-    type=int,
+    type=Quantity(),
     show_default="2 of 12, or 8 with random weights",
     help="Number of conversations, the shortest first.",
 )
 @click.option(
     "--requests",
-    type=int,
+    type=Quantity(),
     show_default="6, or all with --sessions or random weights",
     help="Number of requests: the first turns of each conversation.",
 )
 @click.option(
     "--new-tokens",
-    type=click.IntRange(1, 256),
+    type=Quantity(1, 256),
     show_default="24, or 16 with random weights",
     help="Tokens of the longest answer.",
 )
@@ -42,10 +42,10 @@ REPORT = Path("demo-out/report.html")
     show_default="smollm2 where its packages are installed, otherwise small",
     help="smollm2, a real language model; or tiny, small or medium, with random weights.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), show_default="11", help="Seed of random weights.")
+@click.option("--seed", type=Quantity(0, 2**63 - 1), show_default="11", help="Seed of random weights.")
 @click.option(
     "--threads",
-    type=click.IntRange(0, 1024),
+    type=Quantity(0, 1024),
     default=0,
     show_default="one for each core",
     help="Number of torch threads.",

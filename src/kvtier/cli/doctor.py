@@ -20,7 +20,8 @@ from kvtier.cli.doctor_findings import (
     run_checks,
     server_checks,
 )
-from kvtier.cli.options import Number, Quantity
+from kvtier.cli.main import Commands
+from kvtier.cli.options import Duration, Quantity
 from kvtier.cli.sglang import python_option
 from kvtier.connect.local_files import installed_version
 from kvtier.connect.sglang import installed as sglang_installed
@@ -46,9 +47,8 @@ def doctor_options(command: Callable[..., int]) -> Callable[..., int]:
         click.option(
             "--timeout",
             "timeout_s",
-            type=Number(1, 3600),
+            type=Duration(1, 3600),
             default=TIMEOUT_S,
-            metavar="SECONDS",
             show_default=True,
             help="Time for the answer; what is not checked by then is named.",
         ),
@@ -58,7 +58,7 @@ def doctor_options(command: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=Commands, invoke_without_command=True)
 @doctor_options
 @click.pass_context
 def doctor(context: click.Context, tiers: tuple[str, ...], timeout_s: float, as_json: bool) -> int:
@@ -80,7 +80,7 @@ def doctor(context: click.Context, tiers: tuple[str, ...], timeout_s: float, as_
 @doctor.command()
 @click.argument("transfer", metavar="[CONFIG_JSON]", required=False)
 @click.option("--model", help="Model: a folder, or a name in the local hub cache.")
-@click.option("--block-size", type=click.IntRange(1, 1 << 20), help="vLLM's --block-size [default: what vLLM chooses].")
+@click.option("--block-size", type=Quantity(1, 1 << 20), help="vLLM's --block-size [default: what vLLM chooses].")
 @click.option(
     "--engine-args",
     default="",

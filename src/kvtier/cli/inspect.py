@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 
 from kvtier.cli.config import file_option, set_option
-from kvtier.cli.options import Number
+from kvtier.cli.main import Commands
+from kvtier.cli.options import Duration, Quantity
 from kvtier.codec.frame import Seals
 from kvtier.codec.head import VERSION
 from kvtier.config.loader import Loaded, load
@@ -108,7 +109,7 @@ def store_argument(command: Callable[..., int]) -> Callable[..., int]:
     return where(file_option(set_option(with_store)))
 
 
-@click.group()
+@click.group(cls=Commands)
 def inspect() -> None:
     """List, count, verify, repair, reseal, free and purge stores.
 
@@ -125,7 +126,7 @@ def inspect() -> None:
 @store_argument
 @click.option(
     "--limit",
-    type=click.IntRange(1, 1_000_000),
+    type=Quantity(1, 1_000_000),
     default=100,
     show_default=True,
     help="Maximum number of objects listed.",
@@ -238,7 +239,7 @@ def repair(where: Store, as_json: bool) -> int:
 @inspect.command()
 @store_argument
 @click.option("--model", default="", metavar="ID", help="Objects of this model instead: first digits of its id.")
-@click.option("--age", "age_s", type=Number(0), metavar="SECONDS", help="Objects unused for this long instead.")
+@click.option("--age", "age_s", type=Duration(0, 1e12), help="Objects unused for this long instead.")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @click.option("--dry-run", "is_dry_run", is_flag=True, help="Only count what would be removed.")
 @json_option

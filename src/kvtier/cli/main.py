@@ -42,7 +42,22 @@ CHECK_THREAD = "kvtier doctor"
 """Names of threads that may hang in a file system or in a client begin so."""
 
 
-class LazyGroup(click.Group):
+class Commands(click.Group):
+    """A group that suggests a command for a mistyped one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """See `click.Group`."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            from kvtier.config.schema import near  # so that help starts quickly
+
+            ctx.fail(f"No such command {name!r}{near(name, self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(Commands):
     """A group that imports a command only when it is asked for, not to list it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -67,7 +82,8 @@ class LazyGroup(click.Group):
 def cli() -> None:
     """KV-cache offloading: tools for stores, tiers, traces and models.
 
-    Results go to stdout (with --json as JSON alone), progress and messages to stderr.
+    Results go to stdout (with --json as JSON alone), progress and messages to stderr. Numbers may be written 131,072,
+    128k (128,000) or 128Ki (131,072). A file that an option would overwrite is kept as FILE.1, FILE.2 and so on.
     Exit codes: 0 success, 1 problem found, 2 usage or configuration error.
     """
 

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -9,8 +10,8 @@ from typing import Any, Literal
 import click
 from click.core import ParameterSource
 
-from kvtier.config.value_types import Seconds, parse_count, parse_size
-from kvtier.report.output import check_chart, check_matplotlib, check_writable
+from kvtier.config.value_types import Seconds, parse_number, parse_size, parse_whole
+from kvtier.report.output import check_chart, check_matplotlib, check_writable, note_earlier, write_json
 
 
 class WorkDirectory(click.Path):
@@ -44,6 +45,7 @@ class OutputFile(click.Path):
         """See `click.ParamType`."""
         option = param.opts[0] if param is not None else "file"
         check_writable(option, Path(value))
+        note_earlier(Path(value))
         if self._content == "picture":
             check_chart(option, Path(value))
         elif self._content == "report":
@@ -52,10 +54,15 @@ class OutputFile(click.Path):
 
 
 class Number(click.FloatRange):
-    """A finite number in a range: click's own range lets nan through, which is neither above nor below a limit."""
+    """A finite number in a range, also written ``10k``.
+
+    click's own range lets nan through, which is neither above nor below a limit.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ANN401
         """See `click.ParamType`."""
+        with suppress(ValueError):  # click reads what is left, such as 1e-3, or refuses it
+            value = float(parse_number(str(value)))
         number = super().convert(value, param, ctx)
         return number if isfinite(number) else self.fail(f"{value!r} is not finite", param, ctx)
 
@@ -86,20 +93,26 @@ class Duration(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] -
         try:
             return self._kind.read(value, is_text=True)
         except ValueError as error:
+            with suppress(ValueError):  # also 1e-3, which settings do not have
+                return self._kind.read(float(value), is_text=True)
             self.fail(f"{value}: {error}; allowed: {self._kind.allowed}", param, ctx)
 
 
-class Quantity(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3
-    """Tokens or users: ``4096``, ``131,072``, ``128k`` or ``128Ki``."""
+class Quantity(click.IntRange):
+    """A whole number in a range: ``4096``, ``131,072``, ``128k`` or ``128Ki``."""
 
     name = "count"
+
+    def __init__(self, least: int = 0, most: int | None = None) -> None:
+        super().__init__(least, most)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # noqa: ANN401
         """See `click.ParamType`."""
         try:
-            return value if isinstance(value, int) else parse_count(value)
+            count = parse_whole(str(value))
         except ValueError as error:
             self.fail(f"{value!r} is {error}", param, ctx)
+        return super().convert(count, param, ctx)
 
 
 def tier_option(help: str, *, multiple: bool = True) -> Callable[[Any], Any]:  # noqa: A002 - the word that click uses
@@ -128,6 +141,15 @@ def is_given(name: str) -> bool:
 def origin(name: str) -> str:
     """``flag`` if the parameter of the running command is on the command line, else ``default``."""
     return "flag" if is_given(name) else "default"
+
+
+def write_record(path: Path | None, benchmark: str, **conditions: Any) -> None:  # noqa: ANN401 - of `make_record`
+    """Write the record of `--record`, if there is one, and say so."""
+    from kvtier.bench.record import make_record
+
+    if path is not None:
+        write_json("--record", path, make_record(benchmark, **conditions))
+        tell_written(path)
 
 
 def tell_written(*paths: Path | None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from kvtier.cli.options import OutputFile, gpu_option, tier_option
+from kvtier.cli.reading import time_unit_option
 
 
 @click.command()
@@ -36,6 +37,7 @@ from kvtier.cli.options import OutputFile, gpu_option, tier_option
     help="Share of prompt tokens that occur in earlier prompts.  [default: from turns and lengths]",
 )
 @click.option("--trace", metavar="FILE", help="Measure the traffic in a trace (.jsonl or .csv, also .gz).")
+@time_unit_option
 @click.option("--ttft", metavar="TIME", help="Limit of the mean time to first token.  [default: 1 s]")
 @tier_option(
     "A tier of all hosts together: host=1TiB, disk=4xpm1753, disk=4x7.68TB?read=20GB/s, s3=1000TB. Repeatable; tiers "

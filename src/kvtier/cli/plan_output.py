@@ -15,6 +15,7 @@ from kvtier.plan.settings import settings_toml
 from kvtier.report.output import print_json
 from kvtier.report.table import print_table, print_text
 from kvtier.size import hub
+from kvtier.trace.formats.base import TraceWarning
 
 
 def run(
@@ -42,7 +43,8 @@ def run(
     if fetch and model:
         hub.fetch(model)
     values: dict[str, Any] = {"model": model, **given}
-    options = {name: values[option] for name, option in OPTIONS.items() if option in values}
+    names = {name: option.replace("-", "_") for name, option in OPTIONS.items()}
+    options = {name: values[option] for name, option in names.items() if option in values}
     options |= gpu_options(gpu) if gpu is not None else {}
     options |= weight_options(weights) if weights is not None else {}
     inputs = load(example=example or "", file=file, options=options | tier_options(tiers), sets=sets, probe=probe)
@@ -50,6 +52,9 @@ def run(
         raise ConfigError("no model is given; name one, such as `kvtier plan llama-3.1-8b`, or --example samsung")
 
     result = make_plan(inputs)
+    for note in result.deployment.workload.notes:
+        if isinstance(note, TraceWarning):
+            click.echo(f"kvtier: trace {inputs.traffic.trace}: {note}", err=True)
     answer = {"verdict": verdict(result), "conclusion": conclusion(result), "settings": settings_toml(result)}
     shown = plan_report(result, shows_inputs=show_inputs)
     shown.show(to_json(result) | answer, as_json=as_json, page=report, picture=picture)

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvtier.bench.record import RecordedSetting, make_record
+from kvtier.bench.record import RecordedSetting
 from kvtier.cli.config import settings_options
-from kvtier.cli.options import Bytes, Duration, OutputFile, WorkDirectory, origin, tell_written
+from kvtier.cli.options import Bytes, Duration, OutputFile, Quantity, WorkDirectory, origin, write_record
 from kvtier.cli.signals import ended_by_signals
 from kvtier.config.loader import Loaded, load
 from kvtier.config.sections import all_settings, value_of
-from kvtier.report.output import progress, write_json
+from kvtier.report.output import progress
 
 if TYPE_CHECKING:
     from kvtier.probe.run import Effort
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--quick", is_flag=True, help="Measure two sizes and two depths, in a fraction of the time and bytes.")
 @click.option("--size", "sizes", type=Bytes(), multiple=True, help="Size of an object, repeatable.")
 @click.option(
-    "--depth", "depths", multiple=True, type=click.IntRange(1, 256), help="Number of parallel operations, repeatable."
+    "--depth", "depths", multiple=True, type=Quantity(1, 256), help="Number of parallel operations, repeatable."
 )
 @click.option("--seconds", type=Duration(), help="Time limit of each measurement.  [default: 0.5 s]")
 @click.option("--bytes", "write_bytes", type=Bytes(), help="Byte limit of all writes together.  [default: 8 GiB]")
@@ -71,12 +71,9 @@ def probe(
     click.echo(f"{it.bounds}; {where_text(loaded.config, directory)}.", err=True)
     with ended_by_signals(), progress("probe", it.bounds.points) as advance:
         result = it.run(lambda _what: advance(1))
-    if record is not None:
-        settings = {**origins, **_settings(loaded, directory)}
-        made = make_record("probe", settings=settings, seed=None, results=asdict(result), directory=directory)
-        write_json("--record", record, made)
     probe_report(result).show(asdict(result), as_json=as_json, page=report, picture=picture)
-    tell_written(record)
+    settings = {**origins, **_settings(loaded, directory)}
+    write_record(record, "probe", settings=settings, seed=None, results=asdict(result), directory=directory)
     return 0 if result.is_complete else 1
 
 

@@ -6,10 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.options import is_given
+from kvtier.cli.options import Number, Quantity, is_given
 
 if TYPE_CHECKING:
     from kvtier.trace.arrays import TraceArrays
+
+
+time_unit_option = click.option(
+    "--time-unit",
+    metavar="s|ms|us",
+    help="Unit of timestamps in request lines.  [ms; s where lines have a parent_chat_id]",
+)
 
 
 def reading_options(command: Callable[..., object]) -> Callable[..., object]:
@@ -17,16 +24,16 @@ def reading_options(command: Callable[..., object]) -> Callable[..., object]:
     for option in reversed(
         (
             click.option(
-                "--block", type=int, metavar="TOKENS", help="Tokens of a block.  [the trace's; sessions: 256]"
+                "--block", type=Quantity(), metavar="TOKENS", help="Tokens of a block.  [the trace's; sessions: 256]"
             ),
-            click.option("--window-h", type=float, default=10.0, help="Hours over which sessions start.  [10]"),
+            click.option("--window-h", type=Number(0), default=10.0, help="Hours over which sessions start.  [10]"),
             click.option(
                 "--seed",
-                type=click.IntRange(0),
+                type=Quantity(0),
                 default=1,
                 help="Seed of all that is drawn, also start times.  [1]",
             ),
-            click.option("--time-unit", default="ms", help="Unit of timestamps in request lines: s, ms, us.  [ms]"),
+            time_unit_option,
             click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for traces of text."),
             click.option("--strict", is_flag=True, help="Treat warnings about a trace as errors."),
         )
@@ -49,7 +56,7 @@ def load_drawn(path: Path, options: dict[str, Any], *, is_quiet: bool = False) -
         block_tokens=options["block"],
         window_h=options["window_h"],
         seed=options["seed"],
-        time_unit=options["time_unit"],
+        time_unit=options["time_unit"] or "",
         tokenizer=options["tokenizer"],
     )
     reader = open_trace(path, read_options)

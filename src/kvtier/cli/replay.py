@@ -1,11 +1,13 @@
 """`kvtier replay`: hit rates of policies and capacities, and replays through tiers, from a trace."""
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.options import OutputFile, gpu_option, is_given, tier_option
+from kvtier.cli.main import Commands
+from kvtier.cli.options import Number, OutputFile, Quantity, gpu_option, is_given, tier_option
 from kvtier.cli.reading import load_trace, reading_options
 from kvtier.cli.replay_output import ReplayOutput
 from kvtier.report.output import print_json
@@ -19,12 +21,14 @@ POLICIES = "default,lru,min"
 _TIER_ONLY = ("model", "gpu", "prefill", "probe", "servers", "nodes", "router", "write_policy", "planner")
 
 
-class _RunOrDescribe(click.Group):
+class _RunOrDescribe(Commands):
     """``replay TRACE`` is ``replay run TRACE``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Insert ``run`` where there is no subcommand."""
-        return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
+        """Insert ``run`` where there is no subcommand, and no mistyped one in place of a file."""
+        first = args[0] if args else ""
+        is_command = first in self.commands or (get_close_matches(first, self.commands) and not Path(first).exists())
+        return super().parse_args(ctx, args if is_command else ["run", *args])
 
 
 @click.group(cls=_RunOrDescribe)
@@ -48,7 +52,7 @@ def replay() -> None:
 )
 @click.option(
     "--draws",
-    type=click.IntRange(1, 100),
+    type=Quantity(1, 100),
     default=3,
     help="Draws of start times, from --seed on, for traces of sessions without them; not with --tier.  [3]",
 )
@@ -62,9 +66,9 @@ def replay() -> None:
     help="Model whose KV is stored, as in `kvtier size`.  [llama-3.3-70b]",
 )
 @gpu_option("GPUs of a node, such as 8xh100-sxm; they set the speeds of prefill and host links.")
-@click.option("--prefill", type=float, help="Prefill speed of one prompt, in tokens a second.  [by --gpu, or 10,000]")
+@click.option("--prefill", type=Number(0), help="Prefill speed of one prompt, tokens a second.  [by --gpu, or 10,000]")
 @click.option("--probe", type=click.Path(path_type=Path), help="Link speeds from a record of `kvtier probe`.")
-@click.option("--servers", type=int, help="Concurrent prompts of a node.  [busy 80 % of the time without tiers]")
+@click.option("--servers", type=Quantity(), help="Concurrent prompts of a node.  [busy 80 % of the time without tiers]")
 @click.option(
     "--nodes",
     default="1",
@@ -83,7 +87,7 @@ def replay() -> None:
 )
 @click.option("--planner/--no-planner", default=True, help="Use the planner; --no-planner loads everything cached.")
 @reading_options
-@click.option("--jobs", type=click.IntRange(1, 256), help="Maximum number of processes.  [one for each core]")
+@click.option("--jobs", type=Quantity(1, 256), help="Maximum number of processes.  [one for each core]")
 @click.option("--keep", type=OutputFile(), help="Journal file: an interrupted run continues from it.")
 @click.option("--report", type=OutputFile("report"), help="Also write an HTML report with charts.")
 @click.option("--picture", type=OutputFile("picture"), help="Also write charts of one replay to a .svg or .png file.")

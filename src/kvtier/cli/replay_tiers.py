@@ -10,6 +10,7 @@ import click
 from kvtier import size
 from kvtier.cli.reading import load_trace
 from kvtier.cli.replay_output import ReplayOutput
+from kvtier.config.value_types import parse_count
 from kvtier.core.limits import WritePolicy
 from kvtier.policy.registry import DEFAULT_EVICTOR
 from kvtier.replay.results import TieredResult
@@ -119,6 +120,6 @@ def _words(text: str) -> list[str]:
 
 def _counts(text: str) -> list[int]:
     try:
-        return [int(it) for it in _words(text)]
+        return [parse_count(it) for it in _words(text)]
     except ValueError:
         raise click.UsageError(f"--nodes {text!r}: allowed: whole numbers, with commas between them") from None

@@ -8,7 +8,8 @@ import click
 
 from kvtier.cli.config import set_option, tier_option
 from kvtier.cli.engine_settings import given, notes
-from kvtier.cli.options import OutputFile, tell_written
+from kvtier.cli.main import Commands
+from kvtier.cli.options import OutputFile, Quantity, tell_written
 from kvtier.config.loader import load
 from kvtier.config.sections import Config
 from kvtier.connect.sglang.installed import (
@@ -30,7 +31,7 @@ python_option = click.option(
 )
 
 
-@click.group()
+@click.group(cls=Commands)
 def sglang() -> None:
     """Configure HiCache's storage backend in SGLang. Why there is no hit: `kvtier doctor sglang`."""
 
@@ -38,7 +39,7 @@ def sglang() -> None:
 @sglang.command(name="config")
 @tier_option
 @set_option
-@click.option("--page-size", type=click.IntRange(1, 1 << 16), default=PAGE_TOKENS, show_default=True, help="Tokens.")
+@click.option("--page-size", type=Quantity(1, 1 << 16), default=PAGE_TOKENS, show_default=True, help="Tokens.")
 @click.option("--file", type=OutputFile(), metavar="FILE", help="Write the JSON to FILE, and print @FILE instead.")
 @python_option
 def config_command(

@@ -40,8 +40,8 @@ FIELD_ENTRIES_SHOWN = 6
     help="Format of the KV: fp16, fp8, int8:g64, mxfp4, nvfp4, int4:g64, ...",
 )
 @click.option("--index-dtype", help="Format of an indexer's keys [default: as --dtype].")
-@click.option("--tp", type=int, help="Tensor-parallel size [default: 1, or all of --gpu].")
-@click.option("--pp", type=int, default=1, show_default=True, help="Number of pipeline stages.")
+@click.option("--tp", type=Quantity(), help="Tensor-parallel size [default: 1, or all of --gpu].")
+@click.option("--pp", type=Quantity(), default=1, show_default=True, help="Number of pipeline stages.")
 @click.option(
     "--chunk-tokens", type=Quantity(), default=CHUNK_TOKENS, show_default=True, help="Tokens of a stored chunk."
 )
@@ -112,8 +112,9 @@ def size(
         hub.fetch(model)
     if gpu is not None and memory is not None:
         raise click.UsageError("--gpu and --memory exclude each other")
-    gpus, memory_bytes = _gpus(gpu) if gpu is not None else ((tp or 1) * pp, memory)
-    tp = tp or (max(1, gpus // pp) if gpu is not None else 1)
+    gpus, memory_bytes = _gpus(gpu) if gpu is not None else ((1 if tp is None else tp) * pp, memory)
+    if tp is None:
+        tp = max(1, gpus // max(pp, 1)) if gpu is not None else 1
     kv = of(read_model(model, ignore), dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
     capacities: dict[str, GpuCapacity | TierCapacity] = {}
     if memory_bytes is not None:

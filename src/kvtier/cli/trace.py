@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.options import Duration, OutputFile, Quantity
+from kvtier.cli.main import Commands
+from kvtier.cli.options import Duration, Number, OutputFile, Quantity
 from kvtier.cli.reading import load_trace, reading_options
 from kvtier.errors import ConfigError
 from kvtier.report.output import progress
@@ -22,21 +23,21 @@ _STEP = 4096
 """Lines between two updates of the progress bar."""
 _WAIT_S = 60.0
 _STATISTICS = (
-    ("requests-per-s", float, "Mean requests a second, all sessions.  [2; with --like: the trace's]"),
-    ("turns", float, "Mean requests of a session.  [4]"),
-    ("first-tokens", float, "Mean tokens of a first prompt after its shared part.  [1500]"),
-    ("turn-tokens", float, "Mean growth of a prompt from turn to turn.  [600]"),
-    ("output-tokens", float, "Mean tokens of a response.  [300]"),
+    ("requests-per-s", Number(0), "Mean requests a second, all sessions.  [2; with --like: the trace's]"),
+    ("turns", Number(0), "Mean requests of a session.  [4]"),
+    ("first-tokens", Number(0), "Mean tokens of a first prompt after its shared part.  [1500]"),
+    ("turn-tokens", Number(0), "Mean growth of a prompt from turn to turn.  [600]"),
+    ("output-tokens", Number(0), "Mean tokens of a response.  [300]"),
     ("think-s", Duration(), "Mean seconds between the requests of a session.  [60]"),
-    ("spread", float, "Standard deviation of the logarithm of lengths and pauses.  [1]"),
-    ("shared-prompts", int, "Distinct shared prompts.  [16]"),
-    ("shared-tokens", int, "Tokens of each shared prompt.  [1024]"),
-    ("shared-share", float, "Share of the sessions that begin with one.  [0.8]"),
-    ("popularity", float, "Zipf exponent of the shared prompts.  [1]"),
+    ("spread", Number(0), "Standard deviation of the logarithm of lengths and pauses.  [1]"),
+    ("shared-prompts", Quantity(), "Distinct shared prompts.  [16]"),
+    ("shared-tokens", Quantity(), "Tokens of each shared prompt.  [1024]"),
+    ("shared-share", Number(0), "Share of the sessions that begin with one.  [0.8]"),
+    ("popularity", Number(0), "Zipf exponent of the shared prompts.  [1]"),
 )
 
 
-@click.group()
+@click.group(cls=Commands)
 def trace() -> None:
     """Record, convert, anonymize and synthesize request traces."""
 

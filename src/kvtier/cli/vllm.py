@@ -6,6 +6,7 @@ import click
 
 from kvtier.cli.config import set_option, tier_option
 from kvtier.cli.engine_settings import given, notes
+from kvtier.cli.main import Commands
 from kvtier.config.loader import Loaded, load
 from kvtier.config.sections import Config
 from kvtier.connect.vllm import support
@@ -15,7 +16,7 @@ ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
 """vLLM's `kv_role` of each kind of server."""
 
 
-@click.group()
+@click.group(cls=Commands)
 def vllm() -> None:
     """Configure the connector in vLLM. Why there is no hit: `kvtier doctor vllm`."""
 

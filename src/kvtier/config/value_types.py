@@ -7,7 +7,7 @@ use the same checks.
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
@@ -34,10 +34,15 @@ SIZE_UNITS = {
 }
 TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
-_SIZE_UNITS_FOLDED = {unit.lower(): factor for unit, factor in SIZE_UNITS.items()}
+COUNT_UNITS = {
+    "": 1,
+    **{letter: 1000**power for power, letter in enumerate("kmgtp", 1)},
+    **{f"{letter}i": 1024**power for power, letter in enumerate("kmgtp", 1)},
+}
+_SIZE_UNITS_FOLDED = COUNT_UNITS | {unit.lower(): factor for unit, factor in SIZE_UNITS.items()}
+_TIME_UNITS_EXACT = {"": Decimal(1)} | {unit: Decimal(str(factor)) for unit, factor in TIME_UNITS.items()}
+COUNT_FORMS = "128k is 128,000 and 128Ki is 131,072"
 _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", re.ASCII)
-_SUFFIXED = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(|k|ki|m|mi|g|gi)", re.ASCII | re.IGNORECASE)
-_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _Number = TypeVar("_Number", int, float)
 _SECRET = re.compile(rf"[0-9A-Fa-f]{{{2 * SECRET_BYTES}}}")
 _SETTINGS = re.compile("[?&;#]")
@@ -46,17 +51,32 @@ _NO_KIND = re.compile("(?!/)[^:=?;#@&]*[@&]")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
+def parse_number(
+    text: str, units: Mapping[str, int | Decimal] = COUNT_UNITS, problem: str = f"not a number; {COUNT_FORMS}"
+) -> Decimal:
+    """The number of ``4096``, ``131,072``, ``1.5k`` (1,500) or ``128Ki`` (131,072), units in any case.
+
+    It is the grammar of every count, size, time and speed; `units` are those of the kind, in lower case.
+
+    Raises:
+        ValueError: with `problem`: `text` is not a number of this form.
+    """
+    found = _QUANTITY.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    factor = units.get(found[2].lower()) if found else None
+    if found is None or factor is None:
+        raise ValueError(problem)
+    return Decimal(found[1]) * factor
+
+
 def parse_size(text: str) -> int:
-    """Bytes of a size such as ``64GiB``, ``1.5 GB`` or ``4096``; units in any case; fractions of a byte are dropped.
+    """Bytes of a size such as ``64GiB``, ``1.5 GB``, ``128Ki`` or ``4096``; fractions of a byte are dropped.
 
     Raises:
         ValueError: `text` is not a size.
     """
-    found = _QUANTITY.fullmatch(text.strip())
-    factor = _SIZE_UNITS_FOLDED.get(found[2].lower() or "b") if found else None
-    if found is None or factor is None or (not found[2] and "." in found[1]):
+    if "." in text and text.strip()[-1].isdigit():
         raise ValueError("not a size")
-    return int(Decimal(found[1]) * factor)
+    return int(parse_number(text, _SIZE_UNITS_FOLDED, "not a size"))
 
 
 def parse_seconds(text: str) -> float:
@@ -65,11 +85,7 @@ def parse_seconds(text: str) -> float:
     Raises:
         ValueError: `text` is not a duration.
     """
-    found = _QUANTITY.fullmatch(text.strip())
-    factor = TIME_UNITS.get(found[2].lower() or "s") if found else None
-    if found is None or factor is None:
-        raise ValueError("not a duration")
-    return float(found[1]) * factor
+    return float(parse_number(text, _TIME_UNITS_EXACT, "not a duration"))
 
 
 def parse_count(text: str) -> int:
@@ -78,11 +94,20 @@ def parse_count(text: str) -> int:
     Raises:
         ValueError: `text` is not a whole number.
     """
-    found = _SUFFIXED.fullmatch(text.strip().replace(",", "").replace("_", ""))
-    count = Decimal(found[1]) * _SUFFIXES[found[2].lower()] if found else None
-    if count is None or count != int(count):
-        raise ValueError("not a whole number; 128k is 128,000 and 128Ki is 131,072")
+    count = parse_number(text, problem=(problem := f"not a whole number; {COUNT_FORMS}"))
+    if count != int(count):
+        raise ValueError(problem)
     return int(count)
+
+
+def parse_whole(text: str) -> int:
+    """As `parse_count`, also below 0, for a message about the range.
+
+    Raises:
+        ValueError: `text` is not a whole number.
+    """
+    count = parse_count(text.strip().removeprefix("-"))
+    return -count if text.strip().startswith("-") else count
 
 
 def size_text(count: int) -> str:
@@ -207,11 +232,9 @@ class Count(Kind):
         return f"a whole number from {self.least} to {self.most}"
 
     def read(self, raw: object, *, is_text: bool) -> int:
-        """Read an integer, or its digits where `is_text`."""
+        """Read an integer, or its text where `is_text`."""
         if is_text and isinstance(raw, str):
-            if not re.fullmatch(r"-?[0-9]{1,20}", raw.strip(), re.ASCII):
-                raise ValueError("not a whole number")
-            raw = int(raw)
+            raw = parse_whole(raw)
         if not isinstance(raw, int) or isinstance(raw, bool):
             raise ValueError("not a whole number")  # noqa: TRY004 - a user's mistake, not a caller's
         return within(raw, self.least, self.most)

@@ -10,7 +10,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from kvtier.config.schema import Setting, SettingsSection, setting, settings
-from kvtier.config.value_types import Choice, Count, Seconds, Size, Switch, Text, parse_size, size_text, within
+from kvtier.config.value_types import (
+    Choice,
+    Count,
+    Seconds,
+    Size,
+    Switch,
+    Text,
+    parse_number,
+    parse_size,
+    size_text,
+    within,
+)
 from kvtier.report.format import bytes_text, power_text
 from kvtier.size.capacity import GPU_MEMORY_SHARE, GPU_OTHER_BYTES
 
@@ -44,9 +55,9 @@ class Number:
             return None
         if is_text and isinstance(raw, str):
             try:
-                raw = float(raw.replace(",", ""))
+                raw = float(raw)
             except ValueError:
-                raise ValueError("not a number") from None
+                raw = float(parse_number(raw))
         return _number(raw, self.least, self.most, zero_allowed=bool(self.zero_means))
 
     def show(self, value: object) -> str:
@@ -262,6 +273,9 @@ class TrafficInputs(SettingsSection):
     trace: str = setting("", _NAME, "Measure the traffic in this file.")
     trace_window_s: float = setting(
         86_400.0, Seconds(1, 1e8), "Time over which sessions start, for a trace without absolute times."
+    )
+    trace_time_unit: str = setting(
+        "", Choice(("", "s", "ms", "us")), "Unit of the trace's timestamps; none: that of its format."
     )
     day_share: float = setting(
         1.0,

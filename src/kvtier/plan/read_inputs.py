@@ -33,6 +33,7 @@ OPTIONS = {
     "traffic.answer_tokens": "answer",
     "traffic.reuse": "reuse",
     "traffic.trace": "trace",
+    "traffic.trace_time_unit": "time-unit",
     "target.ttft_s": "ttft",
     **dict.fromkeys(
         (

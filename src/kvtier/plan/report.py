@@ -558,11 +558,11 @@ def _is_used(plan: Plan, name: str) -> bool:
     if section == "traffic" and plan.deployment.basis.trace:
         has_users = plan.deployment.workload.has_users
         by_users = {"turns", "interval_s", "interval_cv"} if has_users else set[str]()
-        return key in {"trace", "trace_window_s", "load", "arrivals_cv2", "reuse", *by_users}
+        return key in {"trace", "trace_window_s", "trace_time_unit", "load", "arrivals_cv2", "reuse", *by_users}
     is_used = {
         "host": inputs.host.capacity_bytes,
         "disk": inputs.disk.count,
         "shared": inputs.shared.capacity_bytes,
         "price": inputs.value(name),
     }
-    return bool(is_used.get(section, True)) and name not in {"traffic.trace", "traffic.trace_window_s", "traffic.load"}
+    return bool(is_used.get(section, True)) and not name.startswith(("traffic.trace", "traffic.load"))

@@ -60,7 +60,7 @@ def read_basis(inputs: Inputs) -> Basis:
     if inputs.traffic.trace:
         from kvtier.plan.trace import read_trace  # noqa: PLC0415 - imports numpy and the trace readers
 
-        trace = read_trace(Path(inputs.traffic.trace), inputs.traffic.trace_window_s)
+        trace = read_trace(Path(inputs.traffic.trace), inputs.traffic.trace_window_s, inputs.traffic.trace_time_unit)
     return Basis(found, Experts(*found.experts), trace, {})
 
 

@@ -3,6 +3,7 @@
 A block id names a whole prefix, so the leading blocks of a prompt that were used before belong to an earlier prompt.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.plan.workload import BURST_S, ReuseCurve, TraceSummary
 from kvtier.trace.arrays import read_arrays
+from kvtier.trace.formats.base import TraceWarning
 from kvtier.trace.formats.session_lines import SessionLines
 from kvtier.trace.open import ReadOptions, open_trace
 from kvtier.trace.stats import LogBuckets, reuse_pauses
@@ -18,22 +20,25 @@ _BUCKETS = LogBuckets(2.0**-6, 8, 8 * 36)
 """Buckets of pauses; up to 34 years."""
 
 
-def read_trace(path: Path, window_s: float) -> TraceSummary:
+def read_trace(path: Path, window_s: float, time_unit: str = "") -> TraceSummary:
     """Measure a trace in any format of `kvtier replay`.
 
     Args:
         path: the file.
         window_s: time over which the sessions of a trace without absolute times start.
+        time_unit: of its timestamps: "s", "ms" or "us"; empty: the format's.
 
     Raises:
         ConfigError: the file cannot be read or is not a trace; the message names file and line.
     """
-    reader = open_trace(path, ReadOptions(window_h=window_s / 3600))
+    options = ReadOptions(window_h=window_s / 3600, time_unit=time_unit)
+    reader = open_trace(path, options)
     has_starts = not isinstance(reader, SessionLines)
     if isinstance(reader, SessionLines):
         # The blocks of the file resolve best what a session shares with itself.
-        reader = open_trace(path, ReadOptions(window_h=window_s / 3600, block_tokens=reader.own_block_tokens))
+        reader = open_trace(path, replace(options, block_tokens=reader.own_block_tokens))
     trace = read_arrays(reader)
+    unused = ["--time-unit has no effect on this format"] if time_unit and "time_unit" not in reader.options else []
     requests, began_s = len(trace), float(trace.time_s[0])
     duration_s = float(trace.time_s[-1]) - began_s
     if requests < 2 or duration_s <= 0:
@@ -80,5 +85,5 @@ def read_trace(path: Path, window_s: float) -> TraceSummary:
         kept_share=float(is_reused.sum() / max(np.isfinite(used_s).sum(), 1)),
         burst=float(arrivals.max()) / (requests / max(duration_s / BURST_S, 1.0)),
         curve=curve if trace.has_blocks else None,
-        notes=(*trace.notes, *trace.warnings),
+        notes=(*trace.notes, *map(TraceWarning, (*unused, *trace.warnings))),
     )

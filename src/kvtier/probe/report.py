@@ -7,7 +7,7 @@ from kvtier.config.value_types import size_text
 from kvtier.probe.links import CodecRead, Measure
 from kvtier.probe.run import ProbeResult
 from kvtier.probe.tiers import TierFacts
-from kvtier.report.chart import DASHED, Axis, Chart, Charts, Curve
+from kvtier.report.chart import DASHED, Axis, Chart, Charts, Curve, few
 from kvtier.report.format import binary, time_text
 from kvtier.report.report import Report, Section
 from kvtier.report.table import Table
@@ -94,8 +94,8 @@ def _codec_text(it: CodecRead) -> str:
 
 
 def _charts(result: ProbeResult) -> Charts:
-    sizes = sorted({it.bytes for _, _, measures in _series(result) for it in measures})
-    size = Axis(label="size of an operation", is_log=True, text=binary, ticks=sizes[:: max(1, len(sizes) // 5)])
+    sizes = few({it.bytes for _, _, measures in _series(result) for it in measures})
+    size = Axis(label="size of an operation", is_log=True, text=binary, ticks=sizes)
     return {
         "rates": Chart(
             heading="Bandwidth",

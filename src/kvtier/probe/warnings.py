@@ -51,15 +51,20 @@ def machine_warnings(config: Config, facts: Facts, *, is_locked: bool | None = N
             f"swap: {size_text(facts.swap_used_bytes)} are in use; loading a swapped-out chunk is slower than "
             "loading it from a tier; lower host.capacity_bytes, or turn swap off"
         )
-    if facts.load is not None and facts.load > BUSY * facts.cores:
-        yield (
-            f"load: {facts.load:.1f} runnable processes on {facts.cores} cores, so the figures are too low; measure "
-            "again when the machine is idle"
-        )
+    yield from busy_warnings(facts)
     if facts.huge_pages == "never":
         yield (
             "huge pages: transparent huge pages are off; direct I/O into small pages is up to three times slower; "
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        )
+
+
+def busy_warnings(facts: Facts) -> Iterator[str]:
+    """A warning that other processes take the processor, by the load before the measures."""
+    if facts.load is not None and facts.load > BUSY * facts.cores:
+        yield (
+            f"load: {facts.load:.1f} runnable processes on {facts.cores} cores, so the figures are too low; measure "
+            "again when the machine is idle"
         )
 
 

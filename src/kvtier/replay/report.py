@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.report.chart import DASHED, Axis, Chart, Charts, Curve, Dash, Rule
+from kvtier.report.chart import DASHED, Axis, Chart, Charts, Curve, Dash, Rule, few
 from kvtier.report.format import NONE, share_text, short_count
 from kvtier.report.report import Section
 from kvtier.report.table import Table
@@ -22,9 +22,14 @@ CONVENTION = (
     "Of unique: capacity, as a share of the trace's unique tokens."
 )
 DRAWS = "Means over several draws of the sessions' start times; least to most: the hit rates of single draws."
-_HUES = ("gpu", "disk", "shared", "host", "ink")
+_HUES = ("disk", "shared", "alone")
 _DASHES: tuple[Dash, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
-_OWN = {"default": "tiered", "lru": "alone", "min": "soft"}
+_OWN: dict[str, tuple[str, Dash]] = {
+    "default": ("tiered", "-"),
+    "lru": ("gpu", (0, (6, 2, 1, 2))),
+    "min": ("ink", DASHED),
+}
+"""Colour and dash of policies that are usually compared: where their lines coincide, each is seen."""
 _INTERVAL_LEAST_S = 0.1
 
 
@@ -142,11 +147,12 @@ def _cache_charts(bound: float, results: "Sequence[CacheResult]", stats: TraceSt
     minutes = (np.arange(len(over_time.unique_tokens)) + 1) * over_time.bin_s / 60
     per_s = max(over_time.bin_s, 1e-9)
     tokens = Axis(label="tokens", least=0, text=short_count)
+    capacities = {it.capacity_tokens for it in results if it.capacity_tokens is not None}
     return {
         "capacity": Chart(
             heading="Hit rate against capacity",
             marks=[*_policy_curves(results), Rule(at=bound, label="infinite cache", dash=":")],
-            x=Axis(label="tokens of capacity", is_log=True, text=short_count),
+            x=Axis(label="tokens of capacity", is_log=True, text=short_count, ticks=few(capacities)),
             y=Axis(label="hit rate of tokens", least=0),
             caption="Dashed: Belady's bound for whole prefixes. Dotted: an infinite cache.",
         ),
@@ -182,12 +188,14 @@ def _policy_curves(results: "Sequence[CacheResult]") -> Iterator[Curve]:
     others = [it for it in policies if it not in _OWN]
     for policy in policies:
         place = others.index(policy) if policy in others else 0
+        spare = _HUES[place % len(_HUES)], _DASHES[place // len(_HUES) % len(_DASHES)]
+        colour, dash = _OWN.get(policy, spare)
         points = sorted((it.capacity_tokens or 0, it.hit_rate) for it in limited if it.policy == policy)
         yield Curve(
             x=[tokens for tokens, _ in points],
             y=[rate for _, rate in points],
-            colour=_OWN.get(policy) or _HUES[place % len(_HUES)],
-            dash=DASHED if policy == "min" else _DASHES[place // len(_HUES) % len(_DASHES)],
+            colour=colour,
+            dash=dash,
             marker="o",
             label="min (bound)" if policy == "min" else policy,
         )

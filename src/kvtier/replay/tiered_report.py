@@ -155,7 +155,10 @@ def _tiers_table(result: TieredResult) -> Table:
             f"{_rate(it.writes.mean_bytes_per_s)} / {_rate(it.writes.peak_together_bytes_per_s)}",
             f"{it.writes.used_share:.0%}",
             f"{it.writes.mean_depth:.1f} / {it.writes.peak_depth}",
-            f"{it.drive_writes_per_day:,.2f}{_of_rated(it.rated_writes_per_day)}" if number else NONE,
+            f"{it.drive_writes_per_day:,.2f}"
+            + (f" of {it.rated_writes_per_day:g} rated" if it.rated_writes_per_day is not None else "")
+            if number
+            else NONE,
         )
         for number, it in enumerate(result.tiers)
     )
@@ -235,10 +238,6 @@ def _directions(*, is_host: bool) -> tuple[str, str]:
 
 def _rate(bytes_per_s: float) -> str:
     return f"{decimal(bytes_per_s)}/s"
-
-
-def _of_rated(writes_per_day: float | None) -> str:
-    return "" if writes_per_day is None else f" of {writes_per_day:g} rated"
 
 
 def _charts(setup: "TieredSetup", result: TieredResult, stats: TraceStats) -> Charts:

@@ -7,7 +7,7 @@ matplotlib is imported when a chart is drawn, not before; `report.output.check_m
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,8 @@ LEGEND_ROW = 14
 """Points of a row of a legend."""
 FEW_DECADES = 300.0
 """Up to this ratio a logarithmic axis has labels at 1, 2 and 5 of each power of ten, above it only at the powers."""
+TICKS_MAX = 7
+"""Values that an axis can name."""
 END_GAP = 0.065
 """Least distance of two texts at the ends of curves, of the height of a chart."""
 POINTS_MAX = 2000
@@ -196,6 +198,12 @@ class Chart:
 
 Charts = Mapping[str, Chart]
 """Charts by name."""
+
+
+def few(values: Iterable[float]) -> list[float]:
+    """At most `TICKS_MAX` of the values, in order and with the largest, so that their texts do not touch."""
+    found = sorted(values, reverse=True)
+    return found[:: -(-len(found) // TICKS_MAX) or 1][::-1]
 
 
 def stacked(names: Sequence[str], parts: Sequence[tuple[str, str, Sequence[float]]], least: float = 0.06) -> list[Bars]:

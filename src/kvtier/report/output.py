@@ -9,7 +9,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from enum import Enum
+from filecmp import cmp
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +23,9 @@ Shown = TypeVar("Shown")
 
 LINE_S = 10.0
 """Time between two lines of progress in a log."""
+
+EARLIER = "kvtier.earlier"
+"""Key of the files in click's context that were there before the command."""
 
 CHART_SUFFIXES = (".svg", ".png")
 
@@ -88,6 +93,8 @@ def write_file(option: str, path: Path, content: str | bytes) -> None:
 def replaced(option: str, path: Path) -> Generator[Path]:
     """Yield the path of a draft, to be created with "x", that replaces `path` once it is complete.
 
+    A file of an earlier command that `note_earlier` named is kept beside the new one.
+
     Args:
         option: the command line's option, for the error message; may be empty.
         path: the file; a symbolic link is kept and its target replaced.
@@ -100,6 +107,7 @@ def replaced(option: str, path: Path) -> Generator[Path]:
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         yield draft
+        _keep_earlier(target, draft)
         draft.replace(target)
     except OSError as error:
         message = f"{option} {str(path)!r} cannot be written: {error.strerror or error}"
@@ -107,6 +115,26 @@ def replaced(option: str, path: Path) -> Generator[Path]:
     finally:
         with suppress(OSError):
             draft.unlink()
+
+
+def note_earlier(path: Path) -> None:
+    """Note a file that the command line names: it is not this command's, so the command keeps it."""
+    if path.exists() and (context := click.get_current_context(silent=True)):
+        context.meta.setdefault(EARLIER, set()).add(path.resolve())
+
+
+def _keep_earlier(target: Path, draft: Path) -> None:
+    """Give the earlier file the first free number, unless the new one has the same bytes."""
+    context = click.get_current_context(silent=True)
+    earlier: set[Path] = context.meta.get(EARLIER, set()) if context else set()
+    if target not in earlier:
+        return
+    earlier.remove(target)  # what this command writes later replaces what it wrote before
+    if cmp(target, draft, shallow=False):
+        return
+    kept = next(it for number in count(1) if not (it := target.with_name(f"{target.name}.{number}")).exists())
+    target.rename(kept)
+    click.echo(f"Kept: the earlier {target.name} is now {kept}", err=True)
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -22,8 +22,8 @@ class ReadOptions:
     """Hours within which sessions without absolute times start."""
     seed: int = 1
     """Seed of the sessions' start times."""
-    time_unit: str = "ms"
-    """Unit of `timestamp` in request lines, and in text where it does not count from 1970."""
+    time_unit: str = ""
+    """Unit of `timestamp` in request lines, and in text where it does not count from 1970; empty: the format's."""
     tokenizer: Path | None = None
     """Tokenizer file for traces of text."""
 
@@ -34,7 +34,7 @@ class ReadOptions:
                 f"--block {self.block_tokens}; allowed: 1 to {1 << 20} tokens",
             ),
             (0 < self.window_h <= 24 * 366, f"--window-h {self.window_h:g}; allowed: above 0, up to a year"),
-            (self.time_unit in UNITS_S, f"--time-unit {self.time_unit!r}; allowed: {', '.join(UNITS_S)}"),
+            (self.time_unit in ("", *UNITS_S), f"--time-unit {self.time_unit!r}; allowed: {', '.join(UNITS_S)}"),
             (self.seed >= 0, f"--seed {self.seed}; allowed: from 0 on"),
         )
         for is_allowed, message in checks:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -12,10 +13,13 @@ from kvtier.bench import io, repeats
 from kvtier.bench import io_workloads as io_samples
 from kvtier.bench.fio import Fio, FioResult, IoLatency, has_fio
 from kvtier.bench.io import IoPair, io_row
-from kvtier.bench.io_report import notes
+from kvtier.bench.io_report import io_report, notes
 from kvtier.bench.io_workloads import FullTier, IoSample, layout_of
 from kvtier.cli.main import run
+from kvtier.config.loader import load as load_settings
 from kvtier.errors import ConfigError, KvError
+from kvtier.probe.facts import Facts
+from kvtier.probe.warnings import machine_warnings
 from kvtier.runtime.executor import Completion
 from kvtier.types import Direction, Outcome
 
@@ -229,6 +233,32 @@ def test_loads_from_a_cache_are_told():
     told = [io.IoResult((row(count),), "fio", 1, 3, is_fresh=False) for count in (20, 100, None)]
     assert [len(list(notes(result))) for result in told] == [1, 0, 0]
     assert "only 20% of the bytes came from the device" in next(notes(told[0]))
+
+
+def test_an_impossible_share_is_told_and_is_no_part_of_the_answer(capsys):
+    for tier in ("host", "disk"):
+        bad = replace(row(), tier=tier, ratio=8.73)
+        result = io.IoResult((row(), bad), "fio", 1, 3, is_fresh=False)
+        assert [f"{tier} load 47.68 MiB: 8.73 of the limit is impossible" in note for note in notes(result)] == [True]
+        io_report(result).print()
+        answer = capsys.readouterr().out.partition("\n\n")[0]
+        assert "disk load 0.80 to 0.80, not counted: 1 of 2 figures" in " ".join(answer.split())
+    fair = io.IoResult((row(), replace(row(), ratio=1.1)), "fio", 1, 3, is_fresh=False)
+    assert list(notes(fair)) == []
+
+
+@pytest.mark.parametrize(("load", "is_busy"), [(40.0, True), (2.0, False), (None, False)])
+def test_a_busy_machine_is_told_as_the_probe_tells_it(tmp_path, monkeypatch, load, is_busy):
+    facts = Facts(memory_bytes=1 << 34, cores=8, load=load)
+    monkeypatch.setattr(io, "read_facts", lambda: facts)
+    monkeypatch.setattr(io, "has_fio", lambda: True)
+    monkeypatch.setattr(io, "_check_room", lambda *_: None)
+    monkeypatch.setattr(io, "host_row", lambda *_: row())
+    monkeypatch.setattr(io, "_tier_rows", lambda *_: [])
+    result = io.run(tmp_path, sizes=(4096,))
+    told = [note for note in notes(result) if "runnable processes on 8 cores" in note]
+    assert len(told) == is_busy
+    assert told == [it for it in machine_warnings(load_settings(environ={}).config, facts) if "runnable" in it]
 
 
 def test_what_the_kernel_read_for_us(tmp_path):

@@ -85,3 +85,19 @@ def test_a_codec_that_changes_a_bit_ends_in_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(registry, "names", lambda: ["raw"])
     assert run([*NORMAL, "--json"]) == 1
     assert [row["bit_exact"] for row in json.loads(capsys.readouterr().out)["results"]] == [False]
+
+
+def test_progress_goes_on_after_each_codec(monkeypatch):
+    sources = {("a", "bf16"): benchmark.normal_frames(1), ("b", "bf16"): benchmark.normal_frames(1)}
+    steps = []
+    samples = {id(it): 0 for it in benchmark.installed()}
+    measured = benchmark._sample
+
+    def sample(codec, *rest):
+        assert len(steps) == sum(samples.values())  # nothing is measured twice without a step
+        samples[id(codec)] = samples.get(id(codec), 0) + 1
+        return measured(codec, *rest)
+
+    monkeypatch.setattr(benchmark, "_sample", sample)
+    benchmark.run(sources, 2, steps.append)
+    assert sum(steps) == 2 * 3 * len(benchmark.installed())

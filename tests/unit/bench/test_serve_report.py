@@ -26,6 +26,7 @@ from kvtier.bench.serve.report import (
     write_picture,
 )
 from kvtier.bench.serve.results import Prices, arm_result, serve_record
+from kvtier.report.chart import Curve
 
 CONDITIONS = {
     "model": "random weights",
@@ -75,6 +76,27 @@ def changed(served, when, **fields):
 def with_p50(served, name, ms, **other):
     """The record with the same median in all runs of one arm."""
     return changed(served, lambda it: it.name == name, ttft_ms={"p50": ms, "p95": ms}, **other)
+
+
+def test_the_tails_of_first_and_later_tokens_stand_beside_the_medians(swept):
+    served = ServeRecord.of(swept)
+    figures = {"ttft_ms": {"p50": 100.0, "p95": 200.0, "p99": 345.0}, "tpot_ms": {"p50": 7.0, "p95": 8.0, "p99": 91.0}}
+    table = arms_table(changed(served, lambda _: True, **figures))
+    at = table.columns.index("TTFT p50, ms")
+    assert table.columns[at : at + 5] == ("TTFT p50, ms", "p95, ms", "p99, ms", "ITL p50, ms", "ITL p99, ms")
+    assert all(row[at : at + 5] == ("100", "200", "345", "7", "91") for row in table.rows)
+    assert len(table.columns) - table.numeric == 3
+    assert "ITL" in table.note
+    before = {name: {"p50": 100.0, "p95": 200.0} for name in figures}
+    table = arms_table(changed(served, lambda _: True, **before))
+    assert table.columns[at : at + 3] == ("TTFT p50, ms", "p95, ms", "TPOT, ms")
+    assert len(table.columns) - table.numeric == 3
+
+
+def test_ticks_stand_at_the_loads_that_were_run(loaded):
+    charts = answer_charts(ServeRecord.of(loaded))
+    assert all(list(chart.x.ticks) == [1, 2] for chart in charts.values())
+    assert all({*curve.x} <= {1, 2} for chart in charts.values() for curve in chart.marks if isinstance(curve, Curve))
 
 
 def test_the_answer_is_the_comparison_at_the_fastest_drive(swept):

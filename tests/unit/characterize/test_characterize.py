@@ -10,12 +10,14 @@ from tests.unit.report.test_report import check_page
 from kvtier.characterize.block_events import SEEN, _carrier, _maker, _pair
 from kvtier.characterize.calls import joined
 from kvtier.characterize.events import REQUEST, IoKind, IoLayer, IoTrace, by_time, kinds_of, rows_of, transfers
+from kvtier.characterize.file_system import Spans, within
 from kvtier.characterize.measures import is_sequential, measure
 from kvtier.characterize.pairing import covering, pair
 from kvtier.characterize.report import io_report, notes
 from kvtier.characterize.ring_buffer import PAGE_BYTES, PageEvents, event_format
 from kvtier.characterize.steps import Steps
 from kvtier.errors import BadCallError
+from kvtier.report.chart import Rule
 
 MIB = 1 << 20
 NO_GAPS = np.zeros((0, 2), np.uint64)
@@ -194,6 +196,44 @@ def test_json_has_the_keys_of_the_contract_and_the_report_is_whole():
     assert page.count("<svg") == 6
     assert "3 events were lost" in page
     assert "&lt;b&gt;said" in page
+
+
+def test_metadata_are_no_part_of_the_sizes_and_large_bytes_are_in_the_headline():
+    small = requests(300, size=4096, kind=IoKind.METADATA, is_write=True)
+    seen = trace(requests(99), small, requests(1, size=2 * MIB))
+    it = measure(seen)
+    assert (it.requests, it.metadata) == (400, 300)
+    assert it.request_bytes["p50"] == it.layers["device"].p50 == MIB
+    answer = io_report(seen, it).answer
+    assert "median request 1.05 MB, 100.0% of the bytes in requests over 1 MB" in answer
+    half = trace(requests(2, size=MIB // 2), requests(1))
+    assert "median request 524 kB, 50.0% of the bytes in requests over 1 MB" in io_report(half, measure(half)).answer
+    alone = measure(trace(small))  # a size of nothing would be 0
+    assert (alone.request_bytes["p50"], alone.metadata) == (4096, 300)
+
+
+def test_the_picture_of_addresses_shows_where_allocation_groups_begin():
+    facts = {"nvme0n1": {"allocation_groups": 32, "allocation_group_bytes": 10 * MIB, "groups_begin": MIB}}
+    seen = trace(requests(64), device_facts=facts)
+    charts = io_report(seen, measure(seen)).sections[0].charts()
+    rules = [it.at for it in charts["addresses"].marks if isinstance(it, Rule)]
+    assert rules == [(MIB + group * 10 * MIB) / 1e9 for group in range(8)]  # those that are reached, and the end
+    assert "allocation groups" in charts["addresses"].caption
+    plain = trace(requests(64), device_facts={"nvme0n1": {}})
+    charts = io_report(plain, measure(plain)).sections[0].charts()
+    assert not any(isinstance(it, Rule) for it in charts["addresses"].marks)
+
+
+def test_requests_within_parts_of_a_disk():
+    begin, size = np.array([10, 12, 40], np.uint64), np.array([10, 2, 5], np.uint64)
+    spans = Spans(begin, np.maximum.accumulate(begin + size))
+    places = np.array([0, 10, 13, 15, 19, 20, 39, 40, 44, 45], np.uint64)
+    assert spans.hold(places).tolist() == [0, 1, 1, 1, 1, 0, 0, 1, 1, 0]
+    nothing = Spans(*np.zeros((2, 0), np.uint64))
+    assert not nothing.hold(places).any()
+    rows = by_time(requests(3, stride=10), requests(2, layer=IoLayer.APPLICATION))
+    assert len(within(rows, [nothing])) == 2
+    assert within(rows, [spans, nothing])["position"].tolist() == [0, 10, MIB]
 
 
 # -- joining events --------------------------------------------------------------------------------------------------

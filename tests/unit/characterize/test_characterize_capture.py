@@ -21,6 +21,7 @@ from kvtier.characterize import block_devices, tracefs
 from kvtier.characterize.block_devices import SYSFS, disks, find_device
 from kvtier.characterize.capture import CaptureSettings, _Run, run
 from kvtier.characterize.events import IoLayer, transfers
+from kvtier.characterize.file_system import allocation_groups
 from kvtier.characterize.measures import measure
 from kvtier.characterize.processes import ProcessTree
 from kvtier.characterize.steps import Steps
@@ -433,6 +434,40 @@ def test_the_command_line_from_end_to_end(drive, capsys):
     assert report.read_text().count("<svg") == 6
     assert kvtier(["characterize", "--device", str(drive), "--", "false"]) == 1
     assert "exit code of ['false']: 1" in capsys.readouterr().err
+
+
+def test_a_capture_may_be_of_the_files_below_one_directory(drive, capsys):
+    folders = [drive / "wanted", drive / "other"]
+    for folder in folders:
+        folder.mkdir()
+        prepare(folder)
+    reads = "for it in wanted other; do dd if=$it/data of=/dev/null bs=1M count=16 iflag=direct; done; sleep 1"
+    command = ["--json", "--", "sh", "-c", f"cd {drive}; {reads}"]
+    assert kvtier(["characterize", "--device", str(drive), *command]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"]["read"] >= 32 * MIB
+    assert kvtier(["characterize", "--dir", str(folders[0]), *command]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["bytes"]["read"] == made["whole_device"]["read_bytes"] == 16 * MIB
+    assert made["request_bytes"]["share_of_bytes_over_1mb"] == 1.0
+    assert any(f"below {folders[0]} count" in remark for remark in made["remarks"])
+    assert made["layers"].get("application", {"bytes": 0})["bytes"] <= 16 * MIB
+    assert kvtier(["characterize", "--dir", str(drive), "--device", str(drive)]) == 2
+    assert "allowed: one of them" in capsys.readouterr().err
+
+
+def test_allocation_groups_are_those_that_xfs_tells(tmp_path, instances):
+    image, place = tmp_path / "image", tmp_path / "xfs"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(1024 * MIB)
+    with ExitStack() as stack:
+        for command in (["mkfs.xfs", "-q", "-d", "agcount=8", image], ["mount", "-o", "loop", image, place]):
+            if shutil.which(command[0]) is None or subprocess.run(command, timeout=60, check=False).returncode:
+                pytest.skip(f"needs {command[0]}")
+        stack.callback(subprocess.run, ["umount", "--lazy", place], timeout=60, check=True)
+        found = allocation_groups(find_device(str(place)).disk)
+    assert found == {"allocation_groups": 8, "allocation_group_bytes": 128 * MIB, "groups_begin": 0}
+    assert allocation_groups("nosuch") == {}
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,17 @@ import errno
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import click
 import pytest
 
 from kvtier.cli.main import cli, run
+from kvtier.cli.options import Bytes, OutputFile, Quantity
+from kvtier.config.loader import load as load_settings
 from kvtier.errors import ConfigError
+from kvtier.plan.read_inputs import load as load_inputs
 from kvtier.report.output import write_file, write_json
 from kvtier.trace.write import write_lines
 
@@ -84,6 +88,62 @@ def test_a_file_that_was_written_is_told(trace: Path, tmp_path: Path, capsys: py
     assert record.exists()
 
 
+OVERWRITING = [
+    ["bench", "core", "--repeats", "1", "--record"],
+    ["plan", "llama-3.1-8b", "--tp", "8", "--report"],
+    ["plan", "llama-3.1-8b", "--tp", "8", "--picture"],
+    ["replay", "TRACE", "--policy", "lru", "--report"],
+    ["replay", "TRACE", "--policy", "lru", "--picture"],
+    ["trace", "convert", "TRACE"],
+    ["trace", "anonymize", "TRACE"],
+    ["trace", "synthesize", "--requests", "20"],
+]
+
+
+@pytest.mark.parametrize("command", OVERWRITING, ids=" ".join)
+def test_a_file_that_was_there_is_kept_beside_the_new_one(
+    command: list[str], trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out.svg"
+    target.write_text("years of work")
+    (tmp_path / "out.svg.1").write_text("older work")
+    words = [str(trace) if word == "TRACE" else word for word in (*command, str(target))]
+    assert run(words) == 0
+    assert f"Kept: the earlier out.svg is now {target}.2" in capsys.readouterr().err
+    assert (tmp_path / "out.svg.1").read_text() == "older work"
+    assert (tmp_path / "out.svg.2").read_text() == "years of work"
+    assert target.read_text() != "years of work"
+
+
+def test_an_equal_file_is_not_kept_and_a_command_replaces_its_own(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out.jsonl"
+    for _ in range(3):
+        assert run(["trace", "convert", str(trace), str(target)]) == 0
+    assert "Kept" not in capsys.readouterr().err
+    with click.Context(cli):
+        target.write_text("earlier")
+        OutputFile().convert(str(target), None, None)
+        for part in range(3):  # a record is written after each part
+            write_json("--record", target, {"parts": part})
+    assert {it.name for it in tmp_path.iterdir()} == {"trace.jsonl", "out.jsonl", "out.jsonl.1"}
+    assert (tmp_path / "out.jsonl.1").read_text() == "earlier"
+    assert json.loads(target.read_text()) == {"parts": 2}
+
+
+def test_every_option_that_names_a_file_to_write_keeps_an_earlier_one() -> None:
+    """All options that read have other names: a new one that writes is found here."""
+    writing = {"report", "picture", "record", "record_file", "target"}
+    found = {
+        f"{name} {it.name}"
+        for name, command in leaves(cli)
+        for it in command.params
+        if it.name in writing and not isinstance(it.type, OutputFile)
+    }
+    assert found == set()
+
+
 def fail_after(text: str) -> Iterator[str]:
     yield text
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -147,6 +207,9 @@ def test_nothing_planted_beside_an_output_is_written_to_or_removed(tmp_path, wri
     [
         *((it, "--seconds") for it in ("probe", "characterize", "bench serve")),
         ("bench serve", "--ttft"),
+        *((it, "--timeout") for it in ("doctor sglang", "doctor vllm")),
+        ("cache pin", "--for"),
+        *((it, "--age") for it in ("cache clear", "inspect free")),
         ("trace anonymize", "--coarse-s"),
         ("trace synthesize", "--think-s"),
         *((it, "--sample") for it in ("bench io", "bench tier")),
@@ -168,13 +231,88 @@ def test_durations_and_sizes_have_the_forms_of_the_settings(command: str, option
         kind.convert("soon", None, None)
 
 
+def leaves(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Command]]:
+    """All commands without commands of their own, by name."""
+    if not isinstance(command, click.Group):
+        yield name, command
+        return
+    context = click.Context(command)
+    for below in command.list_commands(context):
+        yield from leaves(command.get_command(context, below) or command, f"{name} {below}".strip())
+
+
+def numbers() -> Iterator[tuple[str, click.Option]]:
+    """Options whose values click turns into numbers, of every command."""
+    for name, command in leaves(cli):
+        for it in command.params:
+            is_number = isinstance(it.type, click.types.IntParamType | click.types.FloatParamType | Bytes)
+            if isinstance(it, click.Option) and is_number:
+                yield f"{name} {next(text for text in it.opts if text.startswith('--'))}", it
+
+
+def convert(kind: click.ParamType, text: str) -> object:
+    """What an option makes of `text`; its message if that is not allowed, such as a range."""
+    try:
+        return kind.convert(text, None, None)
+    except click.BadParameter as error:
+        return error.message
+
+
+def test_every_number_has_one_grammar() -> None:
+    found = dict(numbers())
+    assert {"size --tp", "bench serve --users", "replay run --servers", "probe --bytes"} <= found.keys()
+    for name, option in found.items():
+        read = partial(convert, option.type)
+        for text, plain in (("1,000", "1000"), ("1k", "1000"), (" 1_000 ", "1000"), ("1Ki", "1024"), ("1.5Ki", "1536")):
+            assert read(text) == read(plain), name
+
+
+@pytest.mark.parametrize("text", ["1k", "1 k", "1K", "1,000", "0.5k", "1Ki"])
+def test_inputs_of_a_plan_have_the_grammar_of_the_other_commands(text: str) -> None:
+    wanted = Quantity().convert(text, None, None)
+    for name in ("traffic.users", "traffic.history_tokens", "price.gpu", "host.capacity_bytes"):
+        assert load_inputs(sets=[f"{name}={text}"]).value(name) == wanted
+    setting = load_settings(environ={}, flags=[f"limits.stores_in_flight={text}"]).config.limits
+    assert setting.stores_in_flight == wanted
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [
+        (["plna", "llama-3.1-8b"], "did you mean plan"),
+        (["bench", "oi"], "did you mean io"),
+        (["replay", "descrbie", "x.jsonl"], "did you mean describe"),
+        (["trace", "sinthesize"], "did you mean synthesize"),
+        (["inspect", "prge", "x"], "did you mean purge"),
+        (["config", "chek"], "did you mean check"),
+        (["cache", "pinn"], "did you mean pin"),
+        (["doctor", "vlm"], "did you mean vllm"),
+        (["vllm", "confg"], "did you mean config"),
+        (["sglang", "confg"], "did you mean config"),
+        (["size", "--tokns", "1k"], "'--tokens'"),
+    ],
+    ids=lambda it: " ".join(it) if isinstance(it, list) else None,
+)
+def test_a_mistyped_command_gets_a_suggestion(
+    command: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(command) == 2
+    assert meant in capsys.readouterr().err
+
+
+def test_a_file_with_a_commands_name_is_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "describ").write_text(json.dumps(LINE) + "\n")
+    monkeypatch.chdir(tmp_path)
+    assert run(["replay", "describ", "--policy", "lru"]) == 0
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
 @pytest.mark.parametrize(
     "command",
     [
-        ["doctor", "--timeout"],
-        ["inspect", "free", "disk:/x", "--age"],
-        ["cache", "pin", "prompt", "--for"],
+        ["replay", "--prefill"],
+        ["replay", "--window-h"],
+        ["trace", "synthesize", "x", "--turns"],
         ["bench", "serve", "--rate"],
     ],
     ids=" ".join,

@@ -350,13 +350,16 @@ def test_every_setting_is_documented_and_its_default_is_allowed():
         ("12B", 12),
         (" 3mib ", 3 * 2**20),
         ("0.3KiB", 307),
+        ("64G", 64 * 10**9),
+        ("128Ki", 128 * 2**10),
+        ("1,000,000", 10**6),
     ],
 )
 def test_sizes(text, count):
     assert parse_size(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "1 2GiB", "1e9", "0x10", "64G", "64Gb it", "1..5GiB", "-1GiB", "+1", "∞"])
+@pytest.mark.parametrize("text", ["", "GiB", "1 2GiB", "1e9", "0x10", "64X", "64Gb it", "1..5GiB", "-1GiB", "+1", "∞"])
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="not a size"):
         parse_size(text)

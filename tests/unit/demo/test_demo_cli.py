@@ -33,7 +33,7 @@ def no_pass(monkeypatch):
             "--requests must be in 1..6 (the requests of 1 conversations), got 7",
         ),
         (["--threads", "-2"], "'--threads': -2 is not in the range 0<=x<=1024"),
-        (["--requests", "x"], "'x' is not a valid integer"),
+        (["--requests", "x"], "'x' is not a whole number"),
         (["--nonsense"], "No such option"),
     ],
 )

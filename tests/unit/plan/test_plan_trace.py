@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.plan.plan import make_plan
 from kvtier.plan.read_inputs import load
@@ -122,6 +123,7 @@ def test_a_csv_has_arrivals_and_lengths_and_needs_the_reuse(tmp_path):
     assert summary.curve is None
     with pytest.raises(ConfigError, match=r"no block ids to measure reuse; set traffic\.reuse"):
         make_plan(load(options={"model.name": "llama-3.1-8b", "traffic.trace": str(path)}))
+    assert any("--time-unit has no effect" in note for note in read_trace(path, 1.0, "s").notes)
     inputs = load(options={"model.name": "llama-3.1-8b", "traffic.trace": str(path), "traffic.reuse": "0.5"})
     demand = make_plan(inputs, with_sensitivities=False).deployment.workload
     assert (demand.reuse, demand.requests_per_s) == (pytest.approx(0.5), pytest.approx(60 / 59))
@@ -141,6 +143,29 @@ def test_a_plan_of_a_trace_is_in_queries_and_grows_with_its_load(tmp_path, reque
     assert once.deployment.workload.reuse == pytest.approx(
         slow_count(requests, 1e9)[1] / sum(tokens for _, tokens, _, _ in requests)
     )
+
+
+def test_plan_and_replay_have_one_rule_for_times(tmp_path, capsys):
+    times = [(place * 0.355, 141, 20, [place]) for place in range(2000)]
+    lines = list(as_lines([(time / 1000, *rest) for time, *rest in times]))  # in seconds
+    path, plan = written(tmp_path / "seconds.jsonl", lines), ["plan", "llama-3.1-8b", "--trace"]
+    told = []
+    for command in ([*plan, str(path)], ["replay", "describe", str(path)]):
+        assert run(command) == 0
+        told.append(capsys.readouterr().err)
+    assert told[0] == told[1]
+    assert f"kvtier: trace {path}: timestamps look like seconds, not milliseconds" in told[0]
+    assert run([*plan, str(path), "--time-unit", "s"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "GPUs for 2.82 queries/s" in shown.out
+    parents = [json.dumps(json.loads(line) | {"chat_id": n, "parent_chat_id": -1}) for n, line in enumerate(lines)]
+    assert run([*plan, str(written(tmp_path / "chats.jsonl", parents))]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "GPUs for 2.82 queries/s" in shown.out
+    assert run([*plan, str(path), "--time-unit", "h"]) == 2
+    assert "'h' (from --time-unit)" in capsys.readouterr().err
 
 
 GOOD = {"timestamp": 0, "input_length": 64, "output_length": 1, "hash_ids": [1]}

@@ -13,6 +13,7 @@ from tests.traces import MINISWE, TRACES
 from tests.unit.report.test_report import check_page
 
 from kvtier.cli.main import run
+from kvtier.report.format import short_count
 
 
 def replay(capsys, *arguments):
@@ -137,6 +138,7 @@ def test_the_report_has_charts_and_all_rows(capsys, tmp_path):
         picture.name,
     ]
     assert "Hit rate against capacity" in picture.read_text()
+    assert all(f">{short_count(it)}</text>" in picture.read_text() for it in (6400, 20_000))  # what was replayed
     page = path.read_text()
     assert page.count("<svg") == 4
     check_page(page)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
 from html.parser import HTMLParser
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,10 @@ from tests import browser
 
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
+from kvtier.replay.report import _policy_curves
+from kvtier.replay.single_cache import CacheResult
 from kvtier.report import page
-from kvtier.report.chart import Axis, Chart, Curve, Rule, stacked, write_charts
+from kvtier.report.chart import Axis, Chart, Curve, Rule, few, stacked, write_charts
 from kvtier.report.format import (
     binary,
     both,
@@ -30,6 +32,7 @@ from kvtier.report.format import (
     time_text,
 )
 from kvtier.report.output import write_file, write_json
+from kvtier.report.page import COLOURS
 from kvtier.report.report import Report, Section
 from kvtier.report.table import Table, print_text
 
@@ -79,6 +82,35 @@ def squares(**given):
 
 def page_of(**section):
     return Report(command="c", answer="h", sections=[Section(**section)]).html(WHEN)
+
+
+def test_an_axis_names_few_of_its_values_and_always_the_largest():
+    assert few([]) == []
+    assert few([3, 1, 2]) == [1, 2, 3]
+    for count in range(1, 60):
+        values = [2.0**it for it in range(count)]
+        named = few(values)
+        assert len(named) <= 7
+        assert set(named) <= set(values)
+        assert named[-1] == values[-1]
+
+
+def rgb(colour):
+    return [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+
+
+def test_policies_differ_in_hue_and_the_bound_in_its_dash_as_well():
+    names = ["default", "lru", "min", "fifo", "lfu", "arc"]
+    counts = dict.fromkeys(("hit_tokens", "block_hits", "evictions", "written_tokens", "peak_tokens", "mean_tokens"), 0)
+    rows = [CacheResult(policy=it, capacity_tokens=100, hit_rate=0.5, **counts) for it in names]
+    curves = {it.label.removesuffix(" (bound)"): it for it in _policy_curves(rows)}
+    assert list(curves) == names
+    assert len({str(curves[name].dash) for name in ("default", "lru", "min")}) == 3  # seen where they coincide
+    for one, other in combinations(curves.values(), 2):
+        for ground in (0, 1):
+            pair = rgb(COLOURS[one.colour][ground]), rgb(COLOURS[other.colour][ground])
+            assert math.dist(*pair) > 60, (one.label, other.label)
+            assert math.dist(*(pair[0], rgb(COLOURS["line"][ground]))) > 60  # the grid's
 
 
 def test_every_part_of_a_page_escapes_its_text():

@@ -249,6 +249,49 @@ def test_seconds_read_as_milliseconds_are_warned_of(tmp_path):
     assert [it.time_s for it in found.requests()][-1] == 49.0
 
 
+@pytest.mark.parametrize(
+    ("step", "count", "tokens", "unit", "meant"),
+    [
+        (0.355, 2000, 140, "", "s"),  # a service's small prompts, 2.8 a second
+        (20, 3, 20_000, "", "s"),  # three requests are enough
+        (20_000, 3, 20_000, "", ""),  # the same, written in milliseconds
+        (355, 2000, 140, "s", "ms"),
+        (355_000, 2000, 140, "ms", "us"),
+        (355_000, 2000, 140, "us", ""),
+        (355_000, 2000, 140, "", ""),  # a service that is idle most of the time
+        (0.355, 2000, 140, "s", ""),
+        (1, 2, 20_000, "", ""),  # two may come together
+        (0.001, 2000, 140, "s", "?"),  # no longer unit would do
+        (10**9, 3, 140, "us", "?"),
+    ],
+)
+def test_an_implausible_rate_names_the_likely_unit(tmp_path, step, count, tokens, unit, meant):
+    lines = [{"timestamp": it * step, "input_length": tokens, "hash_ids": [it]} for it in range(count)]
+    trace = open_trace(written(tmp_path / "trace", lines), ReadOptions(time_unit=unit))
+    found = [note for note in trace.notes if "timestamps look" in note]
+    assert len(found) == bool(meant)
+    end = "no rate of one service is like that" if meant == "?" else f"use --time-unit {meant}"
+    assert all(note.endswith(end) for note in found)
+
+
+def test_a_session_is_the_chat_that_its_chain_of_parents_begins_with(tmp_path):
+    chats = [(1, -1), (2, 1), (7, -1), (3, 2), (9, 2), (8, 7), (21, 20), (22, 20), (30, None)]
+    lines = [
+        {"chat_id": chat, "parent_chat_id": parent, "timestamp": place * 1.5, "input_length": 64, "hash_ids": [chat]}
+        for place, (chat, parent) in enumerate(chats)
+    ]
+    path = written(tmp_path / "trace", lines)
+    found = list(open_trace(path).requests())
+    assert [it.session for it in found] == ["1", "1", "7", "1", "1", "7", "20", "20", "30"]
+    assert [it.time_s for it in found] == [place * 1.5 for place in range(len(chats))]  # such traces are in seconds
+    assert any("are seconds" in note for note in open_trace(path).notes)
+    assert next(open_trace(path, ReadOptions(time_unit="us")).requests()).time_s == 0.0
+    own = [{**line, "session_id": "mine"} for line in lines]
+    assert {it.session for it in open_trace(written(path, own)).requests()} == {"mine"}
+    alone = [{name: value for name, value in line.items() if name != "parent_chat_id"} for line in lines]
+    assert [it.session for it in open_trace(written(path, alone)).requests()] == [str(chat) for chat, _ in chats]
+
+
 def test_texts_may_have_times_of_their_own_unit_or_since_1970(tmp_path):
     for unit, scale in (("s", 1), ("ms", 1000), ("us", 1_000_000)):
         for start in (0, 1_760_428_258 * scale):

@@ -190,7 +190,7 @@ def test_the_command(tmp_path, capsys):
         (("--like", "CSV"), "has no blocks; allowed: a trace with blocks"),
         (("--like", "ONE"), "all its requests come at once"),
         (("--like", "LIKE", "--requests-per-s", "0"), "--requests-per-s 0; allowed: 1e-06 to 1e+06"),
-        (("--like", "LIKE", "--requests-per-s", "nan"), "--requests-per-s nan; allowed: 1e-06 to 1e+06"),
+        (("--like", "LIKE", "--requests-per-s", "nan"), "'--requests-per-s': 'nan' is not finite"),
         (("--seed", "-1"), "-1 is not in the range x>=0"),
     ],
 )

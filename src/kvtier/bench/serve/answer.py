@@ -200,15 +200,13 @@ def _evidence(served: ServeRecord, own: str, plain: str, faster: Sequence[float]
 
 def _failed_text(served: ServeRecord) -> str:
     """The share of requests that failed, of each arm at the point of the answer; empty without any."""
-    found = {name: served.at(name, served.top, _failed_share) for name in served.names}
+    found = {
+        name: served.at(name, served.top, lambda run: run.failed / (run.failed + run.requests)) for name in served.names
+    }
     if not any(it and it.high for it in found.values()):
         return ""
     shares = [f"{served.label(name)} {it.text(share_text)}" for name, it in found.items() if it]
     return f"Requests that failed are in no figure: {', '.join(shares)}."
-
-
-def _failed_share(run: ArmResult) -> float:
-    return run.failed / (run.failed + run.requests)
 
 
 def sweep_text(served: ServeRecord, own: str, plain: str) -> str:

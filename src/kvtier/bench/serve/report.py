@@ -27,7 +27,7 @@ from kvtier.bench.serve.answer import (
 from kvtier.bench.serve.join import CACHED, COMPUTED, EXTERNAL, NO_CONNECTOR, RESIDENT
 from kvtier.bench.serve.results import TTFT_LIMIT_S, ArmResult, Spread, hit_share, repetitions, spread, unit_cost
 from kvtier.bench.serve.run_files import as_row
-from kvtier.report.chart import DASHED, Axis, Bars, Chart, Charts, Curve, Dash, Rule, stacked, write_charts
+from kvtier.report.chart import DASHED, Axis, Bars, Chart, Charts, Curve, Dash, Rule, few, stacked, write_charts
 from kvtier.report.format import NONE, bytes_text, decimal, digits, share_text
 from kvtier.report.report import Report, Section
 from kvtier.report.table import Table
@@ -202,27 +202,31 @@ def notes(served: ServeRecord) -> Iterator[str]:
 
 def arms_table(served: ServeRecord) -> Table:
     """Speed: a line for each arm, load and R."""
+    has_tails = any("p99" in it.ttft_ms for it in served.results)  # records made before they were counted lack them
     rows = [
         (
             *_point(runs), str(len(runs)), f"{sum(it.requests for it in runs):,}",
-            _cell(runs, p50_ms), _cell(runs, p95_ms),
-            _cell(runs, lambda it: it.tpot_ms["p50"]), _cell(runs, tokens_per_s),
-            _cell(runs, _rate), _cell(runs, goodput_per_s),
+            _cell(runs, p50_ms), _cell(runs, p95_ms), *[_cell(runs, lambda it: it.ttft_ms.get("p99"))] * has_tails,
+            _cell(runs, lambda it: it.tpot_ms["p50"]), *[_cell(runs, lambda it: it.tpot_ms.get("p99"))] * has_tails,
+            _cell(runs, tokens_per_s), _cell(runs, _rate), _cell(runs, goodput_per_s),
         )
         for runs in _rows(served)
     ]  # fmt: skip
+    times = ("p95, ms", *(("p99, ms", "ITL p50, ms", "ITL p99, ms") if has_tails else ("TPOT, ms",)))
     limits = {it.ttft_limit_s for it in served.results} - {None}
     goodput = "".join(f" Goodput: requests a second whose first token came within {limit:g} s." for limit in limits)
     return Table(
         title="Speed",
         columns=(
-            "arm", "load", "R", "runs", "n", "TTFT p50, ms", "p95, ms", "TPOT, ms", "tokens/s", "requests/s", "goodput",
+            "arm", "load", "R", "runs", "n", "TTFT p50, ms", *times, "tokens/s", "requests/s", "goodput",
         ),
         rows=rows,
-        numeric=8,
+        numeric=6 + len(times),
         note="n: requests of all runs that ended well. Medians of the runs, with the smallest and the largest. R is "
         "the KV that the engine computes in a second over what the drive moves in one. Tokens are output tokens. Rates "
-        "are of requests that ended well, over the time until the last request ended." + goodput,
+        "are of requests that ended well, over the time until the last request ended."
+        + (" ITL: time between output tokens, the mean of each request (TPOT)." if has_tails else "")
+        + goodput,
     )  # fmt: skip
 
 
@@ -351,8 +355,10 @@ def place_charts(served: ServeRecord) -> Charts:
         charts["tokens-load"] = _against_load(served, "Output tokens", tokens_per_s)
     if any(len(it.by_turn) > 1 for it in served.results):
         hits = Axis(label="prompt tokens not computed", least=0, most=1, text=share_text)
-        charts["turns"] = _by_turn(served, "Hits by turn", hits, _turn_hits)
-        charts["turns-ttft"] = _by_turn(served, "Time to first token by turn", _axis(p50_ms), _turn_ms)
+        charts["turns"] = _by_turn(served, "Hits by turn", hits, lambda row: hit_share(row["tokens_by_place"]))
+        charts["turns-ttft"] = _by_turn(
+            served, "Time to first token by turn", _axis(p50_ms), lambda row: row["ttft_ms"]["p50"]
+        )
     return charts
 
 
@@ -392,7 +398,7 @@ def _against_ratio(served: ServeRecord, what: str, of: Figure) -> Chart:
     return Chart(
         heading=f"{what} against the drive's speed",
         marks=[*_lines(served, found), Rule(at=1.0, dash=":", is_vertical=True)],
-        x=Axis(label="R: computing over the drive", is_log=True, ticks=ratios),
+        x=Axis(label="R: computing over the drive", is_log=True, ticks=few(ratios)),
         y=_axis(of),
         caption="R is the KV that the engine computes in a second over what the drive moves in one: right of 1 the "
         "drive is slower than computing. Medians of the runs; bands: smallest and largest.",
@@ -416,7 +422,11 @@ def _against_load(served: ServeRecord, what: str, of: Figure) -> Chart:
     return Chart(
         heading=f"{what} against load",
         marks=[*_lines(served, found), *limit],
-        x=Axis(label=f"{label.removesuffix(' asked for')} (dotted: limit of computing)" if rates else label),
+        x=Axis(
+            label=f"{label.removesuffix(' asked for')} (dotted: limit of computing)" if rates else label,
+            ticks=few({at for points in found.values() for at, _ in points}),
+            text=digits,
+        ),
         y=_axis(of, [value for figure in TIMES for value in _medians(served, figure)] if of in TIMES else ()),
         caption="Medians of the runs; bands: smallest and largest. The drive has no limit, or the highest. Dotted: the "
         "load at which the server without offloading computes all the time.",
@@ -466,7 +476,7 @@ def _by_turn(served: ServeRecord, heading: str, y: Axis, of: Callable[[Mapping[s
             if value is not None:
                 turns.setdefault(turn, []).append(value)
         found[name] = [(turn, Spread(median(own), min(own), max(own))) for turn, own in sorted(turns.items())]
-    ticks = sorted({row["turn"] + 1 for run in served.results for row in run.by_turn})
+    ticks = few({row["turn"] + 1 for run in served.results for row in run.by_turn})
     return Chart(
         heading=heading,
         marks=_lines(served, found),
@@ -513,11 +523,3 @@ def _hues(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
     """The colour of each name."""
     spare = iter(_OTHER_HUES)
     return {name: known.get(name) or next(spare, "soft") for name in names}
-
-
-def _turn_hits(row: Mapping[str, Any]) -> float | None:
-    return hit_share(row["tokens_by_place"])
-
-
-def _turn_ms(row: Mapping[str, Any]) -> float | None:
-    return row["ttft_ms"]["p50"]

@@ -294,9 +294,8 @@ def _whole(value: float | None) -> int | None:
 
 def _percentiles(values_s: Iterable[float | None]) -> Percentiles:
     known = [1e3 * value for value in values_s if value is not None]
-    if not known:
-        return {"p50": None, "p95": None}
-    return {"p50": float(np.quantile(known, 0.5)), "p95": float(np.quantile(known, 0.95))}
+    shares = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+    return {name: float(np.quantile(known, share)) if known else None for name, share in shares.items()}
 
 
 def _sum_places(requests: Iterable[JoinedRequest]) -> dict[str, int] | None:

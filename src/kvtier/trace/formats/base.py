@@ -13,10 +13,16 @@ from kvtier.types import NextTurn
 
 UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 """Seconds of each `--time-unit`."""
-UNIT_REQUESTS_MIN = 10
+UNIT_NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
+UNIT_REQUESTS_MIN = 3
 _BUSY_TOKENS_PER_S = 1e6
 _BUSY_REQUESTS_PER_S = 100.0
-"""Above both, timestamps read as milliseconds are more likely seconds."""
+"""Above either, the unit of timestamps is more likely a longer one."""
+_IDLE_REQUESTS_PER_S = 1 / 60
+"""Below it, the unit of timestamps is more likely a shorter one."""
+
+_NO_PARENT = ("-1", "None", "")
+"""Values of `parent_chat_id` in a session's first line."""
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -86,10 +92,25 @@ class TraceReader:
         self._factor = self.block_tokens // own_tokens
 
 
-def session_of(line: dict[str, Any]) -> str | None:
-    """The line's `session_id` or `chat_id`, if any."""
-    session = line.get("session_id", line.get("chat_id"))
-    return None if session is None else str(session)
+class Sessions:
+    """Names the sessions of a trace's lines.
+
+    A line's session is its `session_id` or `chat_id`. Where lines have a `parent_chat_id`, each request has a chat id
+    of its own, and the session is the chat that the chain of parents begins with.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[str, str] = {}
+
+    def of(self, line: dict[str, Any]) -> str | None:
+        """The session of `line`, if any. Lines come in the order of the file, parents first."""
+        session = line.get("session_id", line.get("chat_id"))
+        if session is None or "session_id" in line or "parent_chat_id" not in line:
+            return None if session is None else str(session)
+        chat, parent = str(session), str(line["parent_chat_id"])
+        # A parent from before the file's beginning names the session of its answers.
+        root = chat if parent in _NO_PARENT else self._roots.get(parent, parent)
+        return self._roots.setdefault(chat, root)
 
 
 def next_turn_of(line: dict[str, Any]) -> NextTurn | None:
@@ -106,17 +127,31 @@ def next_turn_of(line: dict[str, Any]) -> NextTurn | None:
         raise ConfigError(f"next_turn is {short(value)}; allowed: {allowed}") from None
 
 
-def time_unit_warning(times_s: Sequence[float], input_tokens: Sequence[int], time_unit: str) -> tuple[str, ...]:
-    """A warning if timestamps read as milliseconds give an implausible load; else empty."""
+def time_unit_warning(
+    times_s: Sequence[float], input_tokens: Sequence[int], time_unit: str, *, is_given: bool
+) -> tuple[str, ...]:
+    """A warning if timestamps in `time_unit` give an implausible load; else empty.
+
+    A service may be idle, so that a low rate is a reason for doubt only where `is_given`: `time_unit` is not the
+    format's.
+    """
     span_s = max(times_s, default=0.0) - min(times_s, default=0.0)
     count, tokens = len(times_s), sum(input_tokens)
-    if time_unit != "ms" or count < UNIT_REQUESTS_MIN or span_s <= 0:
+    if count < UNIT_REQUESTS_MIN or span_s <= 0:
         return ()
-    if count / span_s < _BUSY_REQUESTS_PER_S or tokens / span_s < _BUSY_TOKENS_PER_S:
+    requests_per_s, tokens_per_s = (count - 1) / span_s, tokens / span_s
+    is_busy = requests_per_s > _BUSY_REQUESTS_PER_S or tokens_per_s > _BUSY_TOKENS_PER_S
+    if not is_busy and not (is_given and requests_per_s < _IDLE_REQUESTS_PER_S):
         return ()
+    read, units = UNIT_NAMES[time_unit], list(UNITS_S)  # from the longest
+    likely = units[: units.index(time_unit)][-1:] if is_busy else units[units.index(time_unit) + 1 :][:1]
+    looks, unit = (f"like {UNIT_NAMES[likely[0]]}, not {read}", likely[0]) if likely else ("wrong", "")
+    advice = (
+        f"if they are {UNIT_NAMES[unit]}, use --time-unit {unit}" if unit else "no rate of one service is like that"
+    )
     return (
         TraceWarning(
-            f"timestamps look like seconds, not milliseconds: read as milliseconds, {count / span_s:,.0f} requests and "
-            f"{tokens / span_s:,.0f} tokens a second arrive; if they are seconds, use --time-unit s"
+            f"timestamps look {looks}: read as {read}, {requests_per_s:,.4g} requests and {tokens_per_s:,.0f} tokens a "
+            f"second arrive; {advice}"
         ),
     )

@@ -1,4 +1,7 @@
-"""A JSON object for each request: `timestamp` in milliseconds, lengths, and `hash_ids` or `hash_runs` (Mooncake)."""
+"""A JSON object for each request: `timestamp`, lengths, and `hash_ids` or `hash_runs` (Mooncake, Qwen-Bailian).
+
+Timestamps are milliseconds. In traces whose lines have a `parent_chat_id`, which are Qwen-Bailian's, they are seconds.
+"""
 
 import math
 from collections.abc import Iterator
@@ -8,11 +11,11 @@ from typing import Any
 
 from kvtier.trace.formats.base import (
     UNITS_S,
+    Sessions,
     TraceReader,
     TraceRequest,
     TraceWarning,
     next_turn_of,
-    session_of,
     time_unit_warning,
 )
 from kvtier.trace.formats.block_ids import Numbering, blocks_of, by_time, merge_blocks
@@ -28,7 +31,7 @@ class RequestLines(TraceReader):
     Args:
         path: the file, or a directory of such files, whose times count from the same moment.
         block_tokens: tokens of a block, a multiple of the trace's own; None: its own.
-        time_unit: unit of `timestamp`: "s", "ms" or "us".
+        time_unit: unit of `timestamp`: "s", "ms" or "us"; empty: the format's.
 
     Raises:
         ConfigError: the file cannot be read, a line is malformed, or `block_tokens` does not fit.
@@ -36,18 +39,29 @@ class RequestLines(TraceReader):
 
     options = ("time_unit",)
 
-    def __init__(self, path: Path, block_tokens: int | None = None, time_unit: str = "ms") -> None:
+    def __init__(self, path: Path, block_tokens: int | None = None, time_unit: str = "") -> None:
         super().__init__(path)
-        self._unit_s = UNITS_S[time_unit]
+        own, has_parents = next(
+            json_lines(
+                path,
+                lambda _file, _number, line: (
+                    whole(line, "block_size", least=1) if "block_size" in line else None,
+                    "parent_chat_id" in line,
+                ),
+            )
+        )
+        if not time_unit and has_parents:
+            self.notes = ("timestamps are seconds, as in Qwen-Bailian's traces: the lines have a parent_chat_id",)
+        unit = time_unit or ("s" if has_parents else "ms")
+        self._unit_s = UNITS_S[unit]
         # Not the requests themselves: one of them may have a million blocks.
         head = [(it.time_s, it.input_tokens, len(it.blocks)) for it in islice(self._lines(), HEAD_LINES)]
         times_s, tokens, _ = zip(*head, strict=True)
-        own = next(json_lines(path, _block_size))
         if own is None:
             own, note = _inferred_block_tokens([it[1:] for it in head])
-            self.notes = (note,)
+            self.notes += (note,)
         self._set_block_tokens(own, block_tokens)
-        self.notes += time_unit_warning(times_s, tokens, time_unit)
+        self.notes += time_unit_warning(times_s, tokens, unit, is_given=bool(time_unit))
 
     def requests(self) -> Iterator[TraceRequest]:
         """The requests, in the order of the file; those of a directory are held and sorted by time."""
@@ -56,7 +70,7 @@ class RequestLines(TraceReader):
             yield request._replace(blocks=merge_blocks(request.blocks, self._factor)) if self._factor > 1 else request
 
     def _lines(self) -> Iterator[TraceRequest]:
-        numbering = Numbering()
+        numbering, sessions = Numbering(), Sessions()
 
         def request(_file: Path, line_number: int, line: dict[str, Any]) -> TraceRequest:
             return TraceRequest(
@@ -64,16 +78,12 @@ class RequestLines(TraceReader):
                 whole(line, "input_length"),
                 whole(line, "output_length") if "output_length" in line else 0,
                 blocks_of(line, numbering),
-                session_of(line),
+                sessions.of(line),
                 line_number,
                 next_turn_of(line),
             )
 
         return json_lines(self.path, request)
-
-
-def _block_size(_file: Path, _number: int, line: dict[str, Any]) -> int | None:
-    return whole(line, "block_size", least=1) if "block_size" in line else None
 
 
 def _inferred_block_tokens(head: list[tuple[int, int]]) -> tuple[int, str]:

@@ -12,10 +12,10 @@ from kvtier.errors import ConfigError, install_hint
 from kvtier.trace.formats.base import (
     UNITS_S,
     Ids,
+    Sessions,
     TraceReader,
     TraceRequest,
     next_turn_of,
-    session_of,
     time_unit_warning,
 )
 from kvtier.trace.formats.block_ids import by_time
@@ -35,7 +35,7 @@ class TextLines(TraceReader):
         path: the file, or a directory of such files.
         block_tokens: tokens of a block; None: 64.
         tokenizer: a tokenizer.json of Hugging Face; None: a simple rule.
-        time_unit: "s", "ms" or "us", of a `timestamp` that does not count from 1970.
+        time_unit: "s", "ms" or "us", of a `timestamp` that does not count from 1970; empty: ms.
 
     Raises:
         ConfigError: the file or the tokenizer cannot be read.
@@ -44,10 +44,10 @@ class TextLines(TraceReader):
     options = ("tokenizer", "time_unit")
 
     def __init__(
-        self, path: Path, block_tokens: int | None = None, tokenizer: Path | None = None, time_unit: str = "ms"
+        self, path: Path, block_tokens: int | None = None, tokenizer: Path | None = None, time_unit: str = ""
     ) -> None:
         super().__init__(path)
-        self._time_unit = time_unit
+        self._time_unit, self._is_given = time_unit or "ms", bool(time_unit)
         self.block_tokens = block_tokens or BLOCK_TOKENS_DEFAULT
         self._tokenize: Tokenize = _PIECES.findall if tokenizer is None else _load(tokenizer)
         how = "a simple rule (about four characters a token)" if tokenizer is None else str(tokenizer)
@@ -57,23 +57,26 @@ class TextLines(TraceReader):
     def requests(self) -> Iterator[TraceRequest]:
         """The requests, sorted by time, which counts from the first; such files are sorted by session."""
         numbers: dict[bytes, int] = {}
+        sessions = Sessions()
 
         def request(_file: Path, line_number: int, line: dict[str, Any]) -> TraceRequest:
             time = number(line, "timestamp")
             tokens = self._tokenize(_text(line, "input"))
             return TraceRequest(
-                time * _unit_s(time, self._time_unit),
+                time * UNITS_S[_unit_since_1970(time) or self._time_unit],
                 len(tokens),
                 len(self._tokenize(_text(line, "output"))) if "output" in line else 0,
                 self._blocks(tokens, numbers),
-                session_of(line),
+                sessions.of(line),
                 line_number,
                 next_turn_of(line),
             )
 
         requests = by_time(self.path, json_lines(self.path, request))
         times_s, input_tokens = [it.time_s for it in requests], [it.input_tokens for it in requests]
-        self.notes = (self._how, *time_unit_warning(times_s, input_tokens, self._time_unit))
+        self.notes = (self._how,)
+        if times_s and _unit_since_1970(times_s[-1]) is None:  # in whatever unit, since 1970 there are more seconds
+            self.notes += time_unit_warning(times_s, input_tokens, self._time_unit, is_given=self._is_given)
         for each in requests:
             yield each._replace(time_s=each.time_s - requests[0].time_s)
 
@@ -87,10 +90,9 @@ class TextLines(TraceReader):
         return np.asarray(out, np.int64)
 
 
-def _unit_s(time: float, time_unit: str) -> float:
-    """Seconds of one unit, by the magnitude of a time since 1970; smaller times are in `time_unit`."""
-    found = next((unit for unit, least in (("us", 1e14), ("ms", 1e11), ("s", 1e8)) if time > least), time_unit)
-    return UNITS_S[found]
+def _unit_since_1970(time: float) -> str | None:
+    """The unit of a time since 1970, by its magnitude; None: `time` is too small to be one."""
+    return next((unit for unit, least in (("us", 1e14), ("ms", 1e11), ("s", 1e8)) if time > least), None)
 
 
 def _text(line: dict[str, Any], name: str) -> str:

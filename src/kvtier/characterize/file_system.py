@@ -1,0 +1,101 @@
+"""What a file system says of its device: where the files of a directory lie, and its allocation groups.
+
+See `Documentation/filesystems/fiemap.rst` of the kernel, and `ioctl_xfs_fsgeometry(2)`.
+"""
+
+import fcntl
+import os
+import struct
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.characterize.block_devices import BlockDevice, find_number
+from kvtier.characterize.events import SECTOR_BYTES, IoLayer
+from kvtier.probe.facts import read_mounts
+
+FIEMAP, FIEMAP_SYNC = 0xC020660B, 1
+HEADER = struct.Struct("=QQIIII")
+EXTENT = np.dtype([("file", "u8"), ("begin", "u8"), ("bytes", "u8"), ("_", "u8", 2), ("flags", "u4"), ("__", "u4", 3)])
+EXTENTS = 512
+"""Of one call."""
+NO_ADDRESS = 0x2 | 0x4 | 0x200
+"""Flags of what has no address of its own yet: unknown, delayed, or inside of the inode."""
+GEOMETRY, GEOMETRY_BYTES = 0x80705864, 112
+"""``XFS_IOC_FSGEOMETRY_V1``."""
+
+
+class Spans(NamedTuple):
+    """Parts of a disk, in bytes."""
+
+    begin: np.ndarray
+    """Sorted; parts may overlap."""
+    reach: np.ndarray
+    """The end of all parts up to this one."""
+
+    def hold(self, position: np.ndarray) -> np.ndarray:
+        """Which positions lie in a part."""
+        place = np.searchsorted(self.begin, position, side="right") - 1
+        reach = np.append(self.reach, np.uint64(0))  # -1: before the first part
+        return position < reach[place]
+
+
+def spans_of(directory: Path, device: BlockDevice) -> Spans:
+    """The parts of the disk that hold the files below `directory`; of files that cannot be read, none."""
+    found = [np.zeros(0, EXTENT)]
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError), _opened(Path(folder) / name) as file:
+                found += _extents(file)
+    extents = np.concatenate(found)
+    extents = np.sort(extents[extents["flags"] & NO_ADDRESS == 0], order="begin")
+    begin = extents["begin"] + np.uint64(device.first_sector * SECTOR_BYTES)
+    return Spans(begin, np.maximum.accumulate(begin + extents["bytes"]))
+
+
+def within(requests: np.ndarray, spans: list[Spans]) -> np.ndarray:
+    """The rows of `requests` that begin in one of `spans`, and all of the application, which has no addresses."""
+    kept = requests["layer"] == IoLayer.APPLICATION
+    for each in spans:
+        kept |= each.hold(requests["position"])
+    return requests[kept]
+
+
+def allocation_groups(disk: str) -> dict[str, int]:
+    """Number, size and begin of the allocation groups of the XFS on a disk, as facts; else empty."""
+    for mount in read_mounts():
+        device = find_number(os.makedev(*map(int, mount.device.split(":")))) if mount.kind == "xfs" else None
+        if device is not None and device.disk == disk:
+            geometry = bytearray(GEOMETRY_BYTES)
+            with suppress(OSError), _opened(Path(mount.point)) as root:
+                fcntl.ioctl(root, GEOMETRY, geometry)
+            block_bytes, _, blocks, count = struct.unpack_from("=4I", geometry)
+            begin = device.first_sector * SECTOR_BYTES
+            return {"allocation_groups": count, "allocation_group_bytes": blocks * block_bytes, "groups_begin": begin}
+    return {}
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[int]:
+    """A descriptor of a file or directory; neither follows a link nor waits for the other end of a pipe."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _extents(descriptor: int) -> Iterator[np.ndarray]:
+    begin = 0
+    while True:
+        buffer = bytearray(HEADER.pack(begin, (1 << 64) - 1 - begin, FIEMAP_SYNC, 0, EXTENTS, 0))
+        buffer += bytes(EXTENTS * EXTENT.itemsize)
+        fcntl.ioctl(descriptor, FIEMAP, buffer)
+        found = np.frombuffer(buffer, EXTENT, HEADER.unpack_from(buffer)[3], HEADER.size)
+        yield found
+        if len(found) < EXTENTS:
+            return
+        begin = int(found["file"][-1] + found["bytes"][-1])
