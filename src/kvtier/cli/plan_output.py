@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from kvtier.errors import ConfigError
-from kvtier.plan.answer import conclusion, verdict
+from kvtier.plan.answer import conclusion, request, verdict
 from kvtier.plan.hardware import catalogue, hardware_tables
 from kvtier.plan.plan import make_plan, to_json
 from kvtier.plan.read_inputs import OPTIONS, gpu_options, load, tier_options, weight_options
@@ -42,7 +42,8 @@ def run(
     if fetch and model:
         hub.fetch(model)
     values: dict[str, Any] = {"model": model, **given}
-    options = {name: values[option] for name, option in OPTIONS.items() if option in values}
+    names = {name: option.replace("-", "_") for name, option in OPTIONS.items()}
+    options = {name: values[option] for name, option in names.items() if option in values}
     options |= gpu_options(gpu) if gpu is not None else {}
     options |= weight_options(weights) if weights is not None else {}
     inputs = load(example=example or "", file=file, options=options | tier_options(tiers), sets=sets, probe=probe)
@@ -50,7 +51,8 @@ def run(
         raise ConfigError("no model is given; name one, such as `kvtier plan llama-3.1-8b`, or --example samsung")
 
     result = make_plan(inputs)
-    answer = {"verdict": verdict(result), "conclusion": conclusion(result), "settings": settings_toml(result)}
+    texts = {"request": request(result), "verdict": verdict(result), "conclusion": conclusion(result)}
+    answer = {**texts, "settings": settings_toml(result)}
     shown = plan_report(result, shows_inputs=show_inputs)
     shown.show(to_json(result) | answer, as_json=as_json, page=report, picture=picture)
 

@@ -83,7 +83,7 @@ def page_of(**section):
 
 def test_every_part_of_a_page_escapes_its_text():
     pytest.importorskip("matplotlib")
-    chart = replace(squares(label=HOSTILE, note=HOSTILE), heading=HOSTILE, caption=HOSTILE)
+    chart = replace(squares(label=HOSTILE, end=HOSTILE), heading=HOSTILE, caption=HOSTILE)
     section = Section(
         title=HOSTILE, texts=[HOSTILE], problems=[HOSTILE], charts=lambda: {"a": chart},
         notes=[HOSTILE], tables=[Table((HOSTILE,), [(HOSTILE,)], title=HOSTILE, note=HOSTILE)], code=HOSTILE,
