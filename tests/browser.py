@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import tempfile
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -40,19 +41,40 @@ def rendered(page: Path | str, *, settle_s: float = 0.0) -> str:
 
 def overflow(page: Path, *, width: int) -> int:
     """Pixels by which an HTML file is wider than a window of `width`: what a reader must scroll sideways."""
+    return _measured(page, width, "root.scrollWidth - root.clientWidth")
+
+
+def broken_words(page: Path, *, width: int) -> int:
+    """Names in tables that a window of `width` breaks within a word."""
+    longest = "Math.max(...cell.textContent.split(/[ -]+/).map(word => pen.measureText(word).width))"
+    return _measured(
+        page,
+        width,
+        "[...root.querySelectorAll('td.name')].filter(cell => {"
+        "const style = frame.contentWindow.getComputedStyle(cell);"
+        "pen.font = style.font;"
+        "const room = cell.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);"
+        f"return {longest} > room + 1"
+        "}).length",
+    )
+
+
+def _measured(page: Path, width: int, script: str) -> int:
+    """Value of `script` about a page in a window of `width`; it has its `root`, its `frame`, and a `pen` to measure."""
     with tempfile.TemporaryDirectory(prefix="kvtier-page-") as folder:
         # A window is at least 500 pixels wide; a frame may be narrower.
         frame = Path(folder, "frame.html")
         measure = (
-            "const page = document.getElementById('page').contentDocument.documentElement;"
-            "document.body.dataset.overflow = page.scrollWidth - page.clientWidth"
+            "const frame = document.getElementById('page'), root = frame.contentDocument.documentElement;"
+            "const pen = document.createElement('canvas').getContext('2d');"
+            f"document.body.dataset.measured = {script}"
         )
         frame.write_text(
             f'<body><iframe id="page" style="width:{width}px;height:900px;border:0" src="{page.resolve().as_uri()}"'
-            f' onload="{measure}"></iframe></body>'
+            f' onload="{escape(measure)}"></iframe></body>'
         )
         dom = _run(frame, "--dump-dom", "--allow-file-access-from-files", "--window-size=1600,1000").decode()
-    return int(dom.partition('data-overflow="')[2].partition('"')[0])
+    return int(dom.partition('data-measured="')[2].partition('"')[0])
 
 
 def _run(page: Path | str, *options: str) -> bytes:

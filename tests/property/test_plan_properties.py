@@ -1,15 +1,18 @@
 """Laws of every plan: more load never needs less, tiers never hurt, and the binding limit determines the answer."""
 
 import math
+import re
 
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from kvtier.plan.answer import verdict
 from kvtier.plan.inputs import Inputs
 from kvtier.plan.limits import ceiling, used_shares
-from kvtier.plan.plan import capacity, make_plan
+from kvtier.plan.plan import capacity, make_plan, to_json
 from kvtier.plan.queueing import operate
 from kvtier.plan.read_inputs import load
+from kvtier.plan.report import tables
 from kvtier.plan.resolve import resolve
 
 # Shrinking an example of thirty inputs takes minutes and tells nothing that the inputs themselves do not.
@@ -174,3 +177,56 @@ def test_no_plan_exceeds_the_rates_of_its_parts(inputs):
         for tier in deployment.tiers:
             assert point.read_bytes_per_s[tier.name] <= tier.read_bytes_per_s * (1 + 1e-9)
             assert point.write_bytes_per_s[tier.name] <= tier.write_bytes_per_s * (1 + 1e-9)
+
+
+def stated(text: str) -> list[int]:
+    """The users that a verdict states."""
+    places = r"([\d,]+)(?: users)? with (?=GPU|host|local|shared)|they serve ([\d,]+)\."
+    return [int((one or other).replace(",", "")) for one, other in re.findall(places, text)]
+
+
+def served(plan) -> list[tuple[str, float]]:
+    """Every figure of users within the limits of the given GPUs, in the JSON and in the tables."""
+    document = to_json(plan)
+    found = [(name, document[name]) for name in document if name.startswith("users_with")]
+    found += [(f"choice {it['tiers']}", it["users"]) for it in document["choices"]]
+    found += [
+        (f"size {it['tp']} {name}", it[name]) for it in document["sizes"] for name in it if name.startswith("users_")
+    ]
+    found += [(arm, document[arm]["users_at_all_limits"]) for arm in ("alone", "tiered")]
+    for table in tables(plan):
+        if table.title.startswith(("Most users", "Users by size", "Gains")):
+            places = [place for place, it in enumerate(table.columns) if it in WITHIN or it.startswith("with ")]
+            rows = [
+                row for row in table.rows if not table.title.startswith("Gains") or row[0].startswith("users within")
+            ]
+            found += [
+                (f"{table.title} {row[0]}", float(row[place].replace(",", ""))) for row in rows for place in places
+            ]
+    return [(name, value) for name, value in found if value is not None]
+
+
+WITHIN = {"users", "GPU memory alone"}
+"""Headings of columns with users within the limits."""
+
+
+@given(sites(), st.integers(1, 5000), st.sampled_from([0.0, 5.0]))
+@settings(parent=checked, max_examples=12)
+def test_the_verdict_is_the_same_for_any_load_and_no_line_of_the_page_serves_more(inputs, users, price):
+    """It was host memory for 80 users of a 70B model, drives for 90, and 94 users of which 101 are too many."""
+    prices = {"price.host_memory_per_gb": price, "price.drive": 300 * price, "price.shared_per_tb": 20 * price}
+    plan, other = (
+        make_plan(inputs.change({"traffic.users": count} | prices), with_sensitivities=False)
+        for count in (inputs.traffic.users, users)
+    )
+    assert verdict(plan) == verdict(other)
+    assert [it.tiers for it in plan.ways] == [it.tiers for it in other.ways]
+    most = max(stated(verdict(plan)), default=0)
+    figures = served(plan)
+    assert len(figures) >= 6 + 2 * len(plan.sizes)
+    assert [(name, value) for name, value in figures if math.floor(value + 1e-6) > most] == []
+    # What is worth buying serves as many as anything else, but for a tenth; and a load that fits is within the limits.
+    for way in plan.ways:
+        assert way.users * 1.1 >= max(it.users for it in plan.choices) or not plan.serves_any
+    for arm in (it for it in (*plan.arms, *other.arms) if it.need):
+        assert arm.need.users >= arm.need.point.requests_per_s * inputs.traffic.interval_s * (1 - 1e-6)

@@ -38,7 +38,10 @@ from kvtier.cli.reading import time_unit_option
 )
 @click.option("--trace", metavar="FILE", help="Measure the traffic in a trace (.jsonl or .csv, also .gz).")
 @time_unit_option
-@click.option("--ttft", metavar="TIME", help="Limit of the mean time to first token.  [default: 1 s]")
+@click.option(
+    "--ttft", metavar="TIME", help="Limit of the mean time to first token.  [default: 1 s, or none with --target-p95]"
+)
+@click.option("--target-p95", metavar="TIME", help="Limit of the time to first token of 95 % of the requests.")
 @tier_option(
     "A tier of all hosts together: host=1TiB, disk=4xpm1753, disk=4x7.68TB?read=20GB/s, s3=1000TB. Repeatable; tiers "
     "that are not named are left out.  [default: host=1TiB, disk=4xpm1753 a host]"

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from kvtier.errors import ConfigError
-from kvtier.plan.answer import conclusion, verdict
+from kvtier.plan.answer import conclusion, request, verdict
 from kvtier.plan.hardware import catalogue, hardware_tables
 from kvtier.plan.plan import make_plan, to_json
 from kvtier.plan.read_inputs import OPTIONS, gpu_options, load, tier_options, weight_options
@@ -55,7 +55,8 @@ def run(
     for note in result.deployment.workload.notes:
         if isinstance(note, TraceWarning):
             click.echo(f"kvtier: trace {inputs.traffic.trace}: {note}", err=True)
-    answer = {"verdict": verdict(result), "conclusion": conclusion(result), "settings": settings_toml(result)}
+    texts = {"request": request(result), "verdict": verdict(result), "conclusion": conclusion(result)}
+    answer = {**texts, "settings": settings_toml(result)}
     shown = plan_report(result, shows_inputs=show_inputs)
     shown.show(to_json(result) | answer, as_json=as_json, page=report, picture=picture)
 

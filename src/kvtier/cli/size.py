@@ -112,9 +112,7 @@ def size(
         hub.fetch(model)
     if gpu is not None and memory is not None:
         raise click.UsageError("--gpu and --memory exclude each other")
-    gpus, memory_bytes = _gpus(gpu) if gpu is not None else ((1 if tp is None else tp) * pp, memory)
-    if tp is None:
-        tp = max(1, gpus // max(pp, 1)) if gpu is not None else 1
+    gpus, memory_bytes, tp = _machine(gpu, memory, tp, pp)
     kv = of(read_model(model, ignore), dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
     capacities: dict[str, GpuCapacity | TierCapacity] = {}
     if memory_bytes is not None:
@@ -163,6 +161,15 @@ def _ignored(kv: KvSize) -> list[str]:
         return []
     fields = ", ".join(f"{key} = {_short(value)}" for key, value in kv.model.ignored.items())
     return [f"Ignored on demand (--ignore): {fields}. If they change what is cached, these sizes are wrong."]
+
+
+def _machine(gpu: str | None, memory: int | None, tp: int | None, pp: int) -> tuple[int, float | None, int]:
+    """Number of GPUs, the memory of each, and the ranks of a stage; without a number of ranks, all share a copy."""
+    if gpu is None:
+        ranks = 1 if tp is None else tp
+        return ranks * pp, memory, ranks
+    gpus, memory_bytes = _gpus(gpu)
+    return gpus, memory_bytes, max(1, gpus // max(pp, 1)) if tp is None else tp
 
 
 def _gpus(text: str) -> tuple[int, float]:

@@ -1,11 +1,13 @@
 """A plan in sentences: verdict, conclusion, and the model and traffic that it is made for."""
 
 import math
+from collections.abc import Collection, Sequence
 
 from kvtier.config.value_types import seconds_text
 from kvtier.plan.inputs import SETTINGS, ModelInputs
-from kvtier.plan.limits import TTFT, in_users
+from kvtier.plan.limits import FIRST_TOKEN, in_users
 from kvtier.plan.plan import Plan, PlannedTier, Variant
+from kvtier.plan.queueing import GPU
 from kvtier.plan.resolve import SEARCHED, Deployment
 from kvtier.plan.search import PlannedSize
 from kvtier.plan.worth import LEAST_GAIN, TIER_NAMES
@@ -15,67 +17,106 @@ _HARDWARE = ("gpu.", "host.", "disk.", "shared.", "software.")
 
 
 def verdict(plan: Plan) -> str:
-    """The finding in one line: what tiers change, or why they change nothing."""
-    alone, tiered, load = plan.alone.users, plan.tiered.users, plan.deployment.workload
-    unit, in_time = load_unit(plan), within(plan)
-    before, after = load_text(plan, alone), load_text(plan, tiered)
-    if plan.is_overloaded:
-        return _overload(plan)
-    in_time += f" (95 % within {time_text(plan.tiered.ceiling.point.ttft_within_s(0.95))})"
-    if not load.is_any(alone):
-        return f"Only with tiers is the first token in time: {after} {unit} {in_time}{_of_which(plan)}"
-    if tiered < alone * LEAST_GAIN:
-        gain = f"No gain from tiers above {LEAST_GAIN - 1:.0%}"
-        return f"{gain}: {after} {unit} {in_time}, {before} with GPU memory alone; {_no_gain(plan)}"
-    gain = ratio_text(whole(plan, tiered), whole(plan, alone))
-    return f"Tiers serve {after} {unit} {in_time}, {before} without ({gain}){_of_which(plan)}"
+    """What the given GPUs serve at most, and which tiers are worth buying: the same for any requested load."""
+    gpus = gpus_text(plan, plan.inputs.gpu.count)
+    if not plan.serves_any:
+        few = "less than one user" if plan.given.users else "not one request"
+        return f"On {gpus}, {few} is {within(plan)}, with or without tiers."
+    point = plan.tiered.ceiling.point
+    is_limited = plan.inputs.target.ttft_p95_s
+    tail = "" if is_limited else f" (95 % within {time_text(point.ttft_within_s(0.95))})"
+    ways = [it for it in plan.ways if it.tiers]
+    served = [f"{load_text(plan, it.users)} with {names_text(it.tiers)}{_gain(plan, it)}" for it in ways]
+    served += [f"{load_text(plan, plan.alone.users)} with {names_text(())}"]
+    served[0] = served[0].replace(" with", f" {load_unit(plan)} with", 1)
+    text = f"{_capital(within(plan))}{tail}, {gpus} serve {_series(served)}."
+    users, most, size = max(
+        ((whole(plan, size.users_with_tiers), it, size) for it in plan.choices for size in it.sizes),
+        key=lambda it: it[0],
+    )
+    if users > max(whole(plan, it.users) for it in (plan.alone, *ways)):
+        text += f" With {names_text(most.tiers)} at TP {size.tp} they serve {load_text(plan, users)}."
+    return f"{text} {_worth(plan, [it.tiers for it in ways])}"
 
 
-def _overload(plan: Plan) -> str:
-    """The requested load does not fit: how many users do, and how many GPUs would serve it."""
-    load, inputs = plan.deployment.workload, plan.inputs
-    requested = f"{load_text(plan, plan.requested_users)} {load_unit(plan)}"
-    start = f"{requested} do not fit on {inputs.gpu.count} x {inputs.gpu.name}"
-    if not load.is_any(max(plan.alone.users, plan.tiered.users)):
-        few = "less than one user" if plan.tiered.users else "not one request"
-        enough = f"{plan.more_gpus} of these GPUs would serve them, with the given tiers"
-        if plan.more_gpus is None:
-            enough = "nor would more of these GPUs: larger ones, or more time (--ttft), may"
-        return f"{start}: {few} is {within(plan)}, with or without tiers; {enough}"
-    after, before = load_text(plan, plan.tiered.users), load_text(plan, plan.alone.users)
-    fit = f"{before} do {within(plan)}, with or without tiers"
-    if plan.tiered.users >= plan.alone.users * LEAST_GAIN:
-        fit = f"{after} do {within(plan)} with {kept(plan)}, {before} without"
-    with_tiers, without = (it.gpus_least or NONE for it in (plan.tiered, plan.alone))
-    return f"{start}: {fit}; {requested} need {with_tiers} GPUs with tiers, {without} without"
+def _worth(plan: Plan, ways: list[tuple[str, ...]]) -> str:
+    """Which tiers to buy, and which not."""
+    if not plan.given.deployment.tiers:
+        return "The plan has no tiers."
+    if not ways:
+        return f"No tier is worth buying, because {plan.idle_tiers[0].why_not}."
+    price = {it.tiers: it.price for it in plan.choices}
+    currency = plan.inputs.price.currency
+    texts = [
+        names_text(it) + (f" for {digits(known)} {currency}" if (known := price[it]) is not None else "") for it in ways
+    ]
+    idle = [it.name for it in plan.idle_tiers if not any(it.name in way for way in ways)]
+    instead = ", one of them" if len(ways) > 1 else ""
+    return f"Worth buying: {' or '.join(texts)}{instead}.{f' Not: {names_text(idle)}.' if idle else ''}"
 
 
-def kept(plan: Plan) -> str:
-    """The tiers that the plan recommends, in words."""
-    return " and ".join(TIER_NAMES[it.name] for it in plan.deployment.tiers)
+def request(plan: Plan) -> str:
+    """What the requested load needs, in one sentence: GPUs and hosts, with each way worth buying and without."""
+    given = plan.inputs.gpu.count
+    load = f"{load_text(plan, plan.requested_users)} {load_unit(plan)}"
+    ways = sorted(plan.arms, key=lambda it: not it.tiers)
+    fit = [names_text(it.tiers) for it in ways if it.need and it.need.gpus <= given]
+    more = [it for it in ways if names_text(it.tiers) not in fit]
+    needed = [
+        f"{it.need.gpus:,} in {_hosts_text(it.need.deployment)} with {names_text(it.tiers)}" for it in more if it.need
+    ]
+    never = [names_text(it.tiers) for it in more if it.need is None]
+    parts = [f"they need {_series(needed)}"] if needed else []
+    if never:
+        without = f" with {_series(never, 'or')}" if needed or fit else ""
+        parts.append(f"no number of these GPUs is enough{without}, but larger ones or more time (--ttft) may be")
+    gpus = gpus_text(plan, given)
+    if not fit:
+        return f"{load} do not fit on {gpus}: {'; '.join(parts)}."
+    least, _, with_tiers = min((it.gpus_least or given, len(it.tiers), it.tiers) for it in ways)
+    which = f" with {names_text(with_tiers)}" if len(fit) > 1 else ""
+    enough = f" ({least:,} would be enough{which})" if least < given else ""
+    fitting = f"{load} fit on {gpus} with {_series(fit, 'or')}{enough}"
+    return f"{'; '.join([fitting, *parts])}."
 
 
-def _of_which(plan: Plan) -> str:
-    """The recommended tiers, where others are not worth it."""
-    idle = " and ".join(TIER_NAMES[it.name] for it in plan.idle_tiers)
-    return f"; that is with {kept(plan)}, not worth it: {idle}" if idle else ""
+def gpus_text(plan: Plan, count: int) -> str:
+    """GPUs of the plan's kind."""
+    return f"{count:,} x {plan.inputs.gpu.name}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _hosts_text(deployment: Deployment) -> str:
+    return "one host" if deployment.hosts == 1 else f"{deployment.hosts:,} hosts"
+
+
+def names_text(tiers: Collection[str]) -> str:
+    """Tiers in words; none are GPU memory alone."""
+    return _series([TIER_NAMES[it] for it in tiers]) if tiers else f"{TIER_NAMES[GPU]} alone"
+
+
+def _series(texts: Sequence[str], word: str = "and") -> str:
+    """The texts as a list in a sentence."""
+    return f" {word} ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
+
+
+def _gain(plan: Plan, variant: Variant) -> str:
+    ratio = ratio_text(whole(plan, variant.users), whole(plan, plan.alone.users))
+    return "" if ratio == NONE else f" ({ratio})"
 
 
 def within(plan: Plan) -> str:
     """The limits of times, in words."""
     target = plan.inputs.target
-    tpot = f" and {target.tpot_s * 1000:g} ms a token" if target.tpot_s else ""
-    return f"within {target.ttft_s:g} s on average to the first token{tpot}"
-
-
-def _no_gain(plan: Plan) -> str:
-    """Why tiers change nothing for users."""
-    if not plan.given.deployment.tiers:
-        return "the plan has none"
-    if not plan.deployment.tiers:
-        return plan.idle_tiers[0].worth.why_not
-    before, after = (load_text(plan, it.throughput_users) for it in (plan.alone, plan.tiered))
-    return f"throughput saturates at {after} {load_unit(plan)} instead of {before}"
+    limits = [
+        *([f"within {target.ttft_s:g} s on average to the first token"] if target.ttft_s else ()),
+        *([f"with 95 % of first tokens within {target.ttft_p95_s:g} s"] if target.ttft_p95_s else ()),
+        *([f"at {target.tpot_s * 1000:g} ms a token"] if target.tpot_s else ()),
+    ]
+    return _series(limits)
 
 
 def heading(plan: Plan) -> str:
@@ -85,8 +126,7 @@ def heading(plan: Plan) -> str:
     sizes = f"{size_text(tiered)} with tiers{why}, {size_text(alone)} without"
     if (tiered.inputs.model.tp, tiered.replicas) == (alone.inputs.model.tp, alone.replicas):
         sizes = f"{size_text(tiered)}{why}"
-    hosts = "one host" if tiered.hosts == 1 else f"{tiered.hosts} hosts"
-    return f"{tiered.model.name} on {inputs.gpu.count} x {inputs.gpu.name} in {hosts}: {sizes}"
+    return f"{tiered.model.name} on {gpus_text(plan, inputs.gpu.count)} in {_hosts_text(tiered)}: {sizes}"
 
 
 def _why_size(plan: Plan) -> str:
@@ -192,22 +232,9 @@ def conclusion(plan: Plan) -> list[str]:
         sentences.append(
             f"The requested load, {load_text(plan, plan.requested_users)} {unit}, exceeds: {', '.join(over)}."
         )
-    sentences += _gpus(plan)
-    if plan.tiered.users >= plan.alone.users * LEAST_GAIN:
+    if plan.deployment.workload.is_any(binding.users):
         sentences += [_idle(plan, it) for it in plan.idle_tiers]
     return [*sentences, *_least_host(plan), *_money(plan), *wear(plan)]
-
-
-def _gpus(plan: Plan) -> list[str]:
-    """GPUs for the requested load, those that the limits need and those with a reserve."""
-    variants = {"with tiers": plan.tiered, "without": plan.alone}
-    if not any(it.gpus_least for it in variants.values()):
-        return []
-    least = ", ".join(f"{it.gpus_least or NONE} {name}" for name, it in variants.items())
-    needed = ", ".join(f"{it.gpus_needed or NONE} {name}" for name, it in variants.items())
-    used = plan.inputs.target.gpu_used
-    reserve = f"; {needed} at {used:.0%} of the most users (target.gpu_used)" if used < 1 else ""
-    return [f"GPUs for {load_text(plan, plan.requested_users)} {load_unit(plan)}: {least}{reserve}."]
 
 
 def _least_host(plan: Plan) -> list[str]:
@@ -224,46 +251,30 @@ def _least_host(plan: Plan) -> list[str]:
 
 
 def _idle(plan: Plan, tier: PlannedTier) -> str:
-    """Why a tier is not worth it, and from when on it would be."""
-    name, without = TIER_NAMES[tier.name].capitalize(), tier.worth.without
-    verb = "is" if tier.name in {"host", "shared"} else "are"
-    pays = tier.worth.pays_from_s
+    """Why a tier adds nothing to the recommended ones, and from when on it would."""
+    beside, name = names_text(plan.tiered.tiers or (GPU,)), TIER_NAMES[tier.name]
+    verb = "add" if tier.name == "disk" else "adds"
+    pays = tier.pays_from_interval_s
     since = f" That changes where a user's queries are {time_text(pays)} apart or more." if pays else ""
-    return (
-        f"{name} {verb} not worth it here, because {tier.worth.why_not}: {load_text(plan, without.users)} "
-        f"{load_unit(plan)} without.{since}"
-    )
+    return f"Beside {beside}, {name} {verb} less than {LEAST_GAIN - 1:.0%}, because {tier.why_not}.{since}"
 
 
 def _money(plan: Plan) -> list[str]:
-    """The price of a further user, and host memory against drives, where prices are given."""
-    sentences, currency, unit = list[str](), plan.inputs.price.currency, load_unit(plan)
-    before, after, more = plan.alone.cost.bought, plan.tiered.cost.bought, plan.tiered.users - plan.alone.users
-    what = "tiers that are worth it" if plan.idle_tiers else "tiers"
-    if (
-        before
-        and after
-        and not plan.tiered.cost.missing
-        and plan.deployment.tiers
-        and math.isfinite(more)
-        and more >= 1
-    ):
-        price, years = after - before + _worn(plan), plan.inputs.price.years
-        worn = f", of it {digits(_worn(plan))} for drives that wear out within {years:g} years" if _worn(plan) else ""
-        each = f"{digits(price / more)} for each of {digits(more)} {unit} more"
-        sentences.append(f"The {what} cost {digits(price)} {currency}{worn}: {each}.")
-    found = plan.same_money
-    if found is not None:
-        host, drives = load_text(plan, found.users_host), load_text(plan, found.users_drives)
-        sentences.append(
-            f"For {digits(found.money)} {currency}, {bytes_text(found.host_bytes)} of host memory alone serve {host} "
-            f"{unit}, and {found.drives} drives alone {drives}, until they wear out."
+    """Host memory against drives for the same money, where their prices are given."""
+    found, unit = plan.same_money, load_unit(plan)
+    if found is None:
+        return []
+    host, drives = load_text(plan, found.users_host), load_text(plan, found.users_drives)
+    return [
+        (
+            f"For {digits(found.money)} {plan.inputs.price.currency}, {bytes_text(found.host_bytes)} of host memory "
+            f"alone serve {host} {unit}, and {found.drives} drives alone {drives}, until they wear out."
         )
-    return sentences
+    ]
 
 
 def wear(plan: Plan) -> list[str]:
-    """The life of the drives at the served load, and the write policy that gives the wanted life."""
+    """The life of the drives at the requested load, and the write policy that gives the wanted life."""
     drives, target = plan.drives, plan.inputs.target
     if drives is None or drives.life_years >= target.life_years:
         return []
@@ -271,21 +282,22 @@ def wear(plan: Plan) -> list[str]:
     is_selective = drives.write_policy == "selective"
     by = f"writing KV at its second use, {share} of it" if is_selective else f"a write budget of {share} of new KV"
     by += f" (then {digits(drives.users)} {load_unit(plan)} within all limits)"
-    load, life = served_text(plan, plan.tiered), time_text(drives.life_years * YEAR_S)
-    sentence = (
-        f"At {load} the drives last {life}. {target.life_years:g} years need {by}, or {drives.drives_for_life} drives."
-    )
-    if worn := _worn(plan):
-        sentence += f" The rows of cost leave out {digits(worn)} {plan.inputs.price.currency} for worn drives."
-    return [sentence]
+    life = time_text(drives.life_years * YEAR_S)
+    return [
+        (
+            f"At {shown_load(plan, plan.tiered)} the drives last {life}. {target.life_years:g} years need {by}, or "
+            f"{drives.drives_for_life} drives."
+        )
+    ]
 
 
-def _worn(plan: Plan) -> float:
-    """The price of the drives that replace worn ones within the years of the prices."""
-    if plan.drives is None:
-        return 0.0
-    disk, price = plan.inputs.disk, plan.inputs.price
-    return max(0.0, disk.count * price.drive * (price.years / plan.drives.life_years - 1))
+def shown_load(plan: Plan, variant: Variant) -> str:
+    """The requested load and the GPUs that it needs; where no number is enough, what the given ones complete."""
+    if variant.need is None:
+        return f"{load_text(plan, in_users(plan.deployment, variant.served_per_s))} {load_unit(plan)}"
+    gpus = variant.need.gpus
+    on = f" on {gpus_text(plan, gpus)}" if gpus != plan.inputs.gpu.count else ""
+    return f"{load_text(plan, plan.requested_users)} {load_unit(plan)}{on}"
 
 
 def _raised_by(plan: Plan) -> str:
@@ -307,20 +319,15 @@ def _raised_by(plan: Plan) -> str:
 def _ttft_parts(plan: Plan) -> list[str]:
     """The parts of the time to first token where it binds."""
     point = plan.tiered.ceiling.point
-    if plan.binding.name != TTFT or not math.isfinite(point.ttft_s):
+    if plan.binding.name not in FIRST_TOKEN or not math.isfinite(point.ttft_s):
         return []
     prefill_s = point.ttft_s - point.wait_s - point.load_s
     return [
         (
-            f"The {point.ttft_s:.2g} s there: {time_text(point.wait_s)} waiting for the GPU, "
+            f"The mean of {point.ttft_s:.2g} s there: {time_text(point.wait_s)} waiting for the GPU, "
             f"{time_text(point.load_s)} loading, {time_text(prefill_s)} computing."
         )
     ]
-
-
-def served_text(plan: Plan, variant: Variant) -> str:
-    """The load that the GPUs complete of the requested one."""
-    return f"{load_text(plan, in_users(plan.deployment, variant.served_per_s))} {load_unit(plan)}"
 
 
 def load_unit(plan: Plan) -> str:

@@ -93,6 +93,12 @@ def tier_prices(deployment: Deployment) -> dict[str, float]:
     return {it.name: prices[it.name] for it in deployment.tiers}
 
 
+def worn(deployment: Deployment, life_years: float | None) -> float:
+    """The price of the drives that replace worn ones within the years of the prices."""
+    disk, price = deployment.inputs.disk, deployment.inputs.price
+    return max(0.0, disk.count * price.drive * (price.years / life_years - 1)) if life_years else 0.0
+
+
 def _bills(deployment: Deployment, *, with_tiers: bool) -> dict[str, tuple[float, bool]]:
     """Total and whether it is needed, by the input of the price."""
     inputs, price = deployment.inputs, deployment.inputs.price

@@ -22,6 +22,7 @@ from kvtier.config.value_types import (
     size_text,
     within,
 )
+from kvtier.errors import ConfigError
 from kvtier.report.format import bytes_text, power_text
 from kvtier.size.capacity import GPU_MEMORY_SHARE, GPU_OTHER_BYTES
 
@@ -131,6 +132,24 @@ def _number(raw: object, least: float, most: float, *, zero_allowed: bool) -> fl
     if not isinstance(raw, int | float) or isinstance(raw, bool) or not math.isfinite(raw):
         raise ValueError("not a number")
     return 0.0 if raw == 0 and zero_allowed else float(within(raw, least, most))
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimit(Seconds):
+    """The longest time that something may take; 0: no limit."""
+
+    @property
+    def allowed(self) -> str:
+        """Units and range, and the 0 of no limit."""
+        return f"{Seconds(self.least, self.most).allowed}; 0: no limit"
+
+    def read(self, raw: object, *, is_text: bool) -> float:
+        """Read a duration, or the 0 of no limit."""
+        return 0.0 if not isinstance(raw, bool) and raw in (0, "0") else Seconds.read(self, raw, is_text=is_text)
+
+    def show(self, value: object) -> str:
+        """The duration with a unit."""
+        return Seconds.show(self, value) if value else "no limit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +310,10 @@ class TargetInputs(SettingsSection):
 
     section: ClassVar[str] = "target"
 
-    ttft_s: float = setting(1.0, Seconds(1e-3, 1e5), "Limit of the mean time to first token.")
+    ttft_s: float = setting(
+        1.0, TimeLimit(1e-3, 1e5), "Limit of the mean time to first token; target.ttft_p95_s alone replaces it."
+    )
+    ttft_p95_s: float = setting(0.0, TimeLimit(1e-3, 1e5), "Limit of the time to first token of 95 % of the requests.")
     tpot_s: float = setting(0.0, Number(1e-4, 1e3, "no limit"), "Limit of the time per output token, in seconds.")
     hit_share: float = setting(0.95, Number(0.01, 0.9999), "Share of reusable tokens that the tiers must hold.")
     burst: float = setting(2.0, Number(1, 100), "Bandwidth to provide over the average.", "Samsung PM1753 paper, 2025")
@@ -299,6 +321,12 @@ class TargetInputs(SettingsSection):
     gpu_used: float = setting(
         0.7, Number(0.05, 1), "Share of the measured throughput to plan with, in the formula for GPUs.", "rule of thumb"
     )
+
+    def __post_init__(self) -> None:
+        """Refuse a plan without any limit of the time to first token."""
+        SettingsSection.__post_init__(self)
+        if not (self.ttft_s or self.ttft_p95_s):
+            raise ConfigError("target.ttft_s and target.ttft_p95_s are 0, no limit; allowed: a limit of one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from functools import cache, partial
 from kvtier.plan.queueing import OperatingPoint, decode_token_s, operate
 from kvtier.plan.resolve import Deployment
 
-TTFT = "time to first token"
-"""Name of the limit that every plan has."""
+TTFT, TTFT_P95 = FIRST_TOKEN = "time to first token", "95 % of first tokens"
+"""Names of the limits of the time to first token: every plan has one of them, or both."""
 _LEAST, _MOST = 1e-12, 100.0
 """Searched loads, as multiples of the load at which decoding alone fills the GPUs."""
 _START, _STEP, _SCANNED_FROM = 0.1, 4.0, 1e-4
@@ -92,20 +92,33 @@ class LimitRule:
 def rules(deployment: Deployment, *, with_tiers: bool) -> list[LimitRule]:
     """The limits of a deployment."""
     target = deployment.inputs.target
-    found = [
-        LimitRule(
-            TTFT,
-            f"mean at most {target.ttft_s:g} s",
-            "target.ttft_s, or any input that shortens its parts",
-            lambda _, point: point.ttft_s / target.ttft_s,
-        ),
+    found: list[LimitRule] = []
+    if target.ttft_s:
+        found.append(
+            LimitRule(
+                TTFT,
+                f"mean at most {target.ttft_s:g} s",
+                "target.ttft_s, or any input that shortens its parts",
+                lambda _, point: point.ttft_s / target.ttft_s,
+            )
+        )
+    if target.ttft_p95_s:
+        found.append(
+            LimitRule(
+                TTFT_P95,
+                f"at most {target.ttft_p95_s:g} s",
+                "target.ttft_p95_s, or any input that shortens its parts",
+                lambda _, point: point.ttft_within_s(0.95) / target.ttft_p95_s,
+            )
+        )
+    found.append(
         LimitRule(
             "GPU time",
             "prefill, decoding and blocking loads",
             "gpu.count, gpu.flops, gpu.memory_bytes_per_s",
             lambda _, point: point.gpu_used,
-        ),
-    ]
+        )
+    )
     if target.tpot_s:
         found.append(
             LimitRule(

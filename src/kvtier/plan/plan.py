@@ -4,10 +4,10 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
-from kvtier.plan.cost import BreakEven, Cost, break_evens, cost
+from kvtier.plan.cost import BreakEven, Cost, break_evens, cost, worn
 from kvtier.plan.inputs import SETTINGS, Inputs
 from kvtier.plan.limits import (
-    TTFT,
+    FIRST_TOKEN,
     Ceiling,
     Limit,
     ceiling,
@@ -19,11 +19,45 @@ from kvtier.plan.limits import (
 )
 from kvtier.plan.queueing import GPU, OperatingPoint, operate
 from kvtier.plan.resolve import Basis, Deployment, deployments
-from kvtier.plan.search import PlannedSize, gpus_for, search
+from kvtier.plan.search import PlannedSize, gpus_for
 from kvtier.plan.sensitivity import InputSensitivity, sensitivities
-from kvtier.plan.worth import SameMoney, TierWorth, gpu_worth, least_host_bytes, same_money, worths
+from kvtier.plan.worth import (
+    Choice,
+    SameMoney,
+    choices,
+    least_host_bytes,
+    only,
+    pays_from,
+    same_money,
+    smallest,
+    why_not,
+    worth_buying,
+)
 
 HIT_SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """The hardware for the requested load, and that load on it.
+
+    It is the given hardware where the load is within its limits, else the fewest GPUs with the tiers of their hosts.
+    """
+
+    deployment: Deployment
+    users: float
+    """Users within all limits."""
+    point: OperatingPoint
+    cost: Cost
+    life_years: float | None
+    """Life of its drives; None without drives."""
+    price: float | None
+    """The price of all of it, with drives that replace worn ones; None where one is not given."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs, all of them of the kind that is given."""
+        return self.deployment.inputs.gpu.count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +86,8 @@ class Variant:
     """GPUs that serve the requested load within the limits, at any size; None where no number of them is enough."""
     gpus_needed: int | None
     """The same at `target.gpu_used` of the most users."""
+    need: Need | None
+    """What the requested load needs; None where no number of GPUs is enough."""
     cost: Cost
     """At the served load."""
     cost_at_most: Cost | None
@@ -62,10 +98,15 @@ class Variant:
         """Users within all limits."""
         return self.ceiling.binding.users
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of its tiers, the fastest first."""
+        return tuple(it.name for it in self.deployment.tiers)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTier:
-    """GPU memory or a tier, at the served load."""
+    """GPU memory or a tier, at the requested load on the hardware that it needs; else at the served load."""
 
     name: str
     capacity_bytes: float
@@ -76,12 +117,17 @@ class PlannedTier:
     found: float
     """Share of all prompt tokens that come from here."""
     hit_share: float
-    """The same at the highest load within all limits, where its worth is judged."""
+    """The same at the highest load within all limits of the given GPUs."""
     read_bytes_per_s: float
     read_burst_bytes_per_s: float
     provided_bytes_per_s: float
     write_bytes_per_s: float
-    worth: TierWorth
+    worth_it: bool
+    """Whether the plan recommends it; GPU memory is always there."""
+    why_not: str
+    """Why it brings nothing beside the recommended tiers; empty where it is one of them."""
+    pays_from_interval_s: float | None
+    """The interval between two queries of a user from which it brings users beside them; None where none was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,15 +183,18 @@ class DriveLoad:
 class Plan:
     """All results. Bytes, seconds, tokens and rates a second; shares from 0 to 1."""
 
-    sizes: tuple[PlannedSize, ...]
-    """Every size that holds the model, the smallest first; the best of each arm is planned."""
+    choices: tuple[Choice, ...]
+    """Each choice of the given tiers: none first, all last."""
     alone: Variant
-    tiered: Variant
-    """The recommended configuration: with the tiers that are worth it, and no others."""
+    ways: tuple[Variant, ...]
+    """The choices that are worth buying, one of them, the recommended first; GPU memory alone where no tier gains."""
     given: Variant
     """With all tiers of the inputs."""
-    more_gpus: int | None
-    """GPUs that serve the requested load, with all tiers, where the given ones serve no user; None elsewhere."""
+    arms: tuple[Variant, ...]
+    """What to compare for the requested load: GPU memory alone, and each way that is worth buying.
+
+    Where the given GPUs serve nobody, these are the choices with which the load needs the fewest GPUs.
+    """
     least_host_bytes: float | None
     """Host memory that brings 90 % of the users that all of it brings; None where it brings no users."""
     same_money: SameMoney | None
@@ -160,14 +209,30 @@ class Plan:
     """The dependence of the number of users on each input, the strongest first."""
 
     @property
+    def tiered(self) -> Variant:
+        """The recommended configuration: with the tiers that are worth it, and no others."""
+        return self.ways[0]
+
+    @property
+    def sizes(self) -> tuple[PlannedSize, ...]:
+        """Every size that holds the model, the smallest first, with the recommended tiers and without."""
+        kept = tuple(it.name for it in self.deployment.tiers)
+        return next(it.sizes for it in self.choices if it.tiers == kept)
+
+    @property
+    def serves_any(self) -> bool:
+        """Whether any user is within the limits on the given GPUs, with some of the tiers or without."""
+        return self.deployment.workload.is_any(max(it.users for it in self.choices))
+
+    @property
     def deployment(self) -> Deployment:
         """The deployment with the tiers that are worth it."""
         return self.tiered.deployment
 
     @property
     def idle_tiers(self) -> list[PlannedTier]:
-        """The tiers that bring nothing here, which nothing recommends."""
-        return [it for it in self.tiers if it.name != GPU and not it.worth.worth_it]
+        """The tiers that bring nothing beside the recommended ones."""
+        return [it for it in self.tiers if not it.worth_it]
 
     @property
     def inputs(self) -> Inputs:
@@ -186,8 +251,8 @@ class Plan:
 
     @property
     def is_overloaded(self) -> bool:
-        """Whether the requested load is within the limits neither with tiers nor without."""
-        return self.requested_users > max(self.alone.users, self.tiered.users)
+        """Whether the requested load is within the limits neither with tiers that are worth it nor without."""
+        return not any(it.need and it.need.gpus <= self.inputs.gpu.count for it in self.arms)
 
 
 def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities: bool = True) -> Plan:
@@ -201,47 +266,48 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
     Raises:
         ConfigError: an input is unknown, not allowed, or contradicts another.
     """
-    found = list(deployments(inputs, basis))
-    sizes, with_all, best_alone = search(found)
-    given, alone = _variant(inputs, with_all), _variant(inputs, best_alone, with_tiers=False)
-    tiers = _tiers(with_all, given)
-    best, tiered = with_all, given
-    if idle := [it.name for it in tiers if it.name != GPU and not it.worth.worth_it]:
-        sizes, best, _ = search([it.without(*idle) for it in found])
-        tiered = _variant(inputs, best)
-    load = best.workload
-    serves_any = load.is_any(max(tiered.users, alone.users))
-    if not serves_any:  # no tier is worth it there, but with more GPUs some may be
-        tiered = replace(tiered, gpus_least=given.gpus_least, gpus_needed=given.gpus_needed)
-    requested = operate(best, load.requests_per_s, with_tiers=True)
+    found = choices(list(deployments(inputs, basis)))
+    alone = _variant(inputs, found[0], with_tiers=False)
+    variants = {it.tiers: _variant(inputs, it) for it in (*worth_buying(found), found[-1])}
+    given = variants[found[-1].tiers]
+    ways = tuple(variants[it.tiers] for it in worth_buying(found))
+    tiered, best = ways[0], ways[0].deployment
+    bought = [it for it in ways if it.tiers]
+    if not best.workload.is_any(max(it.users for it in found)):
+        every = [_variant(inputs, it) for it in found]
+        fewest = min(it.gpus_least or math.inf for it in every)
+        kept = smallest([it.tiers for it in every if it.gpus_least == fewest])
+        bought = [it for it in every if it.tiers and it.tiers in kept]
+    need, load = tiered.need, best.workload
     shares = sorted({*HIT_SHARES, best.inputs.target.hit_share})
+    at_load, point = (need.deployment, need.point) if need else (best, tiered.point)
     return Plan(
-        sizes=tuple(sizes),
+        choices=tuple(found),
         alone=alone,
-        tiered=tiered,
+        ways=ways,
         given=given,
-        more_gpus=None if serves_any else tiered.gpus_least,
+        arms=(alone, *bought),
         least_host_bytes=least_host_bytes(best),
-        same_money=same_money(with_all),
-        tiers=tuple(tiers),
-        capacities=tuple(capacity(best, share) for share in shares),
-        drives=_drives(best, tiered.point) if any(it.name == "disk" for it in best.tiers) else None,
-        break_evens=tuple(break_evens(with_all)),
-        used=used_shares(best, requested),
+        same_money=same_money(given.deployment),
+        tiers=tuple(_tiers(given, best)),
+        capacities=tuple(capacity(at_load, share) for share in shares),
+        drives=_drives(at_load, point) if any(it.name == "disk" for it in best.tiers) else None,
+        break_evens=tuple(break_evens(given.deployment)),
+        used=used_shares(best, operate(best, load.requests_per_s, with_tiers=True)),
         sensitivities=tuple(sensitivities(inputs, best)) if with_sensitivities else (),
     )
 
 
-def _variant(inputs: Inputs, deployment: Deployment, *, with_tiers: bool = True) -> Variant:
+def _variant(inputs: Inputs, choice: Choice, *, with_tiers: bool = True) -> Variant:
+    deployment = choice.deployment
     requested = deployment.workload.requests_per_s
     top = ceiling(deployment, with_tiers=with_tiers)
-    at_ttft = next(it for it in top.limits if it.name == TTFT)
+    at_ttft = next(it for it in top.serving if it.name in FIRST_TOKEN)
     most = throughput(deployment, with_tiers=with_tiers)
     served = min(requested, most)
     point = operate(deployment, served, with_tiers=with_tiers)
     within = top.binding.requests_per_s
-    counted = deployment if with_tiers else replace(deployment, tiers=())
-    least, needed = gpus_for(inputs, counted, [requested, requested / deployment.inputs.target.gpu_used])
+    least, needed = gpus_for(inputs, deployment, [requested, requested / deployment.inputs.target.gpu_used])
     is_any = deployment.workload.is_any(in_users(deployment, within))
     return Variant(
         deployment=deployment,
@@ -257,9 +323,27 @@ def _variant(inputs: Inputs, deployment: Deployment, *, with_tiers: bool = True)
         output_tokens_per_s=served * deployment.workload.answer_tokens,
         gpus_least=least,
         gpus_needed=needed,
+        need=_need(inputs, choice, least),
         cost=cost(deployment, point, served_per_s=served),
         cost_at_most=cost(deployment, top.point, served_per_s=within) if is_any else None,
     )
+
+
+def _need(inputs: Inputs, choice: Choice, gpus: int | None) -> Need | None:
+    """The hardware for the requested load: the given one where it serves that load, else that of `gpus` GPUs."""
+    deployment, users = choice.deployment, choice.users
+    requested = deployment.workload.requests_per_s
+    if users < in_users(deployment, requested):
+        if gpus is None:
+            return None
+        changed = inputs.change({"gpu.count": gpus}, "the GPUs for the requested load")
+        sizes = [only(it, choice.tiers) for it in deployments(changed, deployment.basis)]
+        users, deployment = max(((most_users(it), it) for it in sizes), key=lambda it: it[0])
+    point = operate(deployment, requested, with_tiers=bool(choice.tiers))
+    years = life_years(deployment, point.write_bytes_per_s["disk"]) if "disk" in point.write_bytes_per_s else None
+    at_load = cost(deployment, point, served_per_s=requested)
+    price = None if at_load.missing or at_load.bought is None else at_load.bought + worn(deployment, years)
+    return Need(deployment=deployment, users=users, point=point, cost=at_load, life_years=years, price=price)
 
 
 def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
@@ -283,9 +367,12 @@ def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
     )
 
 
-def _tiers(deployment: Deployment, given: Variant) -> list[PlannedTier]:
-    point = given.point
-    worth = {GPU: gpu_worth(deployment), **worths(deployment, given.ceiling.point)}
+def _tiers(given: Variant, best: Deployment) -> list[PlannedTier]:
+    """GPU memory and all tiers of the inputs; `best` has those that are recommended."""
+    need, kept = given.need, {GPU, *(it.name for it in best.tiers)}
+    deployment, point = (need.deployment, need.point) if need else (given.deployment, given.point)
+    beside = {it: only(given.deployment, kept | {it.name}) for it in given.deployment.tiers if it.name not in kept}
+    reasons = {it.name: (why_not(deployed, it), pays_from(deployed, it)) for it, deployed in beside.items()}
     session_tokens = deployment.workload.session_tokens
     # A stored session has a snapshot of its states.
     session_bytes = deployment.model.stored_bytes(session_tokens)
@@ -307,7 +394,9 @@ def _tiers(deployment: Deployment, given: Variant) -> list[PlannedTier]:
             read_burst_bytes_per_s=point.read_bytes_per_s.get(name, 0.0) * deployment.inputs.target.burst,
             provided_bytes_per_s=provided,
             write_bytes_per_s=point.write_bytes_per_s.get(name, 0.0),
-            worth=worth[name],
+            worth_it=name in kept,
+            why_not=reasons[name][0] if name in reasons else "",
+            pays_from_interval_s=reasons[name][1] if name in reasons else None,
         )
         for name, capacity_bytes, tokens, provided in (gpu, *lower)
     ]
@@ -367,7 +456,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "users_without_tiers": alone,
         "users_with_all_tiers": plan.given.users,
         "is_overloaded": plan.is_overloaded,
-        "more_gpus": plan.more_gpus,
+        "choices": [_choice_json(it, plan.ways) for it in plan.choices],
+        "needs": [_need_json(it) for it in plan.arms],
         "least_host_bytes": plan.least_host_bytes,
         "tp_with_tiers": deployment.inputs.model.tp,
         "tp_without_tiers": plan.alone.deployment.inputs.model.tp,
@@ -394,7 +484,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "binding": plan.binding.name,
         "next": plan.tiered.ceiling.next.name if plan.tiered.ceiling.next else None,
         "used": plan.used,
-        "tiers": [_tier_json(it) for it in plan.tiers],
+        "tiers": [asdict(it) for it in plan.tiers],
         "same_money": asdict(plan.same_money) if plan.same_money else None,
         "capacities": [asdict(it) for it in plan.capacities],
         "drives": asdict(plan.drives) if plan.drives else None,
@@ -409,17 +499,48 @@ def to_json(plan: Plan) -> dict[str, Any]:
     return cast("dict[str, Any]", _finite(document))
 
 
-def _tier_json(tier: PlannedTier) -> dict[str, Any]:
-    without = tier.worth.without
+def _choice_json(choice: Choice, ways: tuple[Variant, ...]) -> dict[str, Any]:
     return {
-        **{name: value for name, value in asdict(tier).items() if name != "worth"},
-        "users_without_it": without.users,
-        "users_with_it_alone": tier.worth.users_alone,
-        "ttft_without_it_s": without.ttft_s,
-        "output_tokens_per_s_without_it": without.output_tokens_per_s,
-        "worth_it": tier.worth.worth_it,
-        "why_not": tier.worth.why_not,
-        "pays_from_interval_s": tier.worth.pays_from_s,
+        "tiers": choice.tiers,
+        "users": choice.users,
+        "tp": choice.deployment.inputs.model.tp,
+        "drive_life_years": choice.life_years,
+        "price": choice.price,
+        "is_worth_buying": choice.tiers in [it.tiers for it in ways],
+    }
+
+
+def _need_json(arm: Variant) -> dict[str, Any]:
+    """What the requested load needs with the tiers of one arm; only its tiers where no number of GPUs is enough."""
+    need = arm.need
+    if need is None:
+        return {"tiers": arm.tiers}
+    deployment, point = need.deployment, need.point
+    kept = capacity(deployment, deployment.inputs.target.hit_share)
+    return {
+        "tiers": arm.tiers,
+        "users": in_users(deployment, point.requests_per_s),
+        "users_at_most": need.users,
+        "gpus": need.gpus,
+        "hosts": deployment.hosts,
+        "tp": deployment.inputs.model.tp,
+        "drives": deployment.inputs.disk.count if "disk" in arm.tiers else 0,
+        "gpu_kv_bytes": deployment.kv_bytes * deployment.replicas,
+        "tier_bytes": {it.name: it.capacity_bytes for it in deployment.tiers},
+        "kv_bytes_for_hits": kept.bytes,
+        "read_bytes_per_s": point.read_bytes_per_s,
+        "read_burst_bytes_per_s": {
+            name: rate * deployment.inputs.target.burst for name, rate in point.read_bytes_per_s.items()
+        },
+        "write_bytes_per_s": point.write_bytes_per_s,
+        "drive_life_years": need.life_years,
+        "ttft_s": point.ttft_s,
+        "ttft_p95_s": point.ttft_within_s(0.95),
+        "tpot_s": point.tpot_s,
+        "hit_rate": point.hit_rate,
+        "output_tokens_per_s": point.requests_per_s * deployment.workload.answer_tokens,
+        "watts": need.cost.watts,
+        "price": need.price,
     }
 
 

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 from kvtier.plan.answer import (
     circumstances,
     conclusion,
+    gpus_text,
     heading,
-    kept,
     load_text,
     load_unit,
-    served_text,
+    names_text,
+    request,
+    shown_load,
     verdict,
     whole,
     within,
@@ -20,15 +21,16 @@ from kvtier.plan.answer import (
 from kvtier.plan.cost import Cost, cost
 from kvtier.plan.inputs import SETTINGS, ModelInputs
 from kvtier.plan.limits import in_users
-from kvtier.plan.plan import DriveLoad, Plan, Variant
-from kvtier.plan.queueing import OperatingPoint, fetch_s, operate, prefill_s
+from kvtier.plan.plan import DriveLoad, Need, Plan, Variant, capacity
+from kvtier.plan.queueing import GPU, OperatingPoint, fetch_s, operate, prefill_s
 from kvtier.plan.search import PlannedSize
 from kvtier.plan.sensitivity import STEP, InputSensitivity
 from kvtier.plan.settings import settings_toml
 from kvtier.plan.worth import LEAST_GAIN, TIER_NAMES
-from kvtier.report.chart import DASHED, Axis, Chart, Charts, Curve, Rule
+from kvtier.report.chart import Axis, Chart, Charts, Curve, Rule, told_apart
 from kvtier.report.format import (
     NONE,
+    UNBOUNDED,
     YEAR_S,
     bytes_text,
     count_text,
@@ -82,8 +84,9 @@ def plan_report(plan: Plan, *, shows_inputs: bool = False) -> Report:
     sources = [f"source of {name}: {source}; read {date}" for name, source, date in plan.deployment.sources]
     return Report(
         command="kvtier plan",
-        answer=verdict(plan),
+        answer=request(plan),
         sections=[
+            Section(texts=[verdict(plan)], tables=[needs_table(plan)] if any(it.need for it in plan.arms) else []),
             Section(texts=[heading(plan)], charts=partial(_answer_chart, plan), notes=conclusion(plan)),
             Section(tables=list(tables(plan))),
             Section(charts=partial(_other_charts, plan), is_page_only=True),
@@ -96,21 +99,23 @@ def plan_report(plan: Plan, *, shows_inputs: bool = False) -> Report:
 
 
 def _answer_chart(plan: Plan) -> Charts:
-    limit_s = plan.inputs.target.ttft_s
+    target, curves = plan.inputs.target, ttft_curves(plan)
+    limit_s = target.ttft_s or target.ttft_p95_s
     met = [
-        Curve(
-            x=[it.users_at_ttft], y=[limit_s], colour=colour, dash="", marker="o",
-            note=load_text(plan, it.users_at_ttft),
-        )
-        for colour, it in (("alone", plan.alone), ("tiered", plan.tiered))
-    ]  # fmt: skip
+        Curve(x=[it.users_at_ttft], y=[limit_s], colour=curve.colour, dash="", marker="o")
+        for curve, it in zip(curves, _with_curves(plan), strict=True)
+    ]
+    last = max(it.x[-1] for it in curves)
+    asked = [Rule(at=plan.requested_users, dash=":", is_vertical=True)] if plan.requested_users < last else []
+    what = "mean time to first token" if target.ttft_s else "95 % of first tokens within"
     return {
         "ttft": Chart(
             heading="Time to first token against the load",
-            marks=[*ttft_curves(plan), Rule(at=limit_s), *met],
-            x=Axis(label=load_unit(plan), least=0),
-            y=Axis(label="mean time to first token, s", least=0, most=3 * limit_s),
-            caption="Dashed: the limit; a dot is where the mean meets it. Curves end where queues grow without bound.",
+            marks=[*curves, Rule(at=limit_s), *asked, *met],
+            x=Axis(label=load_unit(plan), least=0, most=last),
+            y=Axis(label=f"{what}, s", least=0, most=3 * limit_s),
+            caption="Dashed across: the limit; a dot is where a curve meets it, the legend has that load. Curves end "
+            f"where queues grow without bound.{' Dotted upright: the requested load.' if asked else ''}",
         )
     }
 
@@ -127,7 +132,7 @@ def _other_charts(plan: Plan) -> Charts:
     held = capacity_curves(plan)
     room = [
         Curve(
-            x=held[0].x, y=[it.capacity_bytes] * 2, colour=it.name, dash=DASHED, width=1.4,
+            x=held[0].x, y=[it.capacity_bytes] * 2, colour=it.name, width=1.4,
             label=f"{TIER_NAMES[it.name]}, {bytes_text(it.capacity_bytes)}",
         )
         for it in plan.tiers
@@ -137,14 +142,14 @@ def _other_charts(plan: Plan) -> Charts:
     return {
         "capacity": Chart(
             heading="KV against conversations and context",
-            marks=[*held, *room],
+            marks=[*held, *told_apart([held[0], *room])[1:]],
             x=Axis(label="conversations held", is_log=True, text=short_count),
             y=Axis(label="KV", is_log=True, text=bytes_text),
             caption="Each conversation has its own KV. Dashed: the capacity of each tier. Both axes are logarithmic.",
         ),
         "prompt": Chart(
             heading="One prompt: computed, or fetched",
-            marks=[computed, *fetched, *falls],
+            marks=[*told_apart([computed, *fetched]), *falls],
             x=Axis(label="tokens of the prompt", is_log=True, text=short_count),
             y=Axis(label="time to its KV", is_log=True, text=time_text),
             caption="One prompt whose KV is all stored, on an idle machine."
@@ -153,7 +158,7 @@ def _other_charts(plan: Plan) -> Charts:
         "cost": Chart(
             heading=f"{'Cost' if _has_prices(plan) else 'Energy'} of a million output tokens",
             marks=costs,
-            x=Axis(label=load_unit(plan), least=0),
+            x=Axis(label=load_unit(plan), least=0, most=max(it.x[-1] for it in costs)),
             y=Axis(label=f"{price} for a million output tokens", least=0, most=8 * min(min(it.y) for it in costs)),
             caption="The same machines under growing load: a curve ends where throughput saturates.",
         ),
@@ -189,7 +194,7 @@ def single_prompt_curves(plan: Plan) -> list[Curve]:
     )
     return [computed] + [
         Curve(
-            label=f"fetched from {TIER_NAMES[tier.name]}",
+            label=f"from {TIER_NAMES[tier.name]}",
             colour=tier.name,
             x=tokens,
             y=tuple(fetch_s(deployment, tier.name, it) for it in tokens),
@@ -205,30 +210,47 @@ def crossing(computed: Curve, fetched: Curve) -> int | None:
 
 
 def ttft_curves(plan: Plan) -> list[Curve]:
-    """Mean time to first token against the load, up to where queues grow without end."""
-    return [_variant_curve(plan, variant, lambda point: point.ttft_s) for variant in (plan.alone, plan.tiered)]
+    """Time to first token against the load, its mean or the limited percentile, up to where queues grow without end."""
+    by_mean = plan.inputs.target.ttft_s
+
+    def of(_: Variant, point: OperatingPoint) -> float:
+        return point.ttft_s if by_mean else point.ttft_within_s(0.95)
+
+    return _variant_curves(plan, of, lambda it, _: load_text(plan, it.users_at_ttft))
 
 
 def cost_curves(plan: Plan) -> list[Curve]:
     """A million output tokens against the load: in money where prices are given, else in kWh."""
 
-    def of(point: OperatingPoint) -> float:
-        at_load = cost(plan.deployment, point, served_per_s=point.requests_per_s)
+    def of(variant: Variant, point: OperatingPoint) -> float:
+        at_load = cost(variant.deployment, point, served_per_s=point.requests_per_s)
         return at_load.per_million_output_tokens or 1e6 / at_load.tokens_per_s_per_watt / 3.6e6
 
-    curves = [_variant_curve(plan, variant, of) for variant in (plan.alone, plan.tiered)]
-    return [replace(it, note=f"{it.y[-1]:.3g}") for it in curves]
+    return _variant_curves(plan, of, lambda _, last: f"{last:.3g}")
 
 
-def _variant_curve(plan: Plan, variant: Variant, of: Callable[[OperatingPoint], float]) -> Curve:
-    most = variant.throughput_per_s * 0.9999
-    rates = [most * (step + 1) / POINTS for step in range(POINTS)]
-    return Curve(
-        label="with tiers" if variant.with_tiers else "GPU memory alone",
-        colour="tiered" if variant.with_tiers else "alone",
-        x=tuple(in_users(plan.deployment, rate) for rate in rates),
-        y=tuple(of(operate(variant.deployment, rate, with_tiers=variant.with_tiers)) for rate in rates),
-    )
+def _with_curves(plan: Plan) -> list[Variant]:
+    return [plan.alone, *(it for it in plan.ways if it.tiers)]
+
+
+def _variant_curves(
+    plan: Plan, of: Callable[[Variant, OperatingPoint], float], figure: Callable[[Variant, float], str]
+) -> list[Curve]:
+    curves: list[Curve] = []
+    for variant in _with_curves(plan):
+        most = variant.throughput_per_s * 0.9999
+        rates = [most * (step + 1) / POINTS for step in range(POINTS)]
+        points = [operate(variant.deployment, rate, with_tiers=variant.with_tiers) for rate in rates]
+        y = tuple(of(variant, it) for it in points)
+        curves.append(
+            Curve(
+                label=f"{_arm_name(variant)}: {figure(variant, y[-1])}",
+                colour={0: "alone", 1: variant.tiers[0] if variant.tiers else ""}.get(len(variant.tiers), "tiered"),
+                x=tuple(in_users(plan.deployment, rate) for rate in rates),
+                y=y,
+            )
+        )
+    return told_apart(curves)
 
 
 def _has_prices(plan: Plan) -> bool:
@@ -237,12 +259,14 @@ def _has_prices(plan: Plan) -> bool:
 
 def tables(plan: Plan) -> Iterator[Table]:
     """The tables of a plan's figures, in reading order."""
+    if plan.given.tiers and plan.serves_any:
+        yield _choices(plan)
     if len(plan.sizes) > 1:
         yield _sizes(plan)
-    yield _gains(plan)
-    yield _tiers(plan)
-    if plan.given.deployment.tiers:
-        yield _worth(plan)
+    if plan.deployment.tiers:
+        yield _gains(plan)
+    if any(it.need for it in plan.arms):
+        yield _residences(plan)
     if plan.drives is not None:
         yield _drives(plan, plan.drives)
     yield _capacities(plan)
@@ -253,9 +277,104 @@ def tables(plan: Plan) -> Iterator[Table]:
         yield _sensitivities(plan)
 
 
+def needs_table(plan: Plan) -> Table:
+    """What a buyer needs for the requested load: a column for GPU memory alone and for each way."""
+    inputs, target, used = plan.inputs, plan.inputs.target, plan.inputs.target.gpu_used
+    needs = [it.need for it in plan.arms]
+    names = [it.name for it in plan.given.deployment.tiers if any(it.name in arm.tiers for arm in plan.arms)]
+
+    def row(name: str, of: Callable[[Need], str]) -> tuple[str, ...]:
+        return name, *(of(it) if it else NONE for it in needs)
+
+    def rows_of(tier: str) -> Iterator[tuple[str, ...]]:
+        name = TIER_NAMES[tier]
+
+        def rates(what: str, of: Callable[[Need], dict[str, float]], times: float = 1.0) -> tuple[str, ...]:
+            return row(
+                f"{name} {what}, GB/s", lambda it: _optional(of(it).get(tier), lambda b: f"{b * times / 1e9:,.2f}")
+            )
+
+        yield row(
+            f"{name}, TB for KV",
+            lambda it: next((digits(t.capacity_bytes / 1e12) for t in it.deployment.tiers if t.name == tier), NONE),
+        )
+        yield rates("read on average", lambda it: it.point.read_bytes_per_s)
+        yield rates(f"read in bursts (x {target.burst:g})", lambda it: it.point.read_bytes_per_s, target.burst)
+        yield rates("written", lambda it: it.point.write_bytes_per_s)
+        if tier == "disk":
+            count = "disk.count"
+            yield row("drives", lambda it: f"{it.deployment.inputs.value(count)}" if it.life_years else NONE)
+            yield row("life of the drives, years", lambda it: _optional(it.life_years, _years))
+
+    rows = [
+        row("GPUs", lambda it: f"{it.gpus:,}"),
+        row("hosts", lambda it: f"{it.deployment.hosts:,}"),
+        row("GPUs of a copy", lambda it: _size_name(it.deployment.inputs.model)),
+        (
+            f"GPUs with a reserve ({used:.0%} used)",
+            *(_optional(it.gpus_needed, count_text) for it in plan.arms),
+        ),
+        row(
+            f"KV for {target.hit_share:.0%} of possible hits, TB",
+            lambda it: digits(capacity(it.deployment, target.hit_share).bytes / 1e12),
+        ),
+        row("GPU memory, TB for KV", lambda it: digits(it.deployment.kv_bytes * it.deployment.replicas / 1e12)),
+        *(it for name in names for it in rows_of(name)),
+        row("prompt tokens not computed", lambda it: share_text(it.point.hit_rate)),
+        row("mean time to first token, s", lambda it: digits(it.point.ttft_s)),
+        row("95 % of first tokens within, s", lambda it: digits(it.point.ttft_within_s(0.95))),
+        row("time per output token, ms", lambda it: digits(it.point.tpot_s * 1e3)),
+        row("power, kW", lambda it: f"{it.cost.watts / 1000:,.2f}"),
+        row(f"price, {inputs.price.currency}", lambda it: _optional(it.price, digits)),
+    ]
+    if not any(it and it.price for it in needs):
+        rows.pop()
+    missing = sorted({name for it in needs if it for name in it.cost.missing})
+    note = (
+        "The given hardware where the load fits, else the fewest GPUs; tiers grow with the hosts unless their totals "
+    )
+    note += "are given. KV for hits includes what GPU memory holds."
+    note += f" A price needs {', '.join(missing)}." if missing else ""
+    return Table(
+        ("", *(_arm_name(it) for it in plan.arms)),
+        rows,
+        numeric=len(needs),
+        title=f"What {load_text(plan, plan.requested_users)} {load_unit(plan)} need",
+        note=note,
+    )
+
+
+def _arm_name(variant: Variant) -> str:
+    return f"with {names_text(variant.tiers)}" if variant.tiers else names_text(())
+
+
+def _choices(plan: Plan) -> Table:
+    currency, unit, alone = plan.inputs.price.currency, load_unit(plan), plan.alone.users
+    ways = [it.tiers for it in plan.ways]
+    rows = [
+        (
+            names_text(it.tiers),
+            load_text(plan, it.users),
+            _optional(it.life_years, _years),
+            _optional(it.price, digits),
+            digits(it.price / (it.users - alone)) if it.price and it.users >= alone + 1 else NONE,
+            ("or this" if ways.index(it.tiers) else "this") if it.tiers and it.tiers in ways else "",
+        )
+        for it in plan.choices
+    ]
+    return Table(
+        ("tiers", unit, "drives, years", "price", "for each more", "to buy"),
+        rows,
+        numeric=5,
+        title=f"Most {unit} with each choice of tiers on {gpus_text(plan, plan.inputs.gpu.count)}",
+        note=f"{unit.capitalize()} {within(plan)}. Drives last so many years at that load. Prices are in {currency}, "
+        f"with the drives that replace worn ones. To buy is what serves within {LEAST_GAIN - 1:.0%} of the most and of "
+        "which no part does.",
+    )
+
+
 def _gains(plan: Plan) -> Table:
-    currency, unit, missing = plan.inputs.price.currency, load_unit(plan), plan.tiered.cost.missing
-    requested = f"{load_text(plan, plan.requested_users)} {unit}"
+    currency, unit = plan.inputs.price.currency, load_unit(plan)
 
     def row(
         name: str, of: Callable[[Variant], float | None], text: Callable[[float], str] = digits
@@ -266,32 +385,27 @@ def _gains(plan: Plan) -> Table:
     def most(
         name: str, of: Callable[[Cost], float | None], text: Callable[[float], str] = digits
     ) -> tuple[str, str, str, str]:
-        return row(f"{name} *", lambda it: of(it.cost_at_most) if it.cost_at_most else None, text)
+        return row(name, lambda it: of(it.cost_at_most) if it.cost_at_most else None, text)
 
-    alone, tiered, used = plan.alone.point, plan.tiered.point, plan.inputs.target.gpu_used
+    def point(
+        name: str, of: Callable[[OperatingPoint], float], text: Callable[[float], str]
+    ) -> tuple[str, str, str, str]:
+        return row(name, lambda it: of(it.ceiling.point) if it.cost_at_most else None, text)
+
     rows = [
         ("GPUs of a copy", *(_size_name(it.deployment.inputs.model) for it in (plan.alone, plan.tiered)), ""),
         row(f"{unit} {within(plan)}", lambda it: whole(plan, it.users), partial(load_text, plan)),
-        row(
-            "95 % of first tokens within *",
-            lambda it: it.ceiling.point.ttft_within_s(0.95) if it.cost_at_most else None,
-            time_text,
-        ),
+        point("95 % of first tokens within", lambda it: it.ttft_within_s(0.95), time_text),
+        point("time per output token", lambda it: it.tpot_s, time_text),
+        point("prompt tokens not computed", lambda it: it.hit_rate, share_text),
         row(
             f"{unit} at which throughput saturates",
             lambda it: whole(plan, it.throughput_users),
             partial(load_text, plan),
         ),
-        row(f"time to first token at {requested}", lambda it: it.ttft_s, time_text),
-        row(f"95 % of first tokens within, at {requested}", lambda it: it.ttft_p95_s, time_text),
-        row(f"time per output token at {requested}", lambda it: it.point.tpot_s, time_text),
-        (f"prompt tokens not computed at {requested}", share_text(alone.hit_rate), share_text(tiered.hit_rate), ""),
-        row(f"output tokens/s at {requested}", lambda it: it.output_tokens_per_s),
-        row(f"GPUs for {requested}, at the best size", lambda it: it.gpus_least, count_text),
-        row(f"the same at {used:.0%} (target.gpu_used)", lambda it: it.gpus_needed, count_text),
         most("power", lambda it: it.watts, lambda it: f"{it / 1000:,.2f} kW"),
         row(
-            "power of a user *",
+            "power of a user",
             lambda it: _of_user(plan, it, lambda cost: cost.watts),
             lambda it: f"{digits(it)} W",
         ),
@@ -300,18 +414,25 @@ def _gains(plan: Plan) -> Table:
     if plan.tiered.cost.per_hour is not None:
         rows += [
             most(f"per hour, {currency}", lambda it: it.per_hour),
-            row(f"per hour and user, {currency} *", lambda it: _of_user(plan, it, lambda cost: cost.per_hour)),
+            row(f"per hour and user, {currency}", lambda it: _of_user(plan, it, lambda cost: cost.per_hour)),
             most(f"per million output tokens, {currency}", lambda it: it.per_million_output_tokens),
             most(f"per million tokens in and out, {currency}", lambda it: it.per_million_tokens),
             most(f"output tokens/s for 1,000 {currency}", lambda it: (it.tokens_per_s_per_price or 0.0) * 1000),
         ]
-    loads = f"{load_text(plan, plan.alone.users)} and {load_text(plan, plan.tiered.users)}"
-    note = f"*: each at its own most {unit} within the limits, {loads}."
-    note += f" Costs need prices as inputs: {', '.join(missing)}." if missing else ""
+    loads = f"{load_text(plan, plan.alone.users)} and {load_text(plan, plan.tiered.users)} {unit}"
+    missing = plan.tiered.cost.missing
+    note = f"Costs need prices as inputs: {', '.join(missing)}. " if missing else ""
+    if plan.drives and not missing:
+        note += "Costs leave out drives that replace worn ones. "
     if _size_name(plan.alone.deployment.inputs.model) != _size_name(plan.tiered.deployment.inputs.model):
-        note += " Each column is of its own size, so a row compares sizes, too."
-    name = f"with {kept(plan)}" if plan.idle_tiers and plan.deployment.tiers else "with tiers"
-    return Table(("", "GPU memory alone", name, "ratio"), rows, numeric=3, title="Gains of tiers", note=note)
+        note += "Each column is of its own size, so a row compares sizes, too."
+    return Table(
+        ("", "GPU memory alone", _arm_name(plan.tiered), "ratio"),
+        rows,
+        numeric=3,
+        title=f"Gains of tiers, each at its own most: {loads}",
+        note=note.strip(),
+    )
 
 
 def _of_user(plan: Plan, variant: Variant, of: Callable[[Cost], float | None]) -> float | None:
@@ -348,59 +469,39 @@ def _size_name(size: ModelInputs | PlannedSize) -> str:
     return f"{'DP attention' if size.dp_attention else 'TP'} {size.tp}"
 
 
-def _worth(plan: Plan) -> Table:
-    unit, now, lower = load_unit(plan), plan.given, plan.tiers[1:]
-    whole, found = load_text(plan, now.users), share_text(sum(it.hit_share for it in lower))
-    rows = [
-        (
-            TIER_NAMES[it.name],
-            share_text(it.hit_share),
-            load_text(plan, it.worth.users_alone),
-            load_text(plan, it.worth.without.users),
-            time_text(it.worth.without.ttft_s),
-            digits(it.worth.without.output_tokens_per_s),
-            "yes" if it.worth.worth_it else "no",
-        )
-        for it in lower
-    ]
-    rows.append(("(with all)", found, NONE, whole, time_text(now.ttft_s), digits(now.output_tokens_per_s), ""))
-    return Table(
-        ("tier", f"hits at {whole} {unit}", "alone", "without it", "TTFT", "tokens/s", "worth it"),
-        rows,
-        numeric=6,
-        title="Each tier's own worth",
-        note=f"{unit.capitalize()} within the limits at the planned size, with the tier alone and without it. A tier "
-        f"is worth it if the plan without it is {LEAST_GAIN - 1:.0%} worse in {unit}; or, at a requested load within "
-        "the limits, in TTFT or tokens/s. Of two that can stand in for each other, the dearer, or else the lower, is "
-        "not; the other is judged without it.",
-    )
+def _years(years: float) -> str:
+    return UNBOUNDED if math.isinf(years) else digits(years)
 
 
 def _optional(value: float | None, text: Callable[[float], str]) -> str:
     return NONE if value is None else text(value)
 
 
-def _tiers(plan: Plan) -> Table:
-    rows = [
-        (
-            TIER_NAMES[it.name],
-            bytes_text(it.capacity_bytes),
-            f"{it.capacity_tokens / 1e6:,.2f} M",
-            count_text(it.sessions),
-            time_text(it.residence_s),
-            share_text(it.found),
-            rate_text(it.read_bytes_per_s) if it.provided_bytes_per_s else NONE,
-            rate_text(it.write_bytes_per_s) if it.provided_bytes_per_s else NONE,
-        )
-        for it in plan.tiers
-    ]
+def _residences(plan: Plan) -> Table:
+    """What GPU memory and the tiers of each arm hold and find at the requested load."""
+
+    def rows(arm: Variant, need: Need) -> Iterator[tuple[str, ...]]:
+        deployment, point, load = need.deployment, need.point, need.deployment.workload
+        held = {
+            it.name: it.capacity_bytes / deployment.model.stored_bytes(load.session_tokens) for it in deployment.tiers
+        }
+        held[GPU] = deployment.gpu_tokens * deployment.replicas / load.session_tokens
+        for name in (GPU, *arm.tiers):
+            yield (
+                _arm_name(arm),
+                TIER_NAMES[name],
+                f"{held[name] * load.session_tokens / 1e6:,.2f}",
+                count_text(held[name]),
+                digits(point.residence_s[name]),
+                share_text(point.found[name]),
+            )
+
     return Table(
-        ("tier", "for KV", "tokens", "sessions", "residence", "hits", "read", "written"),
-        rows,
-        numeric=7,
-        title=f"Tiers at {served_text(plan, plan.given)}",
-        note="All that are given. Residence: how long unused KV survives. Hits: share of all prompt tokens. All are "
-        "averages at this load; the drives' table is of the tiers that are worth it.",
+        ("", "tier", "tokens, M", "conversations", "residence, s", "hits"),
+        [row for arm in plan.arms if arm.need for row in rows(arm, arm.need)],
+        numeric=4,
+        title=f"What the tiers hold and find at {load_text(plan, plan.requested_users)} {load_unit(plan)}",
+        note="On the GPUs that this load needs. Residence: how long unused KV survives. Hits: share of prompt tokens.",
     )
 
 
@@ -448,7 +549,8 @@ def _drives(plan: Plan, drives: DriveLoad) -> Table:
     ]
     is_slow = drives.wanted_bytes_per_s > 1.01 * drives.read_bytes_per_s
     note = f"All hits are {wanted}; the rest computes faster than it loads." if is_slow else ""
-    return Table(("", f"at {served_text(plan, plan.tiered)}", "provided"), rows, title="Drives", note=note)
+    title = f"Drives {_arm_name(plan.tiered)}, at {shown_load(plan, plan.tiered)}"
+    return Table(("", "load", "provided"), rows, title=title, note=note)
 
 
 def _capacities(plan: Plan) -> Table:
@@ -468,9 +570,9 @@ def _capacities(plan: Plan) -> Table:
         ("of possible hits", "hit rate", "residence", "tokens", "KV", "read", "in bursts"),
         rows,
         numeric=6,
-        title="Capacity for a share of the possible hits",
-        note=f"At {load_text(plan, plan.requested_users)} {load_unit(plan)}, GPU memory included; reads as if it had "
-        "no hits. The hit rate counts the shared system prompt, the reads do not.",
+        title=f"KV for a share of the possible hits, at {load_text(plan, plan.requested_users)} {load_unit(plan)}",
+        note="GPU memory included; reads as if it had no hits. The hit rate counts the shared system prompt, the reads "
+        "do not.",
     )
 
 
@@ -486,9 +588,12 @@ def _limits(plan: Plan) -> Table:
         )
         for limit in plan.tiered.ceiling.limits
     ]
-    columns = ("limit", "meaning", f"met at {load_unit(plan)}", "used at load", "")
+    columns = ("limit", "meaning", f"met at {load_unit(plan)}", "used", "")
     note = "Reserve: bandwidth for bursts. Where it is short, loads take longer or prompts are computed."
-    return Table(columns, rows, numeric=3, title="Limits, with tiers", note=note)
+    load = f"{load_text(plan, plan.requested_users)} {load_unit(plan)}"
+    gpus = gpus_text(plan, plan.inputs.gpu.count)
+    title = f"Limits of {gpus} with {names_text(plan.tiered.tiers)}, used at {load}"
+    return Table(columns, rows, numeric=3, title=title, note=note)
 
 
 def _break_evens(plan: Plan) -> Table:
@@ -534,7 +639,7 @@ def _sensitivities(plan: Plan) -> Table:
         ("input", "value", f"-{STEP:.0%}", f"+{STEP:.0%}"),
         rows,
         numeric=2,
-        title="Sensitivity",
+        title=f"Sensitivity of the {load_text(plan, planned)} {load_unit(plan)} with {names_text(plan.tiered.tiers)}",
         note=f"{load_unit(plan).capitalize()} within every limit, with one input a fifth lower or higher, or at the "
         f"value in brackets, at the planned size. As planned: {load_text(plan, planned)}.",
     )

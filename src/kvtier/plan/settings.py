@@ -6,8 +6,9 @@ share. Paths are examples.
 
 from collections.abc import Iterator
 
-from kvtier.plan.answer import load_text, load_unit, size_text
+from kvtier.plan.answer import load_text, load_unit, shown_load, size_text
 from kvtier.plan.plan import DriveLoad, Plan
+from kvtier.plan.resolve import Deployment
 
 _MIB = 2**20
 
@@ -18,16 +19,16 @@ def settings_toml(plan: Plan) -> str:
 
 
 def _lines(plan: Plan) -> Iterator[str]:
-    inputs, replicas = plan.inputs, plan.deployment.replicas
-    kept = {it.name for it in plan.deployment.tiers}
+    need = plan.tiered.need
+    deployment = need.deployment if need else plan.deployment
+    inputs, replicas, kept = deployment.inputs, deployment.replicas, plan.tiered.tiers
     drives, software = plan.drives, inputs.software
     shared_bytes = inputs.shared.capacity_bytes if "shared" in kept else 0
-    yield f"# kvtier settings of each of {replicas} engines ({size_text(plan.deployment)})"
+    yield f"# kvtier settings of each of {replicas} engines ({size_text(deployment)})"
     if not kept:
         yield "# no tier is worth it here"
-    elif plan.is_overloaded:
-        users = f"{load_text(plan, plan.tiered.users)} {load_unit(plan)}"
-        yield f"# for {users} within the limits: {load_text(plan, plan.requested_users)} do not fit on these GPUs"
+    elif plan.requested_users > plan.tiered.users:
+        yield f"# for {shown_load(plan, plan.tiered)}"
     host = inputs.host.capacity_bytes // replicas // _MIB * _MIB if "host" in kept else 0
     if host:
         yield from ("[host]", f"capacity_bytes = {_size(host)}", "")
@@ -45,20 +46,21 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield from ("[[tiers]]", 'kind = "disk"', 'path = "/mnt/nvme/kvtier" # of its own for each engine')
         yield f"capacity_bytes = {_size(capacity)}"
         if drives.write_policy == "budget":
-            yield from _budget(plan, drives)
+            yield from _budget(plan, drives, deployment)
         yield ""
     if shared_bytes:
         yield from ("[[tiers]]", 'kind = "shared_directory"', 'path = "/mnt/shared/kvtier" # the same for all engines')
         yield f"capacity_bytes = {_size(shared_bytes)}"
 
 
-def _budget(plan: Plan, drives: DriveLoad) -> Iterator[str]:
+def _budget(plan: Plan, drives: DriveLoad, deployment: Deployment) -> Iterator[str]:
     """The write budget of a rank: a comment where it costs users, since the plan's users are those without it."""
-    disk, ranks, years = plan.inputs.disk, plan.deployment.used_gpus, plan.inputs.target.life_years
+    disk, ranks, years = deployment.inputs.disk, deployment.used_gpus, plan.inputs.target.life_years
     rated = disk.count * disk.capacity_bytes * disk.drive_writes_per_day / disk.wear
     budget = int(rated * disk.rated_years / years / ranks) // _MIB * _MIB
     line = f"write_bytes_per_day = {budget} # of each of {ranks} ranks: the drives then last {years:g} years"
-    after, before = load_text(plan, drives.users), load_text(plan, plan.tiered.users)
+    most = plan.tiered.need.users if plan.tiered.need else plan.tiered.users
+    after, before = load_text(plan, drives.users), load_text(plan, most)
     if after == before:
         yield line
     else:

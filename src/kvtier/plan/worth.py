@@ -1,23 +1,23 @@
-"""What each tier brings: the plan with it and without it, why it brings nothing, and when it would.
+"""Choices of tiers: what the given GPUs serve with each, which are worth buying, and why a tier is not.
 
-Tiers can stand in for one another, so they are judged one after another: of those without which the plan serves as
-much, the dearest goes first (without prices: the lowest), and the others are judged without it. Times and tokens a
-second count at a load within the limits only: beyond them a tier does not help.
+All is about the hardware and independent of the requested load: users within all limits, each choice at its own best
+size. Choices that serve nearly the most are near each other; the smallest of them are worth buying, one of them.
 """
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import combinations, pairwise
 
-from kvtier.plan.cost import tier_prices
-from kvtier.plan.limits import highest_load, in_users, life_years, most_users, throughput
-from kvtier.plan.queueing import GPU, OperatingPoint, operate
+from kvtier.plan.cost import tier_prices, worn
+from kvtier.plan.limits import highest_load, life_years, most_users
+from kvtier.plan.queueing import GPU, operate
 from kvtier.plan.resolve import Deployment, TierHardware, resolve
+from kvtier.plan.search import PlannedSize, search
 from kvtier.report.format import bytes_text, time_text
 
 LEAST_GAIN = 1.1
-"""A smaller ratio of users, tokens a second or times to first token is no gain: the plan itself is off by as much."""
+"""A smaller ratio of users is no gain: the plan itself is off by as much."""
 TIER_NAMES = {"gpu": "GPU memory", "host": "host memory", "disk": "local drives", "shared": "shared storage"}
 _NEARLY_ALL = 0.9
 _INTERVALS = tuple(4.0**step for step in range(1, 9))
@@ -29,30 +29,21 @@ _HOST_HALVINGS = 9
 """Of the ratio between host memory and one conversation, which is some 1,000: within 2 %."""
 
 
-class Served(NamedTuple):
-    """What a deployment serves."""
-
-    users: float
-    """Within all limits."""
-    ttft_s: float
-    """Mean at the requested load."""
-    output_tokens_per_s: float
-    """At the requested load."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierWorth:
-    """One tier's own gain."""
+class Choice:
+    """Some of the given tiers on the given GPUs, at the size that serves most users."""
 
-    without: Served
-    """Of the plan without this tier, and without those that were found not to be worth it before."""
-    users_alone: float
-    """Users within all limits with this tier and no other."""
-    worth_it: bool
-    why_not: str
-    """Why it brings nothing; empty where it brings something."""
-    pays_from_s: float | None
-    """The interval between two queries of a user from which it brings users; None where it does or none was found."""
+    tiers: tuple[str, ...]
+    """Their names, the fastest first; none is GPU memory alone."""
+    sizes: tuple[PlannedSize, ...]
+    """Every size that holds the model, the smallest first."""
+    deployment: Deployment
+    users: float
+    """Users within all limits."""
+    life_years: float | None
+    """Life of its drives at that load; None without drives."""
+    price: float | None
+    """The price of its tiers, with drives that replace worn ones; None where one is not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,59 +57,54 @@ class SameMoney:
     users_drives: float
 
 
-def served(deployment: Deployment) -> Served:
-    """What a deployment with its tiers serves within its limits, and at the requested load."""
-    load = deployment.workload
-    rate = min(load.requests_per_s, throughput(deployment, with_tiers=True))
-    point = operate(deployment, rate, with_tiers=True)
-    ttft_s = point.ttft_s if rate == load.requests_per_s else math.inf
-    return Served(most_users(deployment), ttft_s, rate * load.answer_tokens)
-
-
-def worths(deployment: Deployment, point: OperatingPoint) -> dict[str, TierWorth]:
-    """The worth of each tier.
+def choices(sizes: Sequence[Deployment]) -> list[Choice]:
+    """Each choice of the tiers: none of them first, all of them last.
 
     Args:
-        deployment: with all tiers.
-        point: its operating point at the highest load within the limits.
+        sizes: the deployment with all tiers at each size that holds the model.
     """
-    alone = {it.name: most_users(replace(deployment, tiers=(it,))) for it in deployment.tiers}
-    found: dict[str, TierWorth] = {}
-    prices = tier_prices(deployment)
-    if "disk" in prices:  # with those that replace worn ones
-        life = life_years(deployment, point.write_bytes_per_s["disk"])
-        prices["disk"] *= max(1.0, deployment.inputs.price.years / life)
-    kept, now = deployment, served(deployment)
-    while kept.tiers:
-        without = {it.name: served(kept.without(it.name)) for it in kept.tiers}
-        idle = [it for it in kept.tiers if not _gains(kept, now, without[it.name])]
-        tier = max(reversed(idle), key=lambda it: prices[it.name], default=None)
-        for it in [tier] if tier else kept.tiers:
-            found[it.name] = TierWorth(
-                without=without[it.name],
-                users_alone=alone[it.name],
-                worth_it=tier is None,
-                why_not=_why_not(kept, it, point, now) if tier else "",
-                pays_from_s=_pays_from(kept, it) if tier else None,
-            )
-        if tier is None:
-            break
-        kept, now = kept.without(tier.name), without[tier.name]
-    return found
+    names = [it.name for it in sizes[0].tiers]
+    return [_choice(sizes, kept) for count in range(len(names) + 1) for kept in combinations(names, count)]
 
 
-def gpu_worth(deployment: Deployment) -> TierWorth:
-    """The worth of reuse in GPU memory, with the tiers."""
-    reuses = deployment.inputs.software.gpu_reuse
-    inputs = deployment.inputs.change({"software.gpu_reuse": False})
-    now, without = served(deployment), served(resolve(inputs, deployment.basis))
-    return TierWorth(
-        without=without,
-        users_alone=most_users(deployment, with_tiers=False),
-        worth_it=reuses and _gains(deployment, now, without),
-        why_not="",
-        pays_from_s=None,
+def only(deployment: Deployment, names: Collection[str]) -> Deployment:
+    """The same deployment with no tiers but those of `names`."""
+    return deployment.without(*(it.name for it in deployment.tiers if it.name not in names))
+
+
+def _choice(sizes: Sequence[Deployment], kept: tuple[str, ...]) -> Choice:
+    found, best, _ = search([only(it, kept) for it in sizes])
+    users, years = most_users(best), None
+    if "disk" in kept:
+        rate = users / best.workload.interval_s
+        written = operate(best, rate, with_tiers=True).write_bytes_per_s["disk"] if 0 < rate < math.inf else 0.0
+        years = life_years(best, written)
+    prices = tier_prices(best)
+    return Choice(
+        tiers=kept,
+        sizes=tuple(found),
+        deployment=best,
+        users=users,
+        life_years=years,
+        price=sum(prices.values()) + worn(best, years) if all(prices.values()) else None,
     )
+
+
+def worth_buying(found: Sequence[Choice]) -> list[Choice]:
+    """The choices that serve nearly the most and of which no part does: the cheapest first, or else the smallest.
+
+    It is GPU memory alone where that serves nearly the most, or where nothing serves a user.
+    """
+    most, load = max(it.users for it in found), found[0].deployment.workload
+    near = [it.tiers for it in found if load.is_any(it.users) and it.users * LEAST_GAIN >= most]
+    kept = smallest(near) or [()]
+    best = [it for it in found if it.tiers in kept]
+    return best if any(it.price is None for it in best) else sorted(best, key=lambda it: it.price or 0.0)
+
+
+def smallest(found: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The sets of tiers of which no part is among them."""
+    return [it for it in found if not any(set(other) < set(it) for other in found)]
 
 
 def same_money(deployment: Deployment) -> SameMoney | None:
@@ -161,18 +147,10 @@ def least_host_bytes(deployment: Deployment) -> float | None:
     return high
 
 
-def _gains(deployment: Deployment, now: Served, without: Served) -> bool:
-    if now.users > without.users * LEAST_GAIN and deployment.workload.is_any(now.users):
-        return True
-    fits = now.users >= in_users(deployment, deployment.workload.requests_per_s)
-    return fits and (
-        now.output_tokens_per_s > without.output_tokens_per_s * LEAST_GAIN or now.ttft_s * LEAST_GAIN < without.ttft_s
-    )
-
-
-def _why_not(deployment: Deployment, tier: TierHardware, point: OperatingPoint, now: Served) -> str:
+def why_not(deployment: Deployment, tier: TierHardware) -> str:
+    """Why `tier` brings nothing beside the other tiers of `deployment`, at the most users that it serves."""
     load, names = deployment.workload, [it.name for it in deployment.tiers]
-    place = names.index(tier.name)
+    most, place = highest_load(deployment, with_tiers=True), names.index(tier.name)
     holds = (
         f"{TIER_NAMES[tier.name]} hold{'' if tier.name == 'disk' else 's'} {bytes_text(tier.capacity_bytes)}, less than"
     )
@@ -181,31 +159,31 @@ def _why_not(deployment: Deployment, tier: TierHardware, point: OperatingPoint, 
         if place
         else (GPU, deployment.kv_bytes * deployment.replicas * deployment.inputs.software.gpu_reuse)
     )
-    residence_s = point.residence_s[above] if above_bytes else 0.0
-    within = load.curve.found_within(residence_s)
     if not load.reuse:
         return "no prompt repeats tokens of an earlier one"
-    if not load.is_any(now.users):
+    if not load.is_any(most * load.interval_s):
         return "no load is within the limits, with it or without"
     if tier.capacity_bytes < deployment.model.stored_bytes(load.session_tokens):
         return f"{holds} one conversation"
     if tier.capacity_bytes < above_bytes:
         return f"{holds} the {bytes_text(above_bytes)} of {TIER_NAMES[above]}"
+    point = operate(deployment, most, with_tiers=True)
     if point.write_bytes_per_s[tier.name] * LEAST_GAIN < point.given_bytes_per_s[tier.name]:
         stored = point.write_bytes_per_s[tier.name] / point.given_bytes_per_s[tier.name]
         return f"new KV is written too slowly, {stored:.0%} of it in time"
     if point.read_bytes_per_s[tier.name] < point.wanted_bytes_per_s[tier.name] / 2:
         return "prompts compute faster than they load from it"
     if names[place + 1 :]:
-        return f"{TIER_NAMES[names[-1]]} alone serve as much"
-    if within > _NEARLY_ALL:
+        return f"{TIER_NAMES[names[-1]]} alone serve{'' if names[-1] == 'disk' else 's'} as much"
+    residence_s = point.residence_s[above] if above_bytes else 0.0
+    if (within := load.curve.found_within(residence_s)) > _NEARLY_ALL:
         kept = f"{TIER_NAMES[above]} keeps KV for {time_text(residence_s)} at the most users"
         return f"{kept}, and {within:.1%} of the reuses come within that"
     return "other limits are met first"
 
 
-def _pays_from(deployment: Deployment, tier: TierHardware) -> float | None:
-    """About the shortest interval between two queries of a user at which the tier brings users."""
+def pays_from(deployment: Deployment, tier: TierHardware) -> float | None:
+    """About the shortest interval between two queries of a user at which `tier` brings users beside the others."""
     load, inputs = deployment.workload, deployment.inputs
     if not load.has_users or not load.reuse:
         return None
@@ -214,7 +192,7 @@ def _pays_from(deployment: Deployment, tier: TierHardware) -> float | None:
     def pays(interval_s: float) -> bool:
         nonlocal near
         changed = resolve(inputs.change({"traffic.interval_s": interval_s}), deployment.basis)
-        changed = changed.without(*({it.name for it in changed.tiers} - {it.name for it in deployment.tiers}))
+        changed = only(changed, {it.name for it in deployment.tiers})
         near = highest_load(changed, with_tiers=True, near=near)
         return near > highest_load(changed.without(tier.name), with_tiers=True, near=near) * LEAST_GAIN
 

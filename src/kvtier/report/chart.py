@@ -8,7 +8,7 @@ matplotlib is imported when a chart is drawn, not before; `report.output.check_m
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,8 @@ POINTS_MAX = 2000
 DASHED = (0, (5, 3))
 Dash = str | tuple[float, tuple[float, ...]]
 """matplotlib's line style; empty: no line."""
+LAYERS: "Sequence[tuple[Dash, float]]" = (("-", 4.4), ((0, (5, 3)), 2.6), ((0, (2, 2)), 1.8), ((0, (6, 3, 2, 3)), 1.2))
+"""Style and width of lines that may lie on each other: those below are seen beside and between the later ones."""
 Colours = Mapping[str, str]
 
 
@@ -79,8 +81,6 @@ class Curve:
     band_alpha: float = 0.15
     is_step: bool = False
     """Each value lasts until the next x."""
-    note: str = ""
-    """Beside the last point."""
     end: str = ""
     """Right of the last point, below the texts of higher curves."""
 
@@ -89,18 +89,13 @@ class Curve:
         colour = colours[self.colour]
         axes.plot(
             self.x, self.y, color=colour, label=self.label or None, linestyle=self.dash, marker=self.marker,
-            markersize=4.5 if self.dash or self.note else 3, linewidth=self.width, alpha=self.alpha,
+            markersize=4.5 if self.dash else 3, linewidth=self.width, alpha=self.alpha,
             drawstyle="steps-post" if self.is_step else "default",
             rasterized=not self.dash and len(self.x) > POINTS_MAX,
         )  # fmt: skip
         if self.band is not None:
             step = "post" if self.is_step else None
             axes.fill_between(self.x, *self.band, color=colour, alpha=self.band_alpha, linewidth=0, step=step)
-        if self.note:
-            axes.annotate(
-                self.note, (self.x[-1], self.y[-1]), xytext=(6, -16), textcoords="offset points",
-                color=colour, fontweight="bold",
-            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +218,11 @@ def stacked(names: Sequence[str], parts: Sequence[tuple[str, str, Sequence[float
         bars.append(Bars(names=names, values=shares, colours=[colour], label=label, left=left, texts=texts))
         left = [begin + share for begin, share in zip(left, shares, strict=True)]
     return bars
+
+
+def told_apart(curves: Sequence[Curve]) -> list[Curve]:
+    """The curves, each narrower and with its own dashes, so that none hides another where they coincide."""
+    return [replace(it, dash=dash, width=width) for it, (dash, width) in zip(curves, LAYERS, strict=False)]
 
 
 def svg(chart: Chart, name: str) -> str:

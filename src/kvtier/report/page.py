@@ -56,7 +56,8 @@ td{overflow-wrap:anywhere}
 ul{padding-left:20px;max-width:85ch}li{margin:4px 0}
 summary{cursor:pointer;margin:34px 0 6px;font-weight:600}
 @media (max-width:640px){main{padding:20px 12px 40px}h1{font-size:23px}figure{padding:10px 4px 8px}
-table{font-size:14px}th,td{padding:6px}th,td.name{white-space:normal!important}}
+table{font-size:14px}th,td{padding:6px}th,td.name{white-space:normal!important}td:not(.number){min-width:9em}
+td.name{overflow-wrap:normal}}
 @media print{main{padding:0}figure,tr{break-inside:avoid}}
 """
 )

@@ -2,16 +2,17 @@
 
 import math
 import random
+import re
 
 import pytest
 from tests.unit.plan.plans import planned
 
 from kvtier.errors import ConfigError
-from kvtier.plan.answer import circumstances, conclusion, heading, verdict
+from kvtier.plan.answer import circumstances, conclusion, heading, request, verdict
 from kvtier.plan.plan import make_plan, to_json
 from kvtier.plan.queueing import decode_token_s, operate
 from kvtier.plan.read_inputs import load
-from kvtier.plan.report import tables
+from kvtier.plan.report import needs_table, tables
 from kvtier.plan.resolve import resolve
 from kvtier.plan.settings import settings_toml
 
@@ -25,6 +26,10 @@ def tier(plan, name):
 
 def table(plan, title):
     return next(it for it in tables(plan) if it.title.startswith(title))
+
+
+def users(plan, *tiers):
+    return next(it.users for it in plan.choices if it.tiers == tiers)
 
 
 def test_70b_on_8_h100_by_hand():
@@ -154,24 +159,24 @@ def test_drives_with_few_hits_are_not_advised():
     disk, host = tier(plan, "disk"), tier(plan, "host")
     assert disk.found < 0.005
     assert disk.hit_share < 0.015
-    assert not disk.worth.worth_it
-    assert host.worth.worth_it
+    assert not disk.worth_it
+    assert host.worth_it
     without = planned("llama-3.3-70b", "host=1TiB", model__tp=8)
-    assert disk.worth.without.users == host.worth.users_alone == pytest.approx(without.tiered.users)
-    assert without.tiered.users * 1.1 > plan.given.users > host.worth.users_alone
-    assert host.worth.without.users == pytest.approx(plan.alone.users)  # judged without the drives
+    assert users(plan, "host") == pytest.approx(without.tiered.users)
+    assert without.tiered.users * 1.1 > plan.given.users > users(plan, "host")
+    assert users(plan) == pytest.approx(plan.alone.users)
     text = " ".join(conclusion(plan))
     assert "drives last" not in text
     assert "disk." not in text
     assert 'kind = "disk"' not in settings_toml(plan)
     # From the interval that the plan names on they pay, and at 0.9 of that they do not.
-    pays_s = disk.worth.pays_from_s
+    pays_s = disk.pays_from_interval_s
     for interval_s, pays in ((pays_s, True), (pays_s * 0.9, False)):
-        users = [
+        both, one = (
             planned("llama-3.3-70b", *tiers, model__tp=8, traffic__interval_s=interval_s).tiered.users
             for tiers in (("host=1TiB", "disk=4xpm1753"), ("host=1TiB",))
-        ]
-        assert (users[0] > 1.1 * users[1]) == pays
+        )
+        assert (both > 1.1 * one) == pays
 
 
 def test_the_money_of_both_tiers_on_one_of_them():
@@ -186,9 +191,10 @@ def test_the_money_of_both_tiers_on_one_of_them():
     assert cost.bought == pytest.approx(8 * 25_000 + 50_000 + found.money)
     per_hour = cost.bought / (3 * 365.25 * 24) + cost.watts / 1000 * 0.15
     assert cost.per_million_output_tokens == pytest.approx(per_hour / 3600 / plan.given.output_tokens_per_s * 1e6)
-    text = " ".join(conclusion(plan))
     host_only = planned("llama-3.3-70b", "host=1TiB", example="prices", model__tp=8).tiered.users
-    assert f"8,796 USD (illustration): {8_796 / (host_only - plan.alone.users):.0f} for each of" in text
+    (row,) = (it for it in table(plan, "Most users").rows if it[0] == "host memory")
+    assert row[3:5] == ("8,796", f"{8_796 / (host_only - plan.alone.users):.0f}")
+    assert "for 8,796 USD (illustration) or local drives for" in verdict(plan)
     assert planned("llama-3.3-70b").same_money is None
 
 
@@ -196,9 +202,10 @@ def test_gpus_for_the_load_agree_with_the_users_that_they_serve():
     """8 GPUs serve 66 users, so 60 need 8; with a reserve of 30 % 8 of them carry 46, so 60 need 16."""
     plan = planned("llama-3.3-70b", traffic__users=60)
     assert (plan.tiered.gpus_least, plan.tiered.gpus_needed) == (8, 16)
-    (text,) = [it for it in conclusion(plan) if it.startswith("GPUs for")]
-    assert "8 with tiers" in text
-    assert "at 70% of the most users (target.gpu_used)" in text
+    assert request(plan).startswith("60 users fit on 8 x h100-sxm with host memory")
+    rows = {row[0]: row[1:] for row in needs_table(plan).rows}
+    assert rows["GPUs"][1:] == ("8", "8")
+    assert rows["GPUs with a reserve (70% used)"] == ("16", "16", "16")
 
 
 def test_gpus_for_the_load_are_those_of_the_best_size_of_a_host():
@@ -219,14 +226,14 @@ def test_gpus_for_the_load_are_those_of_the_best_size_of_a_host():
 def test_gpus_for_the_load_are_one_number_in_all_places():
     """No copy on one L4 serves a user; it was 4 in the first line, and 63 in the table. Ten are five of TP 2."""
     plan = planned("llama-3.1-8b", gpu__name="l4", gpu__count=1, traffic__users=20)
-    least, alone = plan.tiered.gpus_least, plan.alone.gpus_least
+    least, alone = plan.given.gpus_least, plan.alone.gpus_least
     for count, is_enough in ((least, True), (least // 2, False)):
         fewer = planned("llama-3.1-8b", gpu__name="l4", gpu__count=count, traffic__users=20)
         assert (fewer.given.users >= 20) == is_enough
-    assert plan.more_gpus == least == 10
-    (row,) = (it for it in table(plan, "Gains").rows if it[0].startswith("GPUs for"))
-    assert row[1:3] == (str(alone), str(least))
-    assert any(it.startswith(f"GPUs for 20 users: {least} with tiers, {alone} without") for it in conclusion(plan))
+    counts = [str(it.need.gpus) for it in plan.arms]
+    assert counts == [str(alone), *[str(least)] * (len(counts) - 1)]
+    assert needs_table(plan).rows[0] == ("GPUs", *counts)
+    assert all(f" {count} in " in request(plan) for count in counts)
 
 
 def test_a_drive_that_writes_too_slowly_drops_the_rest():
@@ -249,7 +256,8 @@ def test_without_reuse_no_tier_is_worth_it():
     document = to_json(plan)
     assert document["users_with_tiers"] == pytest.approx(document["users_without_tiers"])
     assert document["binding_limit"] == plan.binding.name
-    assert {"name", "hit_share", "users_without_it", "worth_it"} <= document["tiers"][1].keys()
+    assert {"name", "hit_share", "why_not", "worth_it"} <= document["tiers"][1].keys()
+    assert [it["is_worth_buying"] for it in document["choices"]] == [True, False, False, False]
 
 
 def test_sensitivities_stay_at_the_size_that_was_found():
@@ -313,12 +321,11 @@ def test_the_price_of_each_further_user_is_that_of_the_tiers_that_are_worth_it()
     """Llama-3.1-8B on 8 H100: host memory is not worth it, so 4 drives of 2,500, bought 3 years / their life times."""
     plan = planned("llama-3.1-8b", example="prices", traffic__users=500)
     assert [it.name for it in plan.idle_tiers] == ["host"]
-    worn = 10_000 * (3 / plan.drives.life_years - 1)
+    worn = 10_000 * (3 / plan.choices[2].life_years - 1)  # at the most users, as the users are
     assert worn > 30_000
     each = (10_000 + worn) / (plan.tiered.users - plan.alone.users)
-    text = " ".join(conclusion(plan))
-    assert f"cost {10_000 + worn:,.0f} USD (illustration), of it {worn:,.0f} for drives that wear out" in text
-    assert f": {each:,.0f} for each of" in text
+    (row,) = (it for it in table(plan, "Most users").rows if it[0] == "local drives")
+    assert row[3:] == (f"{10_000 + worn:,.0f}", f"{each:,.0f}", "this")
 
 
 def test_the_headline_and_the_cost_are_of_the_tiers_that_are_worth_it():
@@ -330,10 +337,10 @@ def test_the_headline_and_the_cost_are_of_the_tiers_that_are_worth_it():
     assert plan.tiered.users == host.tiered.users < plan.given.users
     assert plan.tiered.cost == host.tiered.cost
     assert plan.given.cost.bought - plan.tiered.cost.bought == pytest.approx(4 * 2500)
-    assert verdict(plan).startswith(f"Tiers serve {math.floor(host.tiered.users)} users")
-    assert verdict(plan).endswith("that is with host memory, not worth it: local drives")
+    assert f"8 x h100-sxm serve {math.floor(host.tiered.users)} users with host memory" in verdict(plan)
     assert table(plan, "Gains").columns[2] == "with host memory"
-    assert table(plan, "Each tier").rows[-1][3] == "67"
+    both = str(math.floor(plan.given.users))
+    assert table(plan, "Most users").rows[-1][:2] == ("host memory and local drives", both)
     assert plan.drives is None
 
 
@@ -347,8 +354,8 @@ def test_cost_and_power_are_of_each_arm_at_its_own_largest_load():
         per_hour = variant.cost.bought / (3 * 365.25 * 24) + found.watts / 1000 * 0.15
         assert found.per_million_output_tokens == pytest.approx(per_hour / 3600 / (rate * 100) * 1e6)
     gains = table(plan, "Gains")
-    assert "53 and 66" in gains.note
-    power = next(row for row in gains.rows if row[0] == "power *")
+    assert f"{math.floor(plan.alone.users)} and {math.floor(plan.tiered.users)} users" in gains.title
+    power = next(row for row in gains.rows if row[0] == "power")
     assert power[2] == f"{plan.tiered.cost_at_most.watts / 1000:.2f} kW"
 
 
@@ -370,27 +377,33 @@ def test_an_overload_says_first_that_the_load_does_not_fit():
     """One L4 computes a prompt in 6 s: 1 TiB of host memory was worth it, and its settings were printed."""
     plan = planned("llama-3.1-8b", "host=1TiB", gpu__name="l4", gpu__count=1, traffic__users=20)
     assert plan.is_overloaded
-    assert verdict(plan).startswith("20 users do not fit on 1 x l4: less than one user is within 1 s")
-    assert [it.worth.worth_it for it in plan.tiers] == [False, False]
-    assert plan.idle_tiers[0].worth.why_not == "no load is within the limits, with it or without"
+    least = plan.given.gpus_least
+    assert request(plan).startswith(f"20 users do not fit on 1 x l4: they need {plan.arms[-1].need.gpus} in ")
+    assert verdict(plan).startswith("On 1 x l4, less than one user is within 1 s")
+    assert "orth buying" not in verdict(plan)
+    assert [it.worth_it for it in plan.tiers] == [True, False]
+    assert plan.idle_tiers[0].why_not == "no load is within the limits, with it or without"
     assert "[host]" not in settings_toml(plan)
-    more = planned("llama-3.1-8b", "host=1TiB", gpu__name="l4", gpu__count=plan.more_gpus, traffic__users=20)
-    fewer = planned("llama-3.1-8b", "host=1TiB", gpu__name="l4", gpu__count=plan.more_gpus // 2, traffic__users=20)
+    more = planned("llama-3.1-8b", "host=1TiB", gpu__name="l4", gpu__count=least, traffic__users=20)
+    fewer = planned("llama-3.1-8b", "host=1TiB", gpu__name="l4", gpu__count=least // 2, traffic__users=20)
     assert more.tiered.users >= 20 > fewer.tiered.users
-    assert f"{plan.more_gpus} of these GPUs would serve them" in verdict(plan)
 
 
 def test_an_overload_that_fits_in_part_names_the_users_and_the_gpus():
     plan = planned("llama-3.3-70b", "host=1TiB", traffic__users=300)
-    words = verdict(plan)
-    assert words.startswith("300 users do not fit on 8 x h100-sxm: 66 do within 1 s")
-    assert f"300 users need {plan.tiered.gpus_least} GPUs with tiers, {plan.alone.gpus_least} without" in words
-    assert "# for 66 users within the limits: 300 do not fit on these GPUs" in settings_toml(plan)
+    least, alone = plan.tiered.gpus_least, plan.alone.gpus_least
+    assert request(plan) == (
+        f"300 users do not fit on 8 x h100-sxm: they need {least} in {least // 8} hosts with host memory and {alone} "
+        f"in {alone // 8} hosts with GPU memory alone."
+    )
+    assert f"serve {math.floor(plan.tiered.users)} users with host memory" in verdict(plan)
+    assert f"# for 300 users on {least} x h100-sxm" in settings_toml(plan)
     # Beyond the limits more tokens a second help nobody.
     late = planned("llama-3.3-70b", "host=1TiB", traffic__users=300, target__ttft_s=0.1)
     assert late.given.output_tokens_per_s > 1.1 * late.alone.output_tokens_per_s
     assert [it.name for it in late.idle_tiers] == ["host"]
-    assert verdict(planned("llama-3.3-70b", target__ttft_s=0.01)).endswith("larger ones, or more time (--ttft), may")
+    never = request(planned("llama-3.3-70b", target__ttft_s=0.01))
+    assert never.endswith("no number of these GPUs is enough, but larger ones or more time (--ttft) may be.")
 
 
 def test_steps_other_than_a_fifth_are_named():
@@ -420,12 +433,85 @@ def test_the_write_budget_is_that_of_one_rank():
 def test_the_limit_is_a_mean_and_the_line_has_the_95th_percentile():
     plan = planned("llama-3.3-70b", traffic__users=60)
     point = plan.tiered.ceiling.point
-    assert f"within 1 s on average to the first token (95 % within {point.ttft_within_s(0.95):.3g} s)" in verdict(plan)
+    assert f"Within 1 s on average to the first token (95 % within {point.ttft_within_s(0.95):.3g} s)" in verdict(plan)
 
 
 def test_hits_and_residences_name_their_load_and_copies_their_meaning():
     plan = planned("llama-3.3-70b", "host=1TiB")
-    assert table(plan, "Tiers").title == "Tiers at 80 users"
-    assert table(plan, "Each tier").columns[1] == "hits at 66 users"
+    assert table(plan, "What the tiers").title == "What the tiers hold and find at 80 users"
     mla = dict(circumstances(planned("deepseek-r1", model__weights="fp8", gpu__name="h200-sxm", model__tp=8)))
     assert "8 copies for ranks that cannot split it (software.copies = 1: a tier that all share has one)" in mla["KV"]
+
+
+@pytest.mark.parametrize("prices", ["", "prices"])
+def test_one_machine_has_one_verdict(prices):
+    """For 80 users it was host memory and not drives, for 90 to 100 drives and not host memory; of 101, 94 did fit."""
+    plans = {count: planned("llama-3.3-70b", traffic__users=count, example=prices) for count in LOADS}
+    (text,) = {verdict(it) for it in plans.values()}
+    host, drives = (math.floor(users(plans[80], name)) for name in ("host", "disk"))
+    assert f"serve {host} users with host memory" in text
+    assert f", {drives} with local drives" in text
+    assert "one of them" in text
+    served = {"host memory": host, "local drives": drives, "GPU memory alone": math.floor(users(plans[80]))}
+    for count, plan in plans.items():
+        fits = [name for name, most in served.items() if count <= most]
+        start = f"{count} users {'fit on' if fits else 'do not fit on'} 8 x h100-sxm"
+        assert request(plan).startswith(f"{start} with {fits[0]}" if fits else f"{start}: they need ")
+        assert all(name in request(plan).partition(";")[0] for name in fits)
+        assert plan.is_overloaded == (not fits)
+
+
+LOADS = (40, 53, 60, 66, 67, 80, 90, 94, 97, 100, 101, 141, 500)
+
+
+@pytest.mark.parametrize("count", [60, 500])
+def test_all_that_a_buyer_needs_is_at_the_requested_load(count):
+    """With 500 users it stood in four tables at 94, 141 and 500 users."""
+    plan = planned("llama-3.3-70b", traffic__users=count, example="prices")
+    assert needs_table(plan).title == f"What {count} users need"
+    for arm in plan.arms:
+        assert arm.need.point.requests_per_s == pytest.approx(count / 20)
+        assert arm.need.users >= count
+        same = planned(
+            "llama-3.3-70b", gpu__count=arm.need.gpus, traffic__users=count,
+            model__tp=arm.need.deployment.inputs.model.tp,
+        )  # fmt: skip
+        assert users(same, *arm.tiers) == pytest.approx(arm.need.users)
+    at_load = [it.title for it in tables(plan) if f"{count} users" in it.title]
+    assert [it.partition(",")[0].split(f" {count}")[0] for it in at_load] == [
+        "What the tiers hold and find at",
+        "KV for a share of the possible hits",
+        "Limits of 8 x h100-sxm with host memory",
+    ]  # fmt: skip
+    for found in tables(plan):  # no heading, row or note names a load besides
+        assert not re.search(
+            r"at [\d,]+ users", " ".join([*found.columns, *(row[0] for row in found.rows), found.note])
+        )
+
+
+def test_a_limit_of_the_95th_percentile_replaces_that_of_the_mean_or_holds_beside_it():
+    mean, tail, both = (
+        planned("llama-3.3-70b", "host=1TiB", model__tp=8, **targets)
+        for targets in (
+            {},
+            {"target__ttft_p95_s": "2s"},
+            {"target__ttft_p95_s": "2s", "target__ttft_s": "300ms"},
+        )
+    )
+    assert (mean.inputs.target.ttft_s, mean.inputs.target.ttft_p95_s) == (1, 0)
+    assert (tail.inputs.target.ttft_s, tail.inputs.target.ttft_p95_s) == (0, 2)
+    assert tail.inputs.origin("target.ttft_s") == "--target-p95"
+    assert tail.binding.name == "95 % of first tokens"
+    assert tail.tiered.ceiling.point.ttft_within_s(0.95) == pytest.approx(2)
+    assert "95 % of first tokens within 2 s, 8 x h100-sxm serve" in verdict(tail)
+    assert both.tiered.users < tail.tiered.users < mean.tiered.users
+    assert both.binding.name == "time to first token"
+    assert both.tiered.ceiling.point.ttft_s == pytest.approx(0.3)
+    assert "on average to the first token and with 95 % of first tokens within 2 s" in verdict(both)
+    loose = planned("llama-3.3-70b", "host=1TiB", model__tp=8, target__ttft_p95_s="30s")
+    assert loose.tiered.users > mean.tiered.users  # the mean's default no longer binds
+    names = {it.name for it in make_plan(tail.inputs.change({"model.tp": 8})).sensitivities}
+    assert "target.ttft_p95_s" in names
+    assert "target.ttft_s" not in names
+    with pytest.raises(ConfigError, match="allowed: a limit of one of them"):
+        load(options={"target.ttft_s": "0"})

@@ -126,8 +126,11 @@ def test_infinity_is_null_in_json(capsys):
 def test_the_text_fits_into_100_columns_and_begins_with_the_answer(capsys, arguments):
     lines = output(capsys, *arguments).splitlines()
     assert [line for line in lines if len(line) > 100] == []
-    assert lines[0].startswith(("Tiers serve ", "No gain", "Only with tiers", "1,000,000 users do not fit"))
-    assert any(line.startswith(("- Binding limit", "- The smallest load exceeds")) for line in lines[1:9])
+    assert lines[0].startswith(("80 users fit on 8 x ", "1,000,000 users do not fit on 8 x "))
+    answer, _, rest = "\n".join(lines).partition("\nWhat ")
+    assert re.search(r" Within 1 s on average .* serve [\d,]+ users with ", " ".join(answer.split()))
+    assert rest.startswith(("80 users need\n", "1,000,000 users need\n"))
+    assert rest.index("\nGPUs ") < rest.index("\npower, kW ") < rest.index("\n- Binding limit")
     assert "# kvtier settings of each of " in "\n".join(lines[-24:])
 
 
@@ -138,14 +141,16 @@ def test_the_text_fits_into_100_columns_and_begins_with_the_answer(capsys, argum
         (("--reuse", "0"), "no prompt repeats tokens of an earlier one"),
         (("--turns", "1", "--system", "0"), "no prompt repeats tokens of an earlier one"),
         (("--tier", "host=1GiB"), "host memory holds 1.07 GB, less than one conversation"),
-        (("--tier", "host=100GiB"), "less than the 538 GB of GPU memory"),
-        (("--tier", "host=0"), "the plan has none"),
+        (("--tier", "host=100GiB"), "host memory holds 107 GB, less than the 538 GB of GPU memory"),
+        (("--tier", "host=0"), "The plan has no tiers."),
     ],
 )
 def test_tiers_that_gain_nothing_are_named_with_the_reason(capsys, arguments, why):
-    text = " ".join(output(capsys, MODEL, *arguments).split("Binding")[0].split())
-    assert text.startswith("No gain")
-    assert why in text
+    text = " ".join(output(capsys, MODEL, *arguments).split("What 80 users need")[0].split())
+    assert "users with GPU memory alone. " in text
+    assert text.endswith(
+        f"No tier is worth buying, because {why}." if "--tier host=0" not in " ".join(arguments) else why
+    )
 
 
 @pytest.mark.usefixtures("quick")
@@ -247,7 +252,7 @@ def test_what_raises_the_limit_is_computed(capsys):
     lines = " ".join(output(capsys, "llama-3.3-70b", "--users", "20").split())
     gpus, users = re.search(r"To raise it: .*?gpu\.count = (\d+) gives (\d+)", lines).groups()
     answer = output(capsys, "llama-3.3-70b", "--users", "20", "--gpu", f"{gpus}xh100-sxm")
-    assert answer.startswith(f"Tiers serve {users} users")
+    assert f"16 x h100-sxm serve {users} users with host memory" in " ".join(answer.split())
 
 
 def test_every_input_in_use_is_printed_with_its_origin(capsys, tmp_path):

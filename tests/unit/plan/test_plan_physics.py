@@ -118,7 +118,7 @@ def test_queue_depth_is_of_the_drives_own_loads():
     plan = planned(
         "llama-3.1-8b",
         traffic__users=20,
-        host__capacity_bytes=30 * 10**9,
+        host__capacity_bytes=60 * 10**9,
         disk__count=4,
         disk__read_bytes_per_s=6e9,
         software__gpu_reuse=False,

@@ -1,8 +1,12 @@
 """A plan's report and charts: self-contained, with the plan's figures; its curves are what they claim."""
 
 import re
+from dataclasses import replace
+from itertools import combinations
 
 import pytest
+from tests import browser
+from tests.unit.plan.plans import planned
 from tests.unit.report.test_report import check_page
 
 from kvtier.plan.plan import make_plan
@@ -14,6 +18,7 @@ from kvtier.plan.report import (
     single_prompt_curves,
     ttft_curves,
 )
+from kvtier.report.chart import Curve, Rule, svg
 
 pytest.importorskip("matplotlib")
 
@@ -29,9 +34,12 @@ def test_the_page_begins_with_the_finding_and_repeats_no_sentence(plan):
     assert page.count("<svg") == 4
     for text in ("llama-3.1-8b on 8 x h100-nvl", "traffic.history_tokens", "[[tiers]]"):
         assert text in page
-    assert "<h1>Tiers serve 250 users within 1 s on average to the first token (95 % within " in page
-    assert page.index("<h1>") < page.index("Time to first token against the load") < page.index("Binding limit")
-    assert page.index("Binding limit") < page.index("Gains of tiers") < page.index("Assumptions")
+    assert "<h1>240 users fit on 8 x h100-nvl with local drives; they need " in page
+    alone, tiered = (int(it.users) for it in (plan.alone, plan.tiered))
+    assert f"serve {tiered} users with local drives ({tiered / alone:.2f}x) and {alone} with GPU memory alone" in page
+    places = ["<h1>", "What 240 users need", "Time to first token against the load", "Binding limit", "Most users with"]
+    found = [page.index(it) for it in (*places, "Gains of tiers", "Assumptions")]
+    assert found == sorted(found)
     texts = [it for it in re.findall(r">([^<]{40,})<", page.partition("Assumptions")[0]) if "{stroke" not in it]
     assert len(texts) > 20
     assert sorted(texts) == sorted(set(texts))
@@ -42,6 +50,90 @@ def test_the_curves_meet_the_limit_where_the_plan_says(plan):
     for curve, side in zip(ttft_curves(plan), (plan.alone, plan.tiered), strict=True):
         below = [users for users, seconds in zip(curve.x, curve.y, strict=True) if seconds <= limit_s]
         assert max(below) <= side.users_at_ttft <= max(below) + curve.x[0] * 1.01
+
+
+def hidden(chart):
+    """Pairs of curves that a reader cannot tell apart: drawn alike, or the later over the earlier without a gap."""
+    curves = [it for it in chart.marks if isinstance(it, Curve) and it.label]
+    for before, after in combinations(curves, 2):
+        low, high = max(before.x[0], after.x[0]), min(before.x[-1], after.x[-1])
+        xs = [low + (high - low) * step / 50 for step in range(51)]
+        apart = [abs(at(before, x) / at(after, x) - 1) > 0.05 for x in xs]
+        is_covered = after.width >= before.width and after.dash == "-"
+        if sum(apart) < 25 and (is_covered or (before.dash, before.width) == (after.dash, after.width)):
+            yield before.label, after.label
+
+
+def at(curve, x):
+    place = next((n for n, it in enumerate(curve.x) if it >= x), len(curve.x) - 1)
+    return curve.y[place]
+
+
+@pytest.mark.parametrize("users", [80, 500])
+def test_no_line_of_a_chart_hides_another_and_no_text_floats(users):
+    """Loads from host memory and from drives take as long; the energy of a load is the same with tiers and without."""
+    report = plan_report(planned("llama-3.3-70b", traffic__users=users))
+    charts = {name: chart for section in report.sections for name, chart in section.charts().items()}
+    assert {name: list(hidden(chart)) for name, chart in charts.items()} == {name: [] for name in charts}
+    prompt = charts["prompt"]
+    alike = replace(prompt, marks=[replace(it, dash="-", width=2.2) for it in prompt.marks])
+    assert list(hidden(alike)) == [("from host memory", "from local drives")]  # the control
+    for name in ("ttft", "cost"):
+        chart = charts[name]
+        curves = [it for it in chart.marks if isinstance(it, Curve) and it.label]
+        assert [it.label.partition(":")[0] for it in curves] == [
+            "GPU memory alone", "with host memory", "with local drives",
+        ]  # fmt: skip
+        # The axis, and so every tick, ends where the last curve ends.
+        assert (chart.x.least, chart.x.most) == (0, max(it.x[-1] for it in curves))
+        assert all(isinstance(it, Curve | Rule) and not getattr(it, "end", "") for it in chart.marks)
+    assert any(isinstance(it, Rule) and it.is_vertical for it in charts["ttft"].marks) == (users == 80)
+
+
+TEXT = re.compile(r'<text style="[^"]*font-size: ([\d.]+)px[^"]*text-anchor: (\w+)[^"]*"([^>]*)>([^<]+)</text>')
+SHARE = 0.6
+"""Width of a letter over the size of its font, on average."""
+
+
+def boxes(picture):
+    """Left, top, right and bottom of each level text of an SVG."""
+    for size, anchor, places, text in TEXT.findall(picture):
+        x, y = (float(re.search(rf' {name}="([-\d.]+)"', places)[1]) for name in "xy")
+        width = SHARE * float(size) * len(text)
+        left = x - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
+        if "rotate(-90" not in places:
+            yield text, left, y - float(size), left + width, y
+
+
+def overlapping(picture):
+    found = list(boxes(picture))
+    assert len(found) > 10
+    return [
+        (a[0], b[0]) for a, b in combinations(found, 2) if a[1] < b[3] and b[1] < a[3] and a[2] < b[4] and b[2] < a[4]
+    ]
+
+
+@pytest.mark.parametrize("users", [80, 97])
+def test_no_text_of_a_chart_covers_another_or_leaves_the_picture(users):
+    """94 and 100 users are near each other; their figures stood beside their dots."""
+    report = plan_report(planned("llama-3.3-70b", traffic__users=users))
+    for section in report.sections:
+        for name, chart in section.charts().items():
+            picture = svg(chart, name)
+            assert overlapping(picture) == []
+            width = float(re.search(r'viewBox="0 0 ([\d.]+)', picture)[1])
+            assert [it[0] for it in boxes(picture) if it[1] < 0 or it[3] > width] == []
+            moved = re.sub(r' x="[-\d.]+"', ' x="50"', picture)
+            assert overlapping(moved)  # the control
+
+
+def test_the_page_of_a_plan_fits_a_phone_and_breaks_no_word(tmp_path, plan):
+    path = tmp_path / "plan.html"
+    path.write_text(plan_report(plan).html())
+    assert browser.overflow(path, width=390) == 0
+    assert browser.broken_words(path, width=390) == 0
+    path.write_text(path.read_text().replace("td.name{overflow-wrap:normal}", ""))
+    assert browser.broken_words(path, width=390) > 0  # the control
 
 
 def test_computing_and_fetching_cross_where_they_are_equal():

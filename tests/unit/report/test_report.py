@@ -115,7 +115,7 @@ def test_policies_differ_in_hue_and_the_bound_in_its_dash_as_well():
 
 def test_every_part_of_a_page_escapes_its_text():
     pytest.importorskip("matplotlib")
-    chart = replace(squares(label=HOSTILE, note=HOSTILE), heading=HOSTILE, caption=HOSTILE)
+    chart = replace(squares(label=HOSTILE, end=HOSTILE), heading=HOSTILE, caption=HOSTILE)
     section = Section(
         title=HOSTILE, texts=[HOSTILE], problems=[HOSTILE], charts=lambda: {"a": chart},
         notes=[HOSTILE], tables=[Table((HOSTILE,), [(HOSTILE,)], title=HOSTILE, note=HOSTILE)], code=HOSTILE,
