@@ -14,6 +14,7 @@ from kvtier.cli.reading import time_unit_option
 @click.option(
     "--fetch", is_flag=True, help="Get the config.json of a MODEL of the Hub (ORG/NAME) that is not known here."
 )
+@click.option("--ignore", metavar="FIELD[,FIELD]", help="Read the config.json as if these fields were not there.")
 @gpu_option("GPUs, from the catalogue: 8xh200-sxm, or NAME for one.  [default: 8xh100-sxm]")
 @click.option(
     "--tp", metavar="N", help="Tensor-parallel size, for both arms.  [default: of each, what serves most users]"

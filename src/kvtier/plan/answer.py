@@ -166,6 +166,7 @@ def circumstances(plan: Plan) -> list[tuple[str, str]]:
         copies = (
             f"; {stored:g} copies for ranks that cannot split it (software.copies = 1: a tier that all share has one)"
         )
+    ignored = ", ".join(deployment.basis.model.ignored)
     bursts = [f"the busiest 10 s of the trace have {load.burst:.1f} times its average"] if load.burst else []
     return [
         (
@@ -192,6 +193,7 @@ def circumstances(plan: Plan) -> list[tuple[str, str]]:
             ),
         ),
         *(("bursts", it) for it in bursts),
+        *([("ignored", f"{ignored}, on demand: if they change what is cached, this plan is wrong")] if ignored else []),
         *(("note", note) for note in load.notes),
     ]
 

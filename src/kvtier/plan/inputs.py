@@ -159,6 +159,7 @@ class ModelInputs(SettingsSection):
     section: ClassVar[str] = "model"
 
     name: str = setting("", _NAME, "The model.")
+    ignore: str = setting("", _NAME, "Fields of its config.json to read as if they were not there, between commas.")
     kv_dtype: str = setting("bf16", _NAME, "Format of the KV.")
     weights: Literal["auto", "bf16", "fp8", "fp4"] = setting(
         "auto", Choice(("auto", "bf16", "fp8", "fp4")), "Format of the weights; auto: as the checkpoint ships."

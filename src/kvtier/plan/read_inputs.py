@@ -18,6 +18,7 @@ from kvtier.size.capacity import WEIGHT_BYTES
 EXAMPLES = files("kvtier.plan") / "examples"
 OPTIONS = {
     "model.name": "model",
+    "model.ignore": "ignore",
     "model.kv_dtype": "dtype",
     "model.weights": "weights",
     "model.parameters": "weights",

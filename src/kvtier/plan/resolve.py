@@ -56,7 +56,8 @@ def read_basis(inputs: Inputs) -> Basis:
     Raises:
         ConfigError: the model or the trace is unknown or malformed.
     """
-    found, trace = size.model(inputs.model.name), None
+    ignored = [name.strip() for name in inputs.model.ignore.split(",") if name.strip()]
+    found, trace = size.model(inputs.model.name, ignored), None
     if inputs.traffic.trace:
         from kvtier.plan.trace import read_trace  # noqa: PLC0415 - imports numpy and the trace readers
 

@@ -76,6 +76,11 @@ def test_an_ignored_field_is_named_in_the_answer(capsys, tmp_path):
         assert more or ", ignoring kv_source_layers" in page
         assert "Ignored on demand (--ignore): kv_source_layers = [0, 0]. If they change what is cached" in page
     assert output(capsys, str(tmp_path), "--ignore", "kv_source_layers")["ignored"] == {"kv_source_layers": [0, 0]}
+    plan = ["plan", str(tmp_path), "--set", "model.parameters=1e9"]
+    assert run(plan) == 2
+    assert "--ignore FIELD" in capsys.readouterr().err
+    assert run([*plan, "--ignore", "kv_source_layers"]) == 0
+    assert "kv_source_layers, on demand: if they change what is cached" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_list(capsys):
