@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from server import Client
@@ -45,7 +46,8 @@ class Talks:
     def drive(
         self, url: str, directory: Path, *, repetition: int, requests_per_s: float | None, is_over: Callable[[], str]
     ) -> GeneratorResult:
-        (server,) = (pid for pid in children() if os.getsid(pid) == pid)
+        port = str(urlsplit(url).port)  # the process that runs this test may have children of other tests
+        (server,) = (pid for pid in children() if port in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
         self.sessions.append(server)
         assert served_model(url).name == "m"
         draw = random.Random(repetition)

@@ -92,7 +92,7 @@ def test_the_configuration_is_checked_without_importing_vllm() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--pipeline-parallel-size", "2"), "pipeline_parallel_size = 2 is not supported. Use tensor parallelism"),
+        (("--runner", "pooling"), "runner 'pooling' is not supported: a pooling model's requests leave no reusable"),
         (
             ("--speculative-config", '{"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 2}'),
             "speculative decoding with 'draft_model' is not supported",

@@ -103,21 +103,22 @@ def test_a_stage_may_lack_the_layers_of_a_vllm_group_but_not_of_a_rule(start: St
 
 
 @pytest.mark.parametrize(
-    ("partition", "sabotage", "reason"),
+    ("partition", "sabotage", "reason", "logged"),
     [
-        ("1,11", "", "no layer with KV of the rule"),
-        ("11,1", "", "no layer with KV"),
-        ("", "stages:fail_late", "monitoredBarrier|no memory"),
+        ("1,11", "", "no layer with KV of the rule", "no layer with KV of the rule"),
+        ("11,1", "", "no layer with KV|rank 1 has failed to start; its own message", "no layer with KV of the rule"),
+        ("", "stages:fail_late", "monitoredBarrier|no memory", "no memory"),
     ],
 )
 def test_a_stage_that_fails_stops_the_start_of_the_others(
-    start: Start, tmp_path: Path, partition: str, sabotage: str, reason: str
+    start: Start, tmp_path: Path, partition: str, sabotage: str, reason: str, logged: str
 ) -> None:
     """Also one that another stage waits for, which vLLM asks first and without a deadline."""
     model = tmp_path / "gemma3-deep"
     in_process(make_checkpoint, "gemma3-deep", model)
     with pytest.raises(EngineError, match=reason):
         start(model, connector(tmp_path / "kv"), **staged(partition, sabotage))
+    assert logged in (tmp_path / "engine0.log").read_text(), "each stage that fails says why"
 
 
 def test_a_chunk_that_counts_when_one_stage_has_it_would_show(deep: Path, start: Start, tmp_path: Path) -> None:
