@@ -42,7 +42,8 @@ COUNT_UNITS = {
 _SIZE_UNITS_FOLDED = COUNT_UNITS | {unit.lower(): factor for unit, factor in SIZE_UNITS.items()}
 _TIME_UNITS_EXACT = {"": Decimal(1)} | {unit: Decimal(str(factor)) for unit, factor in TIME_UNITS.items()}
 COUNT_FORMS = "128k is 128,000 and 128Ki is 131,072"
-_QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", re.ASCII)
+_QUANTITY = re.compile(r"((?:[0-9]{1,20}|[0-9]{1,3}(?:[,_][0-9]{3}){1,6})(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", re.ASCII)
+"""Separators only between groups of three digits: elsewhere a comma may be meant as a decimal point."""
 _Number = TypeVar("_Number", int, float)
 _SECRET = re.compile(rf"[0-9A-Fa-f]{{{2 * SECRET_BYTES}}}")
 _SETTINGS = re.compile("[?&;#]")
@@ -61,11 +62,11 @@ def parse_number(
     Raises:
         ValueError: with `problem`: `text` is not a number of this form.
     """
-    found = _QUANTITY.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    found = _QUANTITY.fullmatch(text.strip())
     factor = units.get(found[2].lower()) if found else None
     if found is None or factor is None:
         raise ValueError(problem)
-    return Decimal(found[1]) * factor
+    return Decimal(found[1].replace(",", "")) * factor
 
 
 def parse_size(text: str) -> int:
