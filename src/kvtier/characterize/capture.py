@@ -126,7 +126,7 @@ class _Run:
         self._tree = tree
         self._remarks: list[str] = []
         self._spans: list[Spans] = []
-        """Where the files of the directory are, at the begin and at the end."""
+        """Where the files of the directory are, at the start and at the end."""
         self._read_ns: dict[TraceInstance, int] = {}
         """Until when all events have been read."""
 
@@ -244,7 +244,7 @@ class _Run:
         if self._settings.directory is not None:
             requests = within(requests, self._spans)
             self._remarks.append(
-                f"Only requests for files below {self._settings.directory} count, by where these were at the begin and "
+                f"Only requests for files below {self._settings.directory} count, by where these were at the start and "
                 "at the end: not the file system's own, and not those for files that came and went in between."
             )
         processes = self._tree.names(np.unique(requests["process"]).tolist())

@@ -90,7 +90,7 @@ class IoMeasures:
     """The same for other numbers N of earlier requests."""
     sequential_definition: str
     request_bytes: dict[str, float]
-    """Of requests for data; not of metadata."""
+    """Sizes of requests for data; those for metadata are left out."""
     layers: dict[str, LayerMeasures]
     queue_depth: dict[str, float]
     """Of the device: ``mean`` over all seconds, ``peak``, and ``busy_mean`` over those with a request in flight.
