@@ -23,9 +23,9 @@ from kvtier.errors import ConfigError
 
 POLL_S = 0.05
 BUFFER_BYTES = 16 << 20
-"""Of the ring buffer of each processor: half a second of 100,000 requests a second on one processor."""
+"""Size of each processor's ring buffer, for half a second of 100,000 requests a second."""
 BUFFERS_BYTES_MAX = 512 << 20
-"""Of all ring buffers together."""
+"""Size of all ring buffers together."""
 EVENTS_MAX = 8_000_000
 """Events kept, of 39 bytes each; a capture ends there. A request has three, so this is 2.6 million requests."""
 END_S = 10.0
@@ -39,7 +39,7 @@ class Captured(NamedTuple):
 
     trace: IoTrace
     exit_code: int | None
-    """Of the command; None if there was none, or if it had to be ended."""
+    """Exit code of the command; None if there was none, or if it had to be ended."""
 
 
 @dataclass

@@ -274,8 +274,8 @@ def _charts(trace: IoTrace, it: IoMeasures) -> Charts:
 
 def _group_begins(it: IoMeasures, rows: np.ndarray) -> Iterator[int]:
     """Addresses at which allocation groups begin, of those groups that requests reach."""
-    only, *others = it.device_facts.values() or ({},)
-    for groups in () if others or not len(rows) else only.get("allocation_groups", ()):
+    facts = list(it.device_facts.values())
+    for groups in facts[0].get("allocation_groups", ()) if len(facts) == 1 and len(rows) else ():
         size, begin = groups["bytes"], groups["begin"]
         last = (int(rows["position"].max()) - begin) // size + 1
         yield from (begin + group * size for group in range(min(last, groups["count"]) + 1))

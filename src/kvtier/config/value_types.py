@@ -89,26 +89,21 @@ def parse_seconds(text: str) -> float:
     return float(parse_number(text, _TIME_UNITS_EXACT, "not a duration"))
 
 
-def parse_count(text: str) -> int:
+def parse_count(text: str, *, is_signed: bool = False) -> int:
     """Tokens or users of ``4096``, ``131,072``, ``128k`` (128,000) or ``128Ki`` (131,072).
 
+    Args:
+        text: the number.
+        is_signed: also read one below 0, for a message about the range.
+
     Raises:
         ValueError: `text` is not a whole number.
     """
-    count = parse_number(text, problem=(problem := f"not a whole number; {COUNT_FORMS}"))
+    sign = "-" if is_signed and text.strip().startswith("-") else ""
+    count = parse_number(text.strip().removeprefix(sign), problem=(problem := f"not a whole number; {COUNT_FORMS}"))
     if count != int(count):
         raise ValueError(problem)
-    return int(count)
-
-
-def parse_whole(text: str) -> int:
-    """As `parse_count`, also below 0, for a message about the range.
-
-    Raises:
-        ValueError: `text` is not a whole number.
-    """
-    count = parse_count(text.strip().removeprefix("-"))
-    return -count if text.strip().startswith("-") else count
+    return -int(count) if sign else int(count)
 
 
 def size_text(count: int) -> str:
@@ -235,7 +230,7 @@ class Count(Kind):
     def read(self, raw: object, *, is_text: bool) -> int:
         """Read an integer, or its text where `is_text`."""
         if is_text and isinstance(raw, str):
-            raw = parse_whole(raw)
+            raw = parse_count(raw, is_signed=True)
         if not isinstance(raw, int) or isinstance(raw, bool):
             raise ValueError("not a whole number")  # noqa: TRY004 - a user's mistake, not a caller's
         return within(raw, self.least, self.most)
