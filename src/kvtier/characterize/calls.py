@@ -193,7 +193,7 @@ def joined(
         thread: the thread that queued each.
         bound_s: when a call of one request began, or any call began or ended.
         bound_thread: the thread of each of these.
-        is_begin: whether it is the begin of a call of one request.
+        is_begin: whether a call of one request began then.
 
     Returns:
         Rows with the first part's beginning, the last one's times of driver and completion, and all bytes.

@@ -13,7 +13,7 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 
-from kvtier.characterize.block_devices import BlockDevice, find_number
+from kvtier.characterize.block_devices import BlockDevice, event_number, find_number
 from kvtier.characterize.events import SECTOR_BYTES, IoLayer
 from kvtier.probe.facts import read_mounts
 from kvtier.tier.safe_open import folder_at, open_file
@@ -46,13 +46,13 @@ class Spans(NamedTuple):
 
 def spans_of(directory: Path, device: BlockDevice) -> Spans:
     """The parts of the disk that hold the files below `directory`; of files that cannot be read, none."""
-    found, own = [np.zeros(0, EXTENT)], directory.stat().st_dev
+    found = [np.zeros(0, EXTENT)]
     for folder, _, names in os.walk(directory):
         for name in names:
             with suppress(OSError):
                 descriptor, status = open_file(f"{folder}/{name}", os.O_RDONLY)
-                with os.fdopen(descriptor) as file:
-                    found += _extents(file) if status.st_dev == own else ()  # another device may be mounted below
+                with os.fdopen(descriptor) as file:  # which another device, mounted below the directory, may hold
+                    found += _extents(file) if event_number(status.st_dev) == device.number else ()
     extents = np.concatenate(found)
     extents = np.sort(extents[extents["flags"] & NO_ADDRESS == 0], order="begin")
     begin = extents["begin"] + np.uint64(device.first_sector * SECTOR_BYTES)

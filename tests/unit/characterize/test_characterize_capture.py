@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -489,11 +490,13 @@ def test_allocation_groups_are_those_that_xfs_tells(tmp_path, instances):
         device = find_device(str(place))
         found = allocation_groups(device.disk)
         (place / "file").write_bytes(bytes(MIB))
-        below, mounted = spans_of(place, device), spans_of(above, device)
+        another = replace(device, number=device.number + 1)
+        below, mounted = spans_of(place, device), spans_of(above, another)
     assert found == {"allocation_groups": [{"count": 8, "bytes": 128 * MIB, "begin": 0}]}
     assert allocation_groups("nosuch") == {}
     assert len(below.begin)
-    assert not len(mounted.begin)  # of another device than the directory's
+    assert not len(mounted.begin)  # the file is on another device than the directory
+    assert not len(spans_of(tmp_path / "removed", device).begin)
 
 
 def test_every_xfs_of_a_disk_has_its_groups_and_one_that_does_not_tell_has_none(tmp_path, monkeypatch):
