@@ -162,7 +162,7 @@ def _add_line(events: _Events, line: str) -> None:
     if found is not None:
         events.add(found)
     elif not line.startswith("Input file ") and not _MESSAGE.match(line):
-        raise ConfigError(f"{short(line.strip())} is no event; allowed: {ALLOWED}")
+        raise ConfigError(f"{short(line.strip())} is not an event; allowed: {ALLOWED}")
     if len(events.rows) > EVENTS_MAX * _EVENT.itemsize:
         raise ConfigError(f"more events; allowed: {EVENTS_MAX} in a recording")
 

@@ -33,7 +33,7 @@ class BlockDevice:
     disk_number: int
     first_sector: int = 0
     sectors: int | None = None
-    """Of a partition; None is a whole disk."""
+    """Length of a partition; None is a whole disk."""
     partitions: tuple[int, ...] = ()
     """Numbers of a whole disk's partitions: bios name the partition, requests the disk."""
     below: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ def find_device(wanted: str) -> BlockDevice:
 
 
 def find_number(number: int) -> BlockDevice | None:
-    """The device of this number of `os.stat`; None if it is no block device."""
+    """The device of this number of `os.stat`; None if it is not a block device."""
     folder = SYSFS / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
     return _device(number) if folder.exists() else None
 

@@ -193,7 +193,7 @@ def joined(
         thread: the thread that queued each.
         bound_s: when a call of one request began, or any call began or ended.
         bound_thread: the thread of each of these.
-        is_begin: whether it is the begin of a call of one request.
+        is_begin: whether a call of one request began then.
 
     Returns:
         Rows with the first part's beginning, the last one's times of driver and completion, and all bytes.
@@ -245,8 +245,8 @@ class _Files:
         for place, both in enumerate(unique.tolist()):
             found = self._is_storage(both >> 32, both & 0xFFFF_FFFF)
             if found is None:
-                is_closed[place] = not is_positioned
-                self.closed += 0 if is_positioned else int(calls[place])
+                is_closed[place] = not is_positioned or self._directory is not None
+                self.closed += int(calls[place]) if is_closed[place] else 0
             else:
                 verdicts[place] = found
         return verdicts[which], is_closed[which]
@@ -256,7 +256,7 @@ class _Files:
         try:
             status, file = link.stat(), link.readlink()
         except OSError:
-            return None if self._directory is None else False
+            return None
         if self._directory is not None and not file.is_relative_to(self._directory):
             return False
         is_block = stat.S_ISBLK(status.st_mode)

@@ -23,9 +23,9 @@ from kvtier.errors import ConfigError
 
 POLL_S = 0.05
 BUFFER_BYTES = 16 << 20
-"""Of the ring buffer of each processor: half a second of 100,000 requests a second on one processor."""
+"""Size of each processor's ring buffer, for half a second of 100,000 requests a second."""
 BUFFERS_BYTES_MAX = 512 << 20
-"""Of all ring buffers together."""
+"""Size of all ring buffers together."""
 EVENTS_MAX = 8_000_000
 """Events kept, of 39 bytes each; a capture ends there. A request has three, so this is 2.6 million requests."""
 END_S = 10.0
@@ -39,7 +39,7 @@ class Captured(NamedTuple):
 
     trace: IoTrace
     exit_code: int | None
-    """Of the command; None if there was none, or if it had to be ended."""
+    """Exit code of the command; None if there was none, or if it had to be ended."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ class _Run:
         self._tree = tree
         self._remarks: list[str] = []
         self._spans: list[Spans] = []
-        """Where the files of the directory are, at the begin and at the end."""
+        """Where the files of the directory are, at the start and at the end."""
         self._read_ns: dict[TraceInstance, int] = {}
         """Until when all events have been read."""
 
@@ -244,7 +244,7 @@ class _Run:
         if self._settings.directory is not None:
             requests = within(requests, self._spans)
             self._remarks.append(
-                f"Only requests for files below {self._settings.directory} count, by where these were at the begin and "
+                f"Only requests for files below {self._settings.directory} count, by where these were at the start and "
                 "at the end: not the file system's own, and not those for files that came and went in between."
             )
         processes = self._tree.names(np.unique(requests["process"]).tolist())

@@ -90,7 +90,7 @@ class IoTrace:
     lost_events: int = 0
     """Events that the source dropped; each makes a request incomplete or invisible."""
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Events that are no requests: merges, splits, requeues, calls without a known size."""
+    """Events that are not requests: merges, splits, requeues, calls without a known size."""
     chosen: frozenset[int] | None = None
     """Processes whose requests are measured; None is all requests of the device."""
     remarks: list[str] = field(default_factory=list[str])

@@ -6,22 +6,23 @@ See `Documentation/filesystems/fiemap.rst` of the kernel, and `ioctl_xfs_fsgeome
 import fcntl
 import os
 import struct
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import numpy as np
 
-from kvtier.characterize.block_devices import BlockDevice, find_number
+from kvtier.characterize.block_devices import BlockDevice, event_number, find_number
 from kvtier.characterize.events import SECTOR_BYTES, IoLayer
 from kvtier.probe.facts import read_mounts
+from kvtier.tier.safe_open import folder_at, open_file
 
 FIEMAP, FIEMAP_SYNC = 0xC020660B, 1
 HEADER = struct.Struct("=QQIIII")
 EXTENT = np.dtype([("file", "u8"), ("begin", "u8"), ("bytes", "u8"), ("_", "u8", 2), ("flags", "u4"), ("__", "u4", 3)])
 EXTENTS = 512
-"""Of one call."""
+"""Extents that one call returns."""
 NO_ADDRESS = 0x2 | 0x4 | 0x200
 """Flags of what has no address of its own yet: unknown, delayed, or inside of the inode."""
 GEOMETRY, GEOMETRY_BYTES = 0x80705864, 112
@@ -48,8 +49,10 @@ def spans_of(directory: Path, device: BlockDevice) -> Spans:
     found = [np.zeros(0, EXTENT)]
     for folder, _, names in os.walk(directory):
         for name in names:
-            with suppress(OSError), _opened(Path(folder) / name) as file:
-                found += _extents(file)
+            with suppress(OSError):
+                descriptor, status = open_file(f"{folder}/{name}", os.O_RDONLY)
+                with os.fdopen(descriptor) as file:  # which another device, mounted below the directory, may hold
+                    found += _extents(file) if event_number(status.st_dev) == device.number else ()
     extents = np.concatenate(found)
     extents = np.sort(extents[extents["flags"] & NO_ADDRESS == 0], order="begin")
     begin = extents["begin"] + np.uint64(device.first_sector * SECTOR_BYTES)
@@ -64,36 +67,27 @@ def within(requests: np.ndarray, spans: list[Spans]) -> np.ndarray:
     return requests[kept]
 
 
-def allocation_groups(disk: str) -> dict[str, int]:
-    """Number, size and begin of the allocation groups of the XFS on a disk, as facts; else empty."""
+def allocation_groups(disk: str) -> dict[str, list[dict[str, int]]]:
+    """Number, size and begin of the allocation groups of each XFS on a disk, as a fact; else empty."""
+    found: dict[int, dict[str, int]] = {}
     for mount in read_mounts():
         device = find_number(os.makedev(*map(int, mount.device.split(":")))) if mount.kind == "xfs" else None
         if device is not None and device.disk == disk:
             geometry = bytearray(GEOMETRY_BYTES)
-            with suppress(OSError), _opened(Path(mount.point)) as root:
+            with suppress(OSError), folder_at(Path(mount.point)) as root:
                 fcntl.ioctl(root, GEOMETRY, geometry)
-            block_bytes, _, blocks, count = struct.unpack_from("=4I", geometry)
-            begin = device.first_sector * SECTOR_BYTES
-            return {"allocation_groups": count, "allocation_group_bytes": blocks * block_bytes, "groups_begin": begin}
-    return {}
+                block_bytes, _, blocks, count = struct.unpack_from("=4I", geometry)
+                begin = device.first_sector * SECTOR_BYTES
+                found[begin] = {"count": count, "bytes": blocks * block_bytes, "begin": begin}
+    return {"allocation_groups": [found[begin] for begin in sorted(found)]} if found else {}
 
 
-@contextmanager
-def _opened(path: Path) -> Generator[int]:
-    """A descriptor of a file or directory; neither follows a link nor waits for the other end of a pipe."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _extents(descriptor: int) -> Iterator[np.ndarray]:
+def _extents(file: TextIO) -> Iterator[np.ndarray]:
     begin = 0
     while True:
         buffer = bytearray(HEADER.pack(begin, (1 << 64) - 1 - begin, FIEMAP_SYNC, 0, EXTENTS, 0))
         buffer += bytes(EXTENTS * EXTENT.itemsize)
-        fcntl.ioctl(descriptor, FIEMAP, buffer)
+        fcntl.ioctl(file, FIEMAP, buffer)
         found = np.frombuffer(buffer, EXTENT, HEADER.unpack_from(buffer)[3], HEADER.size)
         yield found
         if len(found) < EXTENTS:

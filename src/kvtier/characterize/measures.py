@@ -23,7 +23,7 @@ BINS = 120
 """Points of what is shown over time."""
 WINDOWS_MAX = 20_000_000
 DOUBTFUL_SHARE = 0.01
-"""Of the bytes that an application wrote: with more of them to files that may be none no amplification is known."""
+"""Share of the written bytes. If more of them went to what may not be files, the amplification is unknown."""
 SEQUENTIAL = (
     f"A request is sequential if it begins at most {WITHIN_BYTES >> 10} KiB after the end of one of the last N "
     f"requests of its process (or of its device), in the same direction. N is {LAST}. The first is not."
@@ -90,10 +90,10 @@ class IoMeasures:
     """The same for other numbers N of earlier requests."""
     sequential_definition: str
     request_bytes: dict[str, float]
-    """Of requests for data; not of metadata."""
+    """Sizes of requests for data; those for metadata are left out."""
     layers: dict[str, LayerMeasures]
     queue_depth: dict[str, float]
-    """Of the device: ``mean`` over all seconds, ``peak``, and ``busy_mean`` over those with a request in flight.
+    """Depth of the device: ``mean`` over all seconds, ``peak``, and ``busy_mean`` over those with a request in flight.
     ``submitted``: the mean of requests from submission to completion; that of the device if nothing above was seen."""
     submitted_depth: dict[str, float] | None
     """``mean``, ``peak`` and ``busy_mean`` of bios from submission to completion: with those that wait in the
@@ -103,7 +103,7 @@ class IoMeasures:
     gb_per_s: dict[str, float]
     """``mean``, ``peak`` (of 100 ms), and ``busy_mean``."""
     peak_gb_per_s: dict[str, float | None]
-    """Of windows of each length; None if less was observed."""
+    """Throughput in windows of each length; None if less was observed."""
     burst_factor: float | None
     """Peak over mean."""
     queue_to_driver_us: dict[str, float] | None
@@ -284,7 +284,7 @@ def _latency(rows: np.ndarray) -> dict[str, float]:
 
 
 def _percentiles(took_s: np.ndarray) -> dict[str, float]:
-    """Of the times that are known, in us."""
+    """Quantiles of the known times, in us."""
     took = took_s[~np.isnan(took_s)] * 1e6
     return {name: _percentile(took, of) for name, of in (("p50", 50), ("p99", 99), ("p999", 99.9), ("max", 100))}
 

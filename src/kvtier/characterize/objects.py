@@ -41,7 +41,7 @@ class ObjectLog:
     """Objects that tiers read or wrote."""
 
     trace: IoTrace
-    """Of source ``log``. `bytes` are those of the frames, of all ranks; `place` is a tier."""
+    """Requests of source ``log``. `bytes` are those of the frames of all ranks; `place` is a tier."""
     payload_bytes: np.ndarray
     """Bytes of the engine's KV in each of `trace.requests`, of all ranks."""
 

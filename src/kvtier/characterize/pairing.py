@@ -5,7 +5,7 @@ import numpy as np
 NESTED_MAX = 256
 """Requests for the same bytes in flight at once, beyond which issues stay without completion."""
 TIME_BITS = 40
-"""Of a time in microseconds: twelve days."""
+"""Bits of a time in microseconds, which hold twelve days."""
 STARTS_TRIED = 64
 """Starts of intervals of about one length that `covering` looks at for each position, the nearest first."""
 

@@ -193,7 +193,7 @@ def notes(it: IoMeasures) -> Iterator[str]:
             it.counts.get("calls_on_closed_files", 0),
             (
                 "calls were on files that were closed at once, or whose process had ended; they count as calls on this "
-                "device, though they may be on a pipe or another device."
+                "device, though they may be on a pipe, another device or, with --dir, elsewhere."
             ),
         ),
     )
@@ -274,11 +274,11 @@ def _charts(trace: IoTrace, it: IoMeasures) -> Charts:
 
 def _group_begins(it: IoMeasures, rows: np.ndarray) -> Iterator[int]:
     """Addresses at which allocation groups begin, of those groups that requests reach."""
-    for facts in it.device_facts.values():
-        size, begin = facts.get("allocation_group_bytes", 0), facts.get("groups_begin", 0)
-        if size and len(it.device_facts) == 1 and len(rows):
-            last = (int(rows["position"].max()) - begin) // size + 1
-            yield from (begin + group * size for group in range(min(last, facts["allocation_groups"]) + 1))
+    facts = list(it.device_facts.values())
+    for groups in facts[0].get("allocation_groups", ()) if len(facts) == 1 and len(rows) else ():
+        size, begin = groups["bytes"], groups["begin"]
+        last = (int(rows["position"].max()) - begin) // size + 1
+        yield from (begin + group * size for group in range(min(last, groups["count"]) + 1))
 
 
 def _steps(ends: npt.NDArray[Any], values: Sequence[float], colour: str, label: str = "") -> Curve:

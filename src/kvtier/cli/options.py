@@ -10,7 +10,7 @@ from typing import Any, Literal
 import click
 from click.core import ParameterSource
 
-from kvtier.config.value_types import Seconds, parse_number, parse_size, parse_whole
+from kvtier.config.value_types import Seconds, parse_count, parse_number, parse_size
 from kvtier.report.output import check_chart, check_matplotlib, check_writable, note_earlier, write_json
 
 
@@ -109,7 +109,7 @@ class Quantity(click.IntRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # noqa: ANN401
         """See `click.ParamType`."""
         try:
-            count = parse_whole(str(value))
+            count = parse_count(str(value), is_signed=True)
         except ValueError as error:
             self.fail(f"{value!r} is {error}", param, ctx)
         return super().convert(count, param, ctx)

@@ -71,9 +71,9 @@ def probe(
     click.echo(f"{it.bounds}; {where_text(loaded.config, directory)}.", err=True)
     with ended_by_signals(), progress("probe", it.bounds.points) as advance:
         result = it.run(lambda _what: advance(1))
-    probe_report(result).show(asdict(result), as_json=as_json, page=report, picture=picture)
     settings = {**origins, **_settings(loaded, directory)}
     write_record(record, "probe", settings=settings, seed=None, results=asdict(result), directory=directory)
+    probe_report(result).show(asdict(result), as_json=as_json, page=report, picture=picture)
     return 0 if result.is_complete else 1
 
 

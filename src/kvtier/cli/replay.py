@@ -25,7 +25,7 @@ class _RunOrDescribe(Commands):
     """``replay TRACE`` is ``replay run TRACE``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Insert ``run`` where there is no subcommand, and no mistyped one in place of a file."""
+        """Insert ``run`` unless the first word is a subcommand or a mistyped one."""
         first = args[0] if args else ""
         is_command = first in self.commands or (get_close_matches(first, self.commands) and not Path(first).exists())
         return super().parse_args(ctx, args if is_command else ["run", *args])

@@ -84,7 +84,7 @@ class SettingsSection:
 
 
 def settings(section: type[SettingsSection]) -> Iterator[Setting]:
-    """The settings of `section`, in the order they are written. Fields that are no settings are left out."""
+    """The settings of `section`, in the order they are written. Other fields are left out."""
     for spec in fields(cast("Any", section)):
         meta = spec.metadata
         if "kind" in meta:

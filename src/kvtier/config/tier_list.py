@@ -28,7 +28,7 @@ from kvtier.tier.registry import TierKind, TierSettings
 TIERS_MAX = 16
 FORM = "[NAME=]KIND[:WHERE][?key=value&key=value], or KIND=SIZE[?key=value&key=value]"
 HOST = "host"
-"""The word for host memory in a text. It is no kind, and no tier of the list."""
+"""The word for host memory in a text. It is neither a kind nor a tier of the list."""
 
 _SPEC = re.compile(
     r"(?:(?P<name>[^=:?/%@&]*)=)?(?P<kind>[^=:?/%,@&]+)(?::(?P<where>[^?]*))?(?:\?(?P<query>.*))?", re.DOTALL
@@ -57,7 +57,7 @@ class DescribedTier(SettingsSection):
 
     name: str
     kind: str
-    """Of the registry, or `HOST`."""
+    """A kind of the registry, or `HOST`."""
     is_remote: bool
     """A lookup costs a round trip, and other nodes use the same store."""
     is_default: bool
@@ -101,7 +101,7 @@ class TierList:
 
     def __init__(self, tiers: Sequence[TierSettings] = ()) -> None:
         self.origin = SettingOrigin("default")
-        """Of the list."""
+        """Where the list comes from."""
         self._drafts = [_of_settings(tier, self.origin) for tier in tiers]
 
     def replace(self, given: object, origin: SettingOrigin) -> int | None:
@@ -214,7 +214,7 @@ def kind_of(text: str, origin: str) -> TierKind[Any]:
 
 
 def is_spec(text: str) -> bool:
-    """Whether `text` begins like a tier with a WHERE, and is no path."""
+    """Whether `text` begins like a tier with a WHERE, and is not a path."""
     found = _SPEC.fullmatch(text)
     return found is not None and found["where"] is not None and bool(registry.NAME.fullmatch(found["kind"]))
 
@@ -320,7 +320,7 @@ def _values(parts: _Parts, known: Mapping[str, Setting], where: str, own: Mappin
         key = next((word + unit for unit in _UNITS if word + unit in known), word)
         if key not in own and any(isinstance(value, PrivateText) for value in values.values()):
             raise ConfigError(
-                f"{parts.shown}: what follows a secret is no setting (hidden); write '&' in it as %26, figures first"
+                f"{parts.shown}: what follows a secret is not a setting (hidden); write '&' in it as %26, figures first"
             )
         if not equals or not word:
             shown = repr(word) if not word or key in known else "(hidden)"

@@ -42,7 +42,8 @@ COUNT_UNITS = {
 _SIZE_UNITS_FOLDED = COUNT_UNITS | {unit.lower(): factor for unit, factor in SIZE_UNITS.items()}
 _TIME_UNITS_EXACT = {"": Decimal(1)} | {unit: Decimal(str(factor)) for unit, factor in TIME_UNITS.items()}
 COUNT_FORMS = "128k is 128,000 and 128Ki is 131,072"
-_QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", re.ASCII)
+_QUANTITY = re.compile(r"((?:[0-9]{1,20}|[0-9]{1,3}(?:[,_][0-9]{3}){1,6})(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", re.ASCII)
+"""Separators only between groups of three digits: elsewhere a comma may be meant as a decimal point."""
 _Number = TypeVar("_Number", int, float)
 _SECRET = re.compile(rf"[0-9A-Fa-f]{{{2 * SECRET_BYTES}}}")
 _SETTINGS = re.compile("[?&;#]")
@@ -61,11 +62,11 @@ def parse_number(
     Raises:
         ValueError: with `problem`: `text` is not a number of this form.
     """
-    found = _QUANTITY.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    found = _QUANTITY.fullmatch(text.strip())
     factor = units.get(found[2].lower()) if found else None
     if found is None or factor is None:
         raise ValueError(problem)
-    return Decimal(found[1]) * factor
+    return Decimal(found[1].replace(",", "")) * factor
 
 
 def parse_size(text: str) -> int:
@@ -88,26 +89,21 @@ def parse_seconds(text: str) -> float:
     return float(parse_number(text, _TIME_UNITS_EXACT, "not a duration"))
 
 
-def parse_count(text: str) -> int:
+def parse_count(text: str, *, is_signed: bool = False) -> int:
     """Tokens or users of ``4096``, ``131,072``, ``128k`` (128,000) or ``128Ki`` (131,072).
 
+    Args:
+        text: the number.
+        is_signed: also read one below 0, for a message about the range.
+
     Raises:
         ValueError: `text` is not a whole number.
     """
-    count = parse_number(text, problem=(problem := f"not a whole number; {COUNT_FORMS}"))
+    sign = "-" if is_signed and text.strip().startswith("-") else ""
+    count = parse_number(text.strip().removeprefix(sign), problem=(problem := f"not a whole number; {COUNT_FORMS}"))
     if count != int(count):
         raise ValueError(problem)
-    return int(count)
-
-
-def parse_whole(text: str) -> int:
-    """As `parse_count`, also below 0, for a message about the range.
-
-    Raises:
-        ValueError: `text` is not a whole number.
-    """
-    count = parse_count(text.strip().removeprefix("-"))
-    return -count if text.strip().startswith("-") else count
+    return -int(count) if sign else int(count)
 
 
 def size_text(count: int) -> str:
@@ -234,7 +230,7 @@ class Count(Kind):
     def read(self, raw: object, *, is_text: bool) -> int:
         """Read an integer, or its text where `is_text`."""
         if is_text and isinstance(raw, str):
-            raw = parse_whole(raw)
+            raw = parse_count(raw, is_signed=True)
         if not isinstance(raw, int) or isinstance(raw, bool):
             raise ValueError("not a whole number")  # noqa: TRY004 - a user's mistake, not a caller's
         return within(raw, self.least, self.most)

@@ -130,30 +130,46 @@ def _keep_earlier(target: Path, draft: Path) -> None:
     if target not in earlier:
         return
     earlier.remove(target)  # what this command writes later replaces what it wrote before
-    if cmp(target, draft, shallow=False):
-        return
-    kept = next(it for number in count(1) if not (it := target.with_name(f"{target.name}.{number}")).exists())
-    target.rename(kept)
-    click.echo(f"Kept: the earlier {target.name} is now {kept}", err=True)
+    with suppress(OSError):  # one that cannot be read is kept without a comparison
+        if cmp(target, draft, shallow=False):
+            return
+    for kept in (target.with_name(f"{target.name}.{number}") for number in count(1)):
+        with suppress(FileExistsError):
+            try:
+                os.link(target, kept)  # also of what another command wrote meanwhile, and never over another file
+            except FileNotFoundError:
+                return
+            except OSError:  # the name is taken, or there are no hard links here or to a file of another user
+                kept.touch(exist_ok=False)
+                target.replace(kept)
+            click.echo(f"Kept: the earlier {target.name} is now {kept}", err=True)
+            return
 
 
 def check_writable(option: str, path: Path) -> None:
     """Refuse a path that cannot be written.
 
     Raises:
-        ConfigError: it is a directory or a device, its directory is missing, or no file can be made there.
+        ConfigError: it is a directory, a device or this command's output, its directory is missing, or no file can be
+            made there.
     """
-    parent = path.absolute().parent
+    parent = Path(os.path.realpath(path)).parent
     if path.is_dir():
         raise ConfigError(f"{option} {str(path)!r} is a directory; allowed: a file")
-    if path.exists() and not path.is_file():
-        raise ConfigError(
-            f"{option} {str(path)!r} is not a regular file; allowed: a file, which is replaced as a whole"
-        )
+    if path.exists() and (not path.is_file() or _is_output(path)):
+        what = "where this command prints" if path.is_file() else "not a regular file"
+        raise ConfigError(f"{option} {str(path)!r} is {what}; allowed: a file, which is replaced as a whole")
     if not parent.is_dir():
         raise ConfigError(f"{option} {str(path)!r} cannot be written: there is no directory {str(parent)!r}")
     if not os.access(parent, os.W_OK):
         raise ConfigError(f"{option} {str(path)!r} cannot be written: no writing in {str(parent)!r}")
+
+
+def _is_output(path: Path) -> bool:
+    """Whether `path` is stdout or stderr of this process."""
+    with suppress(OSError):  # one of them is closed
+        return any(os.path.samestat(path.stat(), os.fstat(it)) for it in (1, 2))
+    return False
 
 
 def check_matplotlib(option: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning
+from kvtier.trace.formats.base import TraceReader, TraceRequest, TraceWarning, UnitDoubt
 from kvtier.trace.formats.block_ids import REQUEST_BLOCKS_MAX
 from kvtier.trace.trace_files import WHOLE_MAX
 from kvtier.types import NextTurn
@@ -130,15 +130,16 @@ def read_arrays(reader: TraceReader, *, is_strict: bool = False) -> TraceArrays:
 
     Args:
         reader: from `open_trace`.
-        is_strict: raise warnings as errors.
+        is_strict: raise warnings as errors, except doubts of a unit that is given.
 
     Raises:
         ConfigError: a line is malformed, there is no request, or `is_strict` and there is a warning.
     """
     with closing(_Builder(reader)) as builder:
         trace = builder.build()
-    if is_strict and trace.warnings:
-        raise ConfigError(f"trace {reader.name}: {trace.warnings[0]}; allowed with --strict: a trace without warnings")
+    refused = [it for it in trace.warnings if not isinstance(it, UnitDoubt)]
+    if is_strict and refused:
+        raise ConfigError(f"trace {reader.name}: {refused[0]}; allowed with --strict: a trace without warnings")
     return trace
 
 
@@ -170,7 +171,7 @@ class _Builder:
             raise ConfigError(f"trace {self._reader.name} has no request; allowed: at least one")
         self._flush()
         self._columns[0].add(np.asarray([self._total]))
-        warnings = [str(it) for it in self._reader.notes if isinstance(it, TraceWarning)]
+        warnings: list[str] = [it for it in self._reader.notes if isinstance(it, TraceWarning)]
         if times_back:
             warnings.append(
                 f"{times_back} timestamps go back, first in line {first_back}; replaced by the latest time before"

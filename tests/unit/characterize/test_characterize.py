@@ -213,7 +213,7 @@ def test_metadata_are_no_part_of_the_sizes_and_large_bytes_are_in_the_headline()
 
 
 def test_the_picture_of_addresses_shows_where_allocation_groups_begin():
-    facts = {"nvme0n1": {"allocation_groups": 32, "allocation_group_bytes": 10 * MIB, "groups_begin": MIB}}
+    facts = {"nvme0n1": {"allocation_groups": [{"count": 32, "bytes": 10 * MIB, "begin": MIB}]}}
     seen = trace(requests(64), device_facts=facts)
     charts = io_report(seen, measure(seen)).sections[0].charts()
     rules = [it.at for it in charts["addresses"].marks if isinstance(it, Rule)]

@@ -6,27 +6,31 @@ import os
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtier.characterize import block_devices, tracefs
-from kvtier.characterize.block_devices import SYSFS, disks, find_device
+from kvtier.characterize import block_devices, file_system, tracefs
+from kvtier.characterize.block_devices import SYSFS, BlockDevice, disks, find_device
+from kvtier.characterize.calls import _Files
 from kvtier.characterize.capture import CaptureSettings, _Run, run
 from kvtier.characterize.events import IoLayer, transfers
-from kvtier.characterize.file_system import allocation_groups
+from kvtier.characterize.file_system import allocation_groups, spans_of
 from kvtier.characterize.measures import measure
 from kvtier.characterize.processes import ProcessTree
 from kvtier.characterize.steps import Steps
 from kvtier.cli.main import run as kvtier
 from kvtier.errors import ConfigError
+from kvtier.probe.facts import Mount
 
 MIB = 1 << 20
 
@@ -450,14 +454,32 @@ def test_a_capture_may_be_of_the_files_below_one_directory(drive, capsys):
     assert made["bytes"]["read"] == made["whole_device"]["read_bytes"] == 16 * MIB
     assert made["request_bytes"]["share_of_bytes_over_1mb"] == 1.0
     assert any(f"below {folders[0]} count" in remark for remark in made["remarks"])
-    assert made["layers"].get("application", {"bytes": 0})["bytes"] <= 16 * MIB
+    perhaps = made["counts"]["calls_on_closed_files"] * MIB  # a dd may have ended before its descriptor is looked up
+    assert 16 * MIB <= made["layers"]["application"]["bytes"] <= 16 * MIB + perhaps
     assert kvtier(["characterize", "--dir", str(drive), "--device", str(drive)]) == 2
     assert "allowed: one of them" in capsys.readouterr().err
 
 
+def test_a_call_on_a_closed_descriptor_counts_and_is_told_also_below_a_directory(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait(10)
+    calls = np.array([gone.pid, gone.pid, os.getpid()])
+    with (tmp_path / "elsewhere").open("w") as file:
+        descriptors = np.array([3, 4, file.fileno()])
+        for directory in (None, tmp_path / "wanted"):
+            for is_positioned in (False, True):
+                files = _Files(set(), directory)
+                kept, perhaps = files.count(calls, descriptors, is_positioned=is_positioned)
+                doubtful = not is_positioned or directory is not None  # a position proves a file, but not where it is
+                assert (kept[:2].tolist(), perhaps.tolist()) == ([True, True], [doubtful, doubtful, False])
+                assert files.closed == 2 * doubtful
+        assert not kept[2]
+
+
 def test_allocation_groups_are_those_that_xfs_tells(tmp_path, instances):
-    image, place = tmp_path / "image", tmp_path / "xfs"
-    place.mkdir()
+    image, above = tmp_path / "image", tmp_path / "above"
+    place = above / "xfs"
+    place.mkdir(parents=True)
     with image.open("wb") as file:
         file.truncate(1024 * MIB)
     with ExitStack() as stack:
@@ -465,9 +487,40 @@ def test_allocation_groups_are_those_that_xfs_tells(tmp_path, instances):
             if shutil.which(command[0]) is None or subprocess.run(command, timeout=60, check=False).returncode:
                 pytest.skip(f"needs {command[0]}")
         stack.callback(subprocess.run, ["umount", "--lazy", place], timeout=60, check=True)
-        found = allocation_groups(find_device(str(place)).disk)
-    assert found == {"allocation_groups": 8, "allocation_group_bytes": 128 * MIB, "groups_begin": 0}
+        device = find_device(str(place))
+        found = allocation_groups(device.disk)
+        (place / "file").write_bytes(bytes(MIB))
+        another = replace(device, number=device.number + 1)
+        below, mounted = spans_of(place, device), spans_of(above, another)
+    assert found == {"allocation_groups": [{"count": 8, "bytes": 128 * MIB, "begin": 0}]}
     assert allocation_groups("nosuch") == {}
+    assert len(below.begin)
+    assert not len(mounted.begin)  # the file is on another device than the directory
+    assert not len(spans_of(tmp_path / "removed", device).begin)
+
+
+def test_every_xfs_of_a_disk_has_its_groups_and_one_that_does_not_tell_has_none(tmp_path, monkeypatch):
+    mounts = [Mount(str(tmp_path), "xfs", "", frozenset(), f"8:{minor}") for minor in (3, 1, 2, 1)]
+    sizes = iter((512, None, 256, 512))
+
+    def ioctl(_file, _request, geometry):
+        if (blocks := next(sizes)) is None:
+            raise OSError
+        struct.pack_into("=4I", geometry, 0, 4096, 0, blocks, 4)
+
+    def find(number):
+        minor = os.minor(number)
+        return BlockDevice(f"sda{minor}", number, "sda", os.makedev(8, 0), first_sector=1000 * minor)
+
+    monkeypatch.setattr(file_system, "read_mounts", lambda: mounts)
+    monkeypatch.setattr(file_system, "find_number", find)
+    monkeypatch.setattr(file_system.fcntl, "ioctl", ioctl)
+    assert allocation_groups("sda")["allocation_groups"] == [
+        {"count": 4, "bytes": blocks * 4096, "begin": 512_000 * minor}
+        for minor, blocks in ((1, 512), (2, 256), (3, 512))
+    ]
+    sizes = iter([None] * 4)
+    assert allocation_groups("sda") == {}
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_a_last_line_that_is_cut_off_is_not_counted(write: Write) -> None:
         (b"\x00\xff\xfe" * 50, "not UTF-8"),
         (b"\x1f\x8b" + b"garbage" * 9, "after line 0: not a trace: Unknown compression"),
         (gzip.compress(STACKED.encode(), mtime=0)[:60], "not a trace"),
-        (STACKED + "8,0 this is none\n", "line 9: '8,0 this is none' is no event"),
+        (STACKED + "8,0 this is none\n", "line 9: '8,0 this is none' is not an event"),
         (STACKED + line(2, "D", "W", "1 + 8 [" + "x" * 5000 + "]"), "line 9: .*up to 4096"),
         (STACKED + line(2, "K", "W", "1 + 8 [x]"), "line 9: action 'K'"),
         (STACKED + line(2, "D", "W", f"{1 << 62} + 8 [x]"), "line 9: sector"),

@@ -1,8 +1,12 @@
 """Options that are paths: a missing directory is named, an unwritable file is refused before any work."""
 
 import errno
+import io
 import json
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -132,16 +136,147 @@ def test_an_equal_file_is_not_kept_and_a_command_replaces_its_own(
     assert json.loads(target.read_text()) == {"parts": 2}
 
 
+@pytest.fixture
+def earlier(tmp_path: Path) -> Iterator[Path]:
+    """A file that was there before a command, which is running and names it."""
+    target = tmp_path / "out"
+    target.write_text("earlier")
+    with click.Context(cli):
+        OutputFile().convert(str(target), None, None)
+        yield target
+
+
+def test_a_file_that_vanished_meanwhile_costs_no_result(earlier: Path) -> None:
+    earlier.unlink()
+    write_file("--report", earlier, b"new")
+    assert [(it.name, it.read_text()) for it in earlier.parent.iterdir()] == [("out", "new")]
+
+
+def test_a_file_that_cannot_be_compared_is_kept(earlier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(*_paths: Path, shallow: bool) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), shallow)
+
+    monkeypatch.setattr("kvtier.report.output.cmp", unreadable)
+    write_file("--report", earlier, b"new")
+    assert (earlier.read_text(), earlier.with_name("out.1").read_text()) == ("new", "earlier")
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_no_name_that_is_taken_is_used_for_an_earlier_file(
+    earlier: Path, has_links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link to nowhere and a file that came after a look at the names are taken, too."""
+    earlier.with_name("out.1").symlink_to("nowhere")
+    earlier.with_name("out.2").write_text("another's")
+    monkeypatch.setattr(Path, "exists", lambda _path: False)
+
+    def no_link(*_paths: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_link)
+    write_file("--report", earlier, b"new")
+    assert earlier.with_name("out.1").readlink() == Path("nowhere")
+    assert [earlier.with_name(f"out{it}").read_text() for it in ("", ".2", ".3")] == ["new", "another's", "earlier"]
+
+
+def test_the_earlier_file_stays_where_the_new_one_cannot_be_put(earlier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_draft: Path, _name: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_file("--report", earlier, b"new")
+    assert earlier.read_text() == "earlier"
+
+
+def test_a_commands_own_output_is_no_file_to_replace(trace: Path, tmp_path: Path) -> None:
+    """A redirected stdout is a regular file, and replacing it would take what is printed away from its reader."""
+    command = [sys.executable, "-m", "kvtier.cli.main", "trace", "anonymize", str(trace), "/dev/stdout"]
+    with (tmp_path / "out").open("wb") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, "is where this command prints" in done.stderr) == (2, True)
+    assert {it.name for it in tmp_path.iterdir()} == {"trace.jsonl", "out"}
+
+
+def test_a_links_target_is_what_must_be_writable(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("missing/out")
+    with pytest.raises(ConfigError, match=f"no directory '{tmp_path}/missing'"):
+        OutputFile().convert(str(tmp_path / "link"), None, None)
+
+
+class Closed(io.StringIO):
+    """A pipe without a reader."""
+
+    def write(self, _text: str, /) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "core", "--repeats", "1"],
+        ["probe", "--size", "4KiB", "--depth", "1", "--seconds", "0.01", "--bytes", "1MiB", "--dir", "DIR"],
+        ["bench", "tier", "disk:DIR", "--sample", "1MiB", "--size", "64KiB", "--repeats", "1"],
+    ],
+    ids=lambda it: " ".join(it[:2]),
+)
+def test_a_record_is_written_before_anything_is_printed(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Closed())
+    words = [it.replace("DIR", str(tmp_path)) for it in command]
+    with pytest.raises(BrokenPipeError):
+        run([*words, "--record", str(tmp_path / "record")])
+    assert json.loads((tmp_path / "record").read_text())["results"]
+
+
+WRITTEN = {
+    "bench codec": {"record"},
+    "bench core": {"record"},
+    "bench io": {"record", "report"},
+    "bench serve": {"record_file", "report"},
+    "bench tier": {"record"},
+    "characterize": {"report"},
+    "demo": {"record", "report"},
+    "plan": {"picture", "report"},
+    "probe": {"picture", "record", "report"},
+    "replay run": {"keep", "picture", "report"},
+    "sglang config": {"file"},
+    "trace anonymize": {"target"},
+    "trace convert": {"target"},
+    "trace synthesize": {"target"},
+}
+READ = {
+    *(
+        "device",
+        "directory",
+        "file",
+        "folder",
+        "inputs",
+        "journals",
+        "keys_file",
+        "like",
+        "lmcache",
+        "load_at",
+        "model",
+    ),
+    *("probe", "python", "socket", "source", "tokenizer", "tokens", "trace", "traces", "vllm", "where"),
+}
+
+
 def test_every_option_that_names_a_file_to_write_keeps_an_earlier_one() -> None:
-    """All options that read have other names: a new one that writes is found here."""
-    writing = {"report", "picture", "record", "record_file", "target"}
-    found = {
-        f"{name} {it.name}"
-        for name, command in leaves(cli)
-        for it in command.params
-        if it.name in writing and not isinstance(it.type, OutputFile)
-    }
-    assert found == set()
+    """A new option with a path is found here: it is an `OutputFile`, or its name says that it is not replaced."""
+    written: dict[str, set[str]] = {}
+    read: set[str] = set()
+    for name, command in leaves(cli):
+        for it in command.params:
+            names_path = re.search("FILE|PATH|DIR", it.metavar or "")
+            if isinstance(it.type, OutputFile):
+                written.setdefault(name, set()).add(it.name or "")
+            elif isinstance(it.type, click.Path | click.File) or names_path:
+                read.add(it.name or "")
+    assert (written, read) == (WRITTEN, READ)
 
 
 def fail_after(text: str) -> Iterator[str]:

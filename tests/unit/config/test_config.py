@@ -12,7 +12,15 @@ from kvtier.config.loader import load
 from kvtier.config.schema import settings
 from kvtier.config.sections import SECTIONS, Config, HostConfig, LimitsConfig, StoreConfig
 from kvtier.config.tier_list import parse, spec
-from kvtier.config.value_types import SIZE_UNITS, parse_seconds, parse_size, shown_place, size_text
+from kvtier.config.value_types import (
+    SIZE_UNITS,
+    parse_count,
+    parse_number,
+    parse_seconds,
+    parse_size,
+    shown_place,
+    size_text,
+)
 from kvtier.errors import ConfigError
 from kvtier.tier.directory.kind import DirectorySettings
 
@@ -353,6 +361,7 @@ def test_every_setting_is_documented_and_its_default_is_allowed():
         ("64G", 64 * 10**9),
         ("128Ki", 128 * 2**10),
         ("1,000,000", 10**6),
+        ("1_500.5kB", 1_500_500),
     ],
 )
 def test_sizes(text, count):
@@ -363,6 +372,15 @@ def test_sizes(text, count):
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="not a size"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["1,5", "0,5", "1_5", "1000,000", "1,0000", ",500", "1,", "1,,000", "1.5,000"])
+@pytest.mark.parametrize(
+    ("read", "unit"), [(parse_size, " TiB"), (parse_seconds, "h"), (parse_count, "k"), (parse_number, "")]
+)
+def test_a_comma_stands_only_between_groups_of_three_digits(read, unit, text):
+    with pytest.raises(ValueError, match="not a"):
+        read(text + unit)
 
 
 @pytest.mark.parametrize(

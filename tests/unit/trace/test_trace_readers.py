@@ -13,7 +13,7 @@ from tests.traces import arrays_of
 from kvtier.errors import ConfigError
 from kvtier.trace import arrays as arrays_module
 from kvtier.trace import trace_files as io_module
-from kvtier.trace.arrays import TraceArrays, without_sessions
+from kvtier.trace.arrays import TraceArrays, read_arrays, without_sessions
 from kvtier.trace.formats import block_ids, session_lines
 from kvtier.trace.formats.block_ids import merge_blocks
 from kvtier.trace.open import ReadOptions, open_trace
@@ -272,6 +272,18 @@ def test_an_implausible_rate_names_the_likely_unit(tmp_path, step, count, tokens
     assert len(found) == bool(meant)
     end = "no rate of one service is like that" if meant == "?" else f"use --time-unit {meant}"
     assert all(note.endswith(end) for note in found)
+
+
+def test_a_unit_that_is_given_is_doubted_and_not_refused(tmp_path):
+    """A service may have 200 requests a second; then no other unit is right."""
+    lines = [{"timestamp": it * 0.005, "input_length": 64, "hash_ids": [it]} for it in range(50)]
+    path = written(tmp_path / "trace", lines)
+    (told,) = read_arrays(open_trace(path, ReadOptions(time_unit="s")), is_strict=True).warnings
+    assert "200 requests" in told
+    with pytest.raises(ConfigError, match=r"look like seconds.* allowed with --strict"):
+        read_arrays(open_trace(path), is_strict=True)
+    with pytest.raises(ConfigError, match="1 timestamps go back"):
+        read_arrays(open_trace(written(path, [*lines, lines[0]]), ReadOptions(time_unit="s")), is_strict=True)
 
 
 def test_a_session_is_the_chat_that_its_chain_of_parents_begins_with(tmp_path):

@@ -49,6 +49,12 @@ class TraceWarning(str):
     __slots__ = ()
 
 
+class UnitDoubt(TraceWarning):
+    """A warning about a unit that the user has given, which ``--strict`` does not refuse."""
+
+    __slots__ = ()
+
+
 class TraceReader:
     """Reads a trace, as often as needed, and keeps nothing of it.
 
@@ -143,14 +149,16 @@ def time_unit_warning(
     is_busy = requests_per_s > _BUSY_REQUESTS_PER_S or tokens_per_s > _BUSY_TOKENS_PER_S
     if not is_busy and not (is_given and requests_per_s < _IDLE_REQUESTS_PER_S):
         return ()
-    read, units = UNIT_NAMES[time_unit], list(UNITS_S)  # from the longest
-    likely = units[: units.index(time_unit)][-1:] if is_busy else units[units.index(time_unit) + 1 :][:1]
-    looks, unit = (f"like {UNIT_NAMES[likely[0]]}, not {read}", likely[0]) if likely else ("wrong", "")
-    advice = (
-        f"if they are {UNIT_NAMES[unit]}, use --time-unit {unit}" if unit else "no rate of one service is like that"
+    units = list(UNIT_NAMES)  # from the longest
+    likely = units[min(max(units.index(time_unit) + (-1 if is_busy else 1), 0), len(units) - 1)]
+    read, meant = UNIT_NAMES[time_unit], UNIT_NAMES[likely]
+    looks, advice = (
+        (f"like {meant}, not {read}", f"if they are {meant}, use --time-unit {likely}")
+        if likely != time_unit
+        else ("wrong", "no rate of one service is like that")
     )
     return (
-        TraceWarning(
+        (UnitDoubt if is_given else TraceWarning)(
             f"timestamps look {looks}: read as {read}, {requests_per_s:,.4g} requests and {tokens_per_s:,.0f} tokens a "
             f"second arrive; {advice}"
         ),
