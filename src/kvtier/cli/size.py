@@ -110,9 +110,8 @@ def size(
         raise click.UsageError("name a MODEL, or use --list")
     if fetch:
         hub.fetch(model)
-    if gpu is not None and memory is not None:
-        raise click.UsageError("--gpu and --memory exclude each other")
-    gpus, memory_bytes, tp = _machine(gpu, memory, tp, pp)
+    for_gpus = {"--in-flight": in_flight, "--weights": weights}
+    gpus, memory_bytes, tp = _machine(gpu, memory, tp, pp, for_gpus)
     kv = of(read_model(model, ignore), dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
     capacities: dict[str, GpuCapacity | TierCapacity] = {}
     if memory_bytes is not None:
@@ -163,21 +162,23 @@ def _ignored(kv: KvSize) -> list[str]:
     return [f"Ignored on demand (--ignore): {fields}. If they change what is cached, these sizes are wrong."]
 
 
-def _machine(gpu: str | None, memory: int | None, tp: int | None, pp: int) -> tuple[int, float | None, int]:
+def _machine(
+    gpu: str | None, memory: int | None, tp: int | None, pp: int, for_gpus: dict[str, object]
+) -> tuple[int, float | None, int]:
     """Number of GPUs, the memory of each, and the ranks of a stage; without a number of ranks, all share a copy."""
+    if gpu is not None and memory is not None:
+        raise click.UsageError("--gpu and --memory exclude each other")
+    idle = [f"{name} {value}" for name, value in for_gpus.items() if value is not None]
+    if gpu is None and memory is None and idle:
+        raise click.UsageError(f"{idle[0]} needs --gpu or --memory; without GPUs it has no effect")
     if gpu is None:
         ranks = 1 if tp is None else tp
         return ranks * pp, memory, ranks
-    gpus, memory_bytes = _gpus(gpu)
-    return gpus, memory_bytes, max(1, gpus // max(pp, 1)) if tp is None else tp
-
-
-def _gpus(text: str) -> tuple[int, float]:
-    """Number and memory of the GPUs ``NAME``, ``NxNAME`` or ``NAMExN``."""
     from kvtier.plan.hardware import find, split_count
 
-    count, name = split_count(text, "--gpu")
-    return count or 1, float(find("gpu", name, "--gpu").values["memory_bytes"])
+    count, name = split_count(gpu, "--gpu")
+    gpus, memory_bytes = count or 1, float(find("gpu", name, "--gpu").values["memory_bytes"])
+    return gpus, memory_bytes, max(1, gpus // max(pp, 1)) if tp is None else tp
 
 
 def _weight_bytes(kv: KvSize, text: str) -> float:

@@ -139,14 +139,18 @@ class Verdict:
     figure: Figure
     matches: tuple[FigureMatch, ...]
     """The simplest first; empty when no convention reproduces the figure."""
-    nearest: Candidate
-    """The nearest of our own sizes."""
+    nearest: Candidate | None
+    """The nearest of our own sizes; None where all are zero."""
+    nothing: str
+    """What to say where all are zero."""
 
     @property
     def text(self) -> str:
         """The result in one line."""
         if self.matches:
             return f"{self.figure.text} is {self._match_text(self.matches[0])}"
+        if self.nearest is None:
+            return f"{self.figure.text}: no convention known here gives it; {self.nothing}"
         what, value = self.nearest.what, self.nearest.bytes
         size = f"{exact(value)} {self.figure.counts}{f' = {both(value)}' if self.figure.counts == 'B' else ''}"
         ratio = _as_written(self.figure) / value
@@ -184,15 +188,17 @@ def check(
     figure, own = parse_figure(text), list(_own(kv, sessions))
     if figure.counts != "B":
         own = [each for name, it in (capacities or {}).items() for each in _held(kv, figure, sessions, name, it)]
-    if not own:
+    if figure.counts != "B" and not capacities:
         raise ConfigError(f"check: {text!r} counts {figure.counts}; --gpu, --memory or --tier must say what holds them")
     found = _matches(own, figure) if figure.counts != "B" else search(kv, figure, sessions)
     kept: dict[tuple[float, float], FigureMatch] = {}
     for match in sorted(found, key=lambda match: (match.cost, match.agreement == "coarse", match.agreement == "cut")):
         kept.setdefault((match.candidate.bytes, match.unit.bytes), match)  # the simplest of equal results
     ours = (each for each in own if each.bytes and not each.steps)
-    nearest = min(ours, key=lambda each: abs(math.log(_as_written(figure) / each.bytes)), default=own[0])
-    return Verdict(kv, figure, tuple(kept.values()), nearest)
+    nearest = min(ours, key=lambda each: abs(math.log(_as_written(figure) / each.bytes)), default=None)
+    holders = " or ".join(capacities or {}) if figure.counts != "B" else ""
+    nothing = f"no {figure.counts} fit into {holders}" if holders else f"{kv.model.name} keeps no KV"
+    return Verdict(kv, figure, tuple(kept.values()), nearest, nothing)
 
 
 def search(kv: KvSize, figure: Figure, sessions: Sequence[tuple[int, int]]) -> list[FigureMatch]:

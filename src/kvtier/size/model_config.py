@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 WAY_ON = "--ignore FIELD reads the file as if FIELD were not there, and says so"
 FILE_BYTES_MAX = 4 << 20
 _DEPTH_SEARCHED = 8
-"""Objects inside each other in which a field to ignore is looked for."""
+"""Objects inside each other in which fields are looked for."""
 DIM_MAX = 1 << 24
 LAYERS_MAX = 4096
 
@@ -74,6 +74,8 @@ _BITS = r'"(num_|w_)?bits": {}\b|"quant_algo": "\w*{}|"load_in_{}bit": true|"qua
 _FOUR_BITS = re.compile(_BITS.format(4, "(fp4|w4)", 4, "mxfp4|nvfp4"))
 _EIGHT_BITS = re.compile(_BITS.format(8, "(fp8|w8)", 8, "fp8|fbgemm_fp8|ptpc_fp8"))
 """In a ``quantization_config``: bits of compressed-tensors, AWQ, GPTQ; fields of ModelOpt, bitsandbytes; methods."""
+_NOT_WEIGHTS = re.compile("^kv_|activations$", re.IGNORECASE)
+"""Names in it whose values are about the KV or about activations."""
 
 _VALUES = {"switch": (bool, str), "number": (int, float), "object": dict}
 """Types of the kinds of values in ``other_fields.toml``."""
@@ -121,6 +123,10 @@ class ModelConfig:
     def states(self, key: str) -> bool:
         """Whether the file itself has `key`, by any of its names."""
         return any(self.values.get(name) is not None for name in (key, *OTHER_NAMES.get(key, ())))
+
+    def alters(self, key: str) -> bool:
+        """Whether this is a result of `changed` that has a `key` of its own."""
+        return self._base is not None and self._own.get(key) is not None
 
     def unknown(self) -> list[str]:
         """Names of the fields that look as if they describe a cache, and that no reader has read."""
@@ -366,12 +372,24 @@ def weight_format(config: ModelConfig) -> str:
     for part in (config, *config.parts):
         for name in ("quantization_config", "compression_config"):
             fields = part.values.get(name)
-            text = json.dumps(fields if isinstance(fields, dict) else {}).lower()
+            of_weights = _of_weights(cast("dict[str, object]", fields)) if isinstance(fields, dict) else {}
+            text = json.dumps(of_weights).lower()
             if part.values.get("expert_dtype") == "fp4" or _FOUR_BITS.search(text):
                 return "fp4"
             if _EIGHT_BITS.search(text):
                 return "fp8"
     return "bf16"
+
+
+def _of_weights(fields: Mapping[str, object], depth: int = 0) -> Mapping[str, object]:
+    """`fields` without those about the KV or activations, also in the objects among them."""
+    return {
+        key: _of_weights(cast("dict[str, object]", value), depth + 1)
+        if isinstance(value, dict) and depth < _DEPTH_SEARCHED
+        else value
+        for key, value in fields.items()
+        if not _NOT_WEIGHTS.search(key)
+    }
 
 
 @cache

@@ -167,6 +167,8 @@ def test_a_tier_has_the_grammar_of_all_commands(capsys, text):
         (("--gpu", "0xh100-sxm"), "'0xh100-sxm'; allowed: from 1"),
         (("--gpu", "h100-sxm", "--memory", "80GB"), "exclude each other"),
         (("--memory", "80GB", "--weights", "int3"), "--weights 'int3': neither a size nor one of bf16"),
+        (("--in-flight", "8k"), "--in-flight 8000 needs --gpu or --memory"),
+        (("--weights", "fp8", "--tier", "disk=1TB"), "--weights fp8 needs --gpu or --memory"),
         (("--tier", "disk=10 apples"), "10 apples"),
         (("--tier", "10TB"), "KIND=SIZE"),
         (("--tier", "disk=0TB"), "capacity_bytes is 0; allowed: above 0"),

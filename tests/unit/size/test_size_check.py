@@ -79,6 +79,28 @@ def test_the_nearest_is_one_of_ours():
     assert "4 times a chunk" in verdict.text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "nothing"),
+    [
+        (("--tier", "disk=1kB", "--check", "5 tokens"), "no tokens fit into the tier"),
+        (("--tier", "disk=1kB", "--check", "5 users"), "no users fit into the tier"),
+    ],
+)
+def test_a_place_that_holds_nothing(capsys, arguments, nothing):
+    first, *_ = answers(capsys, "llama-3.1-8b", *arguments)
+    assert first == f"{arguments[-1]}: no convention known here gives it; {nothing}"
+
+
+def test_a_model_that_keeps_no_kv():
+    config = {
+        "model_type": "nemotron-nas", "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64,
+        "block_configs": [{"attention": {"no_op": True}}],
+    }  # fmt: skip
+    for sessions in ([], [SESSION]):
+        found = check(size.of(size.from_config(config, "mine")), "150 KB", sessions)
+        assert found.text == "150 KB: no convention known here gives it; mine keeps no KV"
+
+
 @pytest.mark.parametrize("text", ["", "150", "KB", "-3 KB", "150 parsecs", "0 KB", "1e3 KB", "9" * 40 + " KB"])
 def test_a_text_that_is_not_a_size_is_refused(text):
     with pytest.raises(ConfigError, match=r"check: .*150 KB, 0\.33 GB or 144 KiB"):
