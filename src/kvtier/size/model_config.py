@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 WAY_ON = "--ignore FIELD reads the file as if FIELD were not there, and says so"
 FILE_BYTES_MAX = 4 << 20
 _DEPTH_SEARCHED = 8
-"""Objects inside each other in which fields are looked for."""
+"""Objects inside each other in which a field to ignore is looked for."""
 DIM_MAX = 1 << 24
 LAYERS_MAX = 4096
 
@@ -74,7 +74,7 @@ _BITS = r'"(num_|w_)?bits": {}\b|"quant_algo": "\w*{}|"load_in_{}bit": true|"qua
 _FOUR_BITS = re.compile(_BITS.format(4, "(fp4|w4)", 4, "mxfp4|nvfp4"))
 _EIGHT_BITS = re.compile(_BITS.format(8, "(fp8|w8)", 8, "fp8|fbgemm_fp8|ptpc_fp8"))
 """In a ``quantization_config``: bits of compressed-tensors, AWQ, GPTQ; fields of ModelOpt, bitsandbytes; methods."""
-_NOT_WEIGHTS = re.compile("^kv_|activations$", re.IGNORECASE)
+_NOT_WEIGHTS = re.compile("^kv_|activations$")
 """Names in it whose values are about the KV or about activations."""
 
 _VALUES = {"switch": (bool, str), "number": (int, float), "object": dict}
@@ -337,11 +337,10 @@ def _without(
     kept: dict[str, object] = {}
     for key, value in values.items():
         path = prefix + key
-        inner = "" if key in TEXT_PARTS else f"{path}."
-        is_searched = isinstance(value, dict) and any(name.startswith(inner) for name in ignore)
         if path in ignore:
             ignored[path] = value
-        elif is_searched and depth < _DEPTH_SEARCHED:
+        elif isinstance(value, dict) and depth < _DEPTH_SEARCHED:
+            inner = "" if key in TEXT_PARTS else f"{path}."
             kept[key] = _without(cast("dict[str, object]", value), ignore, ignored, inner, depth + 1)
         else:
             kept[key] = value
@@ -372,8 +371,8 @@ def weight_format(config: ModelConfig) -> str:
     for part in (config, *config.parts):
         for name in ("quantization_config", "compression_config"):
             fields = part.values.get(name)
-            of_weights = _of_weights(cast("dict[str, object]", fields)) if isinstance(fields, dict) else {}
-            text = json.dumps(of_weights).lower()
+            text = json.dumps(fields if isinstance(fields, dict) else {}).lower()
+            text = json.dumps(json.loads(text, object_pairs_hook=_of_weights))
             if part.values.get("expert_dtype") == "fp4" or _FOUR_BITS.search(text):
                 return "fp4"
             if _EIGHT_BITS.search(text):
@@ -381,15 +380,9 @@ def weight_format(config: ModelConfig) -> str:
     return "bf16"
 
 
-def _of_weights(fields: Mapping[str, object], depth: int = 0) -> Mapping[str, object]:
-    """`fields` without those about the KV or activations, also in the objects among them."""
-    return {
-        key: _of_weights(cast("dict[str, object]", value), depth + 1)
-        if isinstance(value, dict) and depth < _DEPTH_SEARCHED
-        else value
-        for key, value in fields.items()
-        if not _NOT_WEIGHTS.search(key)
-    }
+def _of_weights(fields: list[tuple[str, object]]) -> dict[str, object]:
+    """`fields` without those about the KV or activations."""
+    return {name: value for name, value in fields if not _NOT_WEIGHTS.search(name)}
 
 
 @cache

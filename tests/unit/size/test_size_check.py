@@ -70,7 +70,7 @@ def test_our_own_figure_needs_no_convention():
         kv = size.of(name)
         best = check(kv, decimal(kv.bytes_per_token)).matches[0]
         assert best.cost == 0
-        assert best.candidate.steps == ()
+        assert best.steps == ()
 
 
 def test_the_nearest_is_one_of_ours():
