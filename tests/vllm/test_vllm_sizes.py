@@ -1,6 +1,6 @@
 """`kvtier size` gives the bytes that vLLM and the connector lay out, for each small checkpoint and for shared layers.
 
-No engine starts. vLLM builds each model without weights (on torch's device ``meta``), and its own code turns the layers
+No engine starts. vLLM builds each model without weights, on torch's device ``meta``. Its own code then turns the layers
 into a `KVCacheConfig`, as for an engine.
 """
 
@@ -105,7 +105,7 @@ def compare(place: Path, models: dict[str, Any], change: dict[str, Any]) -> None
             kv=kv, gpus=1, replicas=1, memory_bytes=0, weight_bytes=0, rank_bytes=(MEMORY,),
             in_flight_tokens=engine.max_in_flight_tokens,
         )  # fmt: skip
-        # VLLM's blocks have 128 tokens here, and a state's page is as long as one of the other layers.
+        # Blocks of vLLM have 128 tokens here, and a state's page is as long as one of the other layers.
         assert (1 <= gpu.held(LONGEST).tokens / fits < 1.05) is (not change), name
 
 

@@ -169,7 +169,10 @@ def _ignored(kv: KvSize) -> list[str]:
 def _machine(
     gpu: str | None, memory: int | None, tp: int | None, pp: int, for_gpus: Mapping[str, object]
 ) -> tuple[int, float | None, int]:
-    """Number of GPUs, the memory of each, and the ranks of a stage; without a number of ranks, all share a copy."""
+    """Number of GPUs, the memory of each, and the ranks of a stage.
+
+    All GPUs share one copy of the model where no number of ranks is given.
+    """
     if gpu is not None and memory is not None:
         raise click.UsageError("--gpu and --memory exclude each other")
     idle = [f"{name} {value}" for name, value in for_gpus.items() if value is not None]

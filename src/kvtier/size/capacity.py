@@ -34,17 +34,17 @@ class GpuCapacity:
     replicas: int
     """Copies of the model; each takes all ranks and stages."""
     memory_bytes: float
-    """Of one GPU."""
+    """Memory of one GPU."""
     weight_bytes: float
-    """Of one copy of the model."""
+    """Weights of one copy of the model."""
     rank_bytes: tuple[float, ...]
-    """Left for KV on a GPU of each stage."""
+    """Bytes left for KV on a GPU of each stage."""
     in_flight_tokens: int
     """Tokens of all steps under way; windowed layers hold them beside their windows."""
 
     @property
     def kv_bytes(self) -> float:
-        """Left for KV on all GPUs."""
+        """Bytes left for KV on all GPUs."""
         return self.replicas * self.kv.tp * sum(self.rank_bytes)
 
     def held(self, tokens: int) -> HeldSessions:

@@ -1,8 +1,8 @@
 """A figure that someone else printed: the counting convention that turns our size into theirs, if one does.
 
-A figure is recomputed with each convention in use: 1,000 or 1,024 bytes, 4,000 or 4,096 tokens, heads instead of KV
-heads, and so on. Conventions that reproduce its digits match; the fewer it takes, the likelier. A figure is a size
-(``150 KB``), or a number of tokens (``3M tokens``) or users (``12 users``) that memory holds.
+A figure is a size (``150 KB``), or the tokens (``3M tokens``) or users (``12 users``) that fit into memory. It is
+recomputed with each convention in use: 1,000 or 1,024 bytes, 4,000 or 4,096 tokens, heads instead of KV heads.
+Conventions that reproduce its digits match, and the one with the fewest assumptions is the likeliest.
 """
 
 import math
@@ -20,7 +20,8 @@ from kvtier.size.capacity import GpuCapacity, TierCapacity
 from kvtier.size.sizes import KvSize
 
 Agreement = Literal["", "exact", "cut", "rounded", "coarse"]
-"""Digits agree when rounded to the last one, when cut off after it, to the last one of very few, or to fewer."""
+"""Digits agree when rounded to the last one, or when cut off after it. Very few digits agree less surely: they are
+``rounded``, or ``coarse`` where the last of them differs."""
 UnitReading = Literal["as written", "other", "mixed"]
 """A KB has 1,000 bytes as written, 1,024 as another reading; an MB may mix both."""
 Capacities = Mapping[str, GpuCapacity | TierCapacity]

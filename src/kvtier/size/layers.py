@@ -297,7 +297,7 @@ def _with_indexers(config: ModelConfig, layers: Layers) -> Layers:
 
 
 def read_indexers(config: ModelConfig, count: int) -> list[bool]:
-    """Whether a layer has an indexer of its own: as listed, by the letters F and S, or by an interval."""
+    """Say for each layer whether it has an indexer of its own, by a list, the letters F and S, or an interval."""
     config.know(*INDEX_FIELDS)
     every, offset = config.integer("index_topk_freq", 1), config.integer("index_skip_topk_offset", 2, least=0)
     by_rule = ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(count)]

@@ -125,7 +125,7 @@ class ModelConfig:
         return any(self.values.get(name) is not None for name in (key, *OTHER_NAMES.get(key, ())))
 
     def alters(self, key: str) -> bool:
-        """Whether this is a result of `changed` that has a `key` of its own."""
+        """Say whether `changed` made this configuration and gave it a `key` of its own."""
         return self._base is not None and self._own.get(key) is not None
 
     def unknown(self) -> list[str]:

@@ -69,7 +69,7 @@ class Total:
     """Sessions of equal length, in bytes."""
 
     tokens: int
-    """Of one session."""
+    """Tokens of one session."""
     users: int
     """Sessions."""
     bytes: float

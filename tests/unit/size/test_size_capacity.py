@@ -131,7 +131,7 @@ def test_gpus_by_name_and_number(capsys, name):
 
 
 def test_the_paper_of_pagedattention_leaves_about_30_percent_of_its_gpu_for_kv(capsys):
-    """A 13B model on an A100 of 40 GB: 26 GB of weights, 65 % of 40 GB, and what an engine leaves of the rest."""
+    """A 13B model on an A100 of 40 GB has 26 GB of weights, which is 65 %; an engine takes part of the rest."""
     found = printed(capsys, "llama-2-13b", "--gpu", "a100-sxm-40gb", "--tokens", "2048")
     memory = 40 * GIB
     assert found["bytes_per_token"] == 2 * 40 * 5120 * 2  # the paper's OPT-13B has the same: 800 KB a token
