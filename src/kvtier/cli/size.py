@@ -207,21 +207,19 @@ def _fits(totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]
     places = capacities.values()
     rows = [
         (_count(tokens), *(_count(each) for place in places for each in place.held(tokens)[1:]))
-        for tokens in _lengths(totals)
+        for tokens in dict.fromkeys(total.tokens for total in totals)
     ]
     title = "; ".join(_capacity_title(place) for place in places)
     return Table(("tokens", *columns), rows, numeric=1 + len(columns), title=title)
 
 
-def _capacity_title(capacity: GpuCapacity | TierCapacity) -> str:
-    if isinstance(capacity, TierCapacity):
-        return f"a tier of {decimal(capacity.capacity_bytes)}"
-    weights = f"{decimal(capacity.weight_bytes * capacity.replicas)} of weights"
-    return f"{capacity.gpus} GPU{'s' * (capacity.gpus > 1)}: {weights}, {decimal(capacity.kv_bytes)} left for KV"
-
-
-def _lengths(totals: list[Total]) -> dict[int, None]:
-    return dict.fromkeys(total.tokens for total in totals)
+def _capacity_title(place: GpuCapacity | TierCapacity) -> str:
+    return (
+        f"a tier of {decimal(place.capacity_bytes)}"
+        if isinstance(place, TierCapacity)
+        else f"{place.gpus} GPU{'s' * (place.gpus > 1)}: {decimal(place.weight_bytes * place.replicas)} of weights, "
+        f"{decimal(place.kv_bytes)} left for KV"
+    )
 
 
 def _as_json(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> dict[str, object]:
@@ -261,7 +259,7 @@ def _as_json(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity 
         **{
             name: {
                 **{key: getattr(capacity, key) for key in CAPACITY_TEXTS[name][2]},
-                "held": [capacity.held(tokens)._asdict() for tokens in _lengths(totals)],
+                "held": [capacity.held(tokens)._asdict() for tokens in dict.fromkeys(total.tokens for total in totals)],
             }
             for name, capacity in capacities.items()
         },
@@ -351,7 +349,6 @@ def _sizes(kv: KvSize) -> list[tuple[str, float]]:
 def _emit_list(*, as_json: bool) -> None:
     models = [(entry, of(name)) for name, entry in entries().items()]
     if as_json:
-        keys = ("bytes_per_token", "bytes_per_token_growing", "bytes_per_session_constant")
         documents = [
             {
                 "name": entry.name,
@@ -359,7 +356,9 @@ def _emit_list(*, as_json: bool) -> None:
                 "via": entry.via,
                 "date": entry.date,
                 "aliases": entry.aliases,
-                **{key: getattr(kv, key) for key in keys},
+                "bytes_per_token": kv.bytes_per_token,
+                "bytes_per_token_growing": kv.bytes_per_token_growing,
+                "bytes_per_session_constant": kv.bytes_per_session_constant,
             }
             for entry, kv in models
         ]

@@ -98,9 +98,8 @@ def gpu_capacity(
     ranks = kv.tp * kv.pp
     if gpus < 1 or gpus % ranks:
         raise ConfigError(f"gpu: {gpus} GPUs are not a multiple of tp x pp = {ranks}")
-    layers = len(kv.model.layers)
     usable = memory_bytes * GPU_MEMORY_SHARE - GPU_OTHER_BYTES
-    left = tuple(usable - weight_bytes * len(stage) / layers / kv.tp for stage in kv.stages)
+    left = tuple(usable - weight_bytes * len(stage) / len(kv.model.layers) / kv.tp for stage in kv.stages)
     if min(left) <= 0:
         raise ConfigError(
             f"gpu: a GPU of {decimal(memory_bytes)} has {decimal(max(usable, 0))} for weights and KV, and its share of "

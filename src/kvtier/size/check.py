@@ -178,8 +178,9 @@ def check(
     else:
         raise ConfigError(f"check: {text!r} counts {figure.counts}; --gpu, --memory or --tier must say what holds them")
     kept: dict[tuple[float, float], Reading] = {}
-    found = matches(own, figure)
-    for match in sorted(found, key=lambda match: (match.cost, match.agreement == "coarse", match.agreement == "cut")):
+    for match in sorted(
+        matches(own, figure), key=lambda it: (it.cost, it.agreement == "coarse", it.agreement == "cut")
+    ):
         kept.setdefault((match.bytes, match.unit_bytes), match)  # the simplest of equal results
     ours = (each for each in own if each.bytes and not each.steps)
     nearest = min(ours, key=lambda each: abs(math.log(figure.bytes() / each.bytes)), default=None)
@@ -227,22 +228,18 @@ def _units(figure: Figure) -> Iterator[tuple[str, float, UnitReading]]:
         yield f"{'units mixed: ' * is_mixed}{name}", 1024.0**binary * 1000.0 ** (power - binary), reading
 
 
-def token_readings(tokens: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+def token_readings(tokens: int) -> list[tuple[int, tuple[str, ...]]]:
     """Readings of the same number of tokens, each with its convention: 4,096 and 4,000, 131,072 and 128,000."""
-    yield tokens, ()
-    for unit, other_unit in ((1024, 1000), (1000, 1024)):
-        if tokens % unit == 0:
-            other = tokens // unit * other_unit
-            yield other, (f"{other:,} tokens",)
+    others = [tokens // unit * other for unit, other in ((1024, 1000), (1000, 1024)) if tokens % unit == 0]
+    return [(tokens, ()), *((other, (f"{other:,} tokens",)) for other in others)]
 
 
 def _rounded_early(bytes_per_token: float) -> Iterator[tuple[float, str]]:
     """Sizes of a token that was rounded before multiplying."""
-    units = (("kB", 1000), ("MB", 1000**2), ("KiB", 1024), ("MiB", 1024**2)) if bytes_per_token else ()
+    units = (("kB", 1000), ("MB", 1000**2), ("KiB", 1024), ("MiB", 1024**2))
     for (unit, factor), digits in product(units, (2, 3)):
-        number = bytes_per_token / factor
-        last = Decimal(1).scaleb(Decimal(number).adjusted() - digits + 1)
-        early = float(Decimal(number).quantize(last, ROUND_HALF_UP))
+        number = Decimal(bytes_per_token / factor)
+        early = float(number.quantize(Decimal(1).scaleb(number.adjusted() - digits + 1), ROUND_HALF_UP))
         if early != number and early >= 0.1:
             yield early * factor, f"a token rounded to {early:g} {unit} before multiplying"
 
@@ -261,8 +258,8 @@ def sizes(kv: KvSize, sessions: Sequence[tuple[int, int]]) -> Iterator[Reading]:
             yield Reading(name if is_least else f"{name}, all layers and ranks", total.bytes, steps)
             yield from () if is_least else (Reading(f"{name}, minimum", total.bytes_minimum, steps),)
             yield from (Reading(name, size * count * users, (*steps, *more)) for size, more in countings)
-        early = _rounded_early(kv.bytes_per_token_stored)
-        yield from (Reading(name, size * tokens * users, (step,)) for size, step in early)
+        for size, step in _rounded_early(kv.bytes_per_token_stored):
+            yield Reading(name, size * tokens * users, (step,))
 
 
 def _held(
@@ -277,14 +274,15 @@ def _held(
         (room * 1.024**power, kv.bytes_per_token, (f"1,024 for 1,000 in the bytes of {name}",)),
         *((room, size, steps) for size, steps in _countings(kv)),
     ]
-    is_tokens = figure.counts == "tokens"
     for tokens in dict.fromkeys(tokens for tokens, _ in sessions):
-        held, length = capacity.held(tokens), 1 if is_tokens else tokens
-        whole = f"what fits into {name} in sessions of {tokens:,} tokens"
-        yield Reading(whole, held.tokens if is_tokens else held.sessions)
-        what = f"the bytes of {name} / {'a token' if is_tokens else f'{tokens:,} tokens'}"
-        # One convention at most, since few digits agree with many
-        yield from (Reading(what, total // (size * length), steps) for total, size, steps in ways if size)
+        held, fits = capacity.held(tokens), f"what fits into {name} in sessions of {tokens:,} tokens"
+        number, length, unit = (
+            (held.tokens, 1, "a token") if figure.counts == "tokens" else (held.sessions, tokens, f"{tokens:,} tokens")
+        )
+        yield Reading(fits, number)
+        # Few digits agree with many conventions, so that none is combined with another.
+        for total, size, steps in ways:
+            yield Reading(f"the bytes of {name} / {unit}", total // (size * length) if size else 0, steps)
 
 
 def session_name(tokens: int, users: int) -> str:
@@ -298,7 +296,6 @@ def _countings(kv: KvSize) -> list[tuple[float, tuple[str, ...]]]:
     hidden, expanded = model.hidden_size or 0, model.expanded_elements or 0
     dim = hidden // heads if heads and hidden % heads == 0 else 0
     by_heads, by_hidden = f"{heads} attention heads as KV heads", f"hidden size / heads = {dim} as head dimension"
-    latents = sum(count for cache, count in model.runs if cache.kind == "mla")
     copied = [
         (tp * sum(count * cache.rank_token_bytes(kv.form, tp) for cache, count in model.runs), tp)
         for tp in _COPIES_AT
@@ -311,7 +308,7 @@ def _countings(kv: KvSize) -> list[tuple[float, tuple[str, ...]]]:
         (usual / 2, ("half as many bytes (8-bit elements, or keys without values)",)),
         (usual * 2, ("twice as many bytes (32-bit elements)",)),
         (
-            latents * kv.form.vector_bytes("kv", expanded),
+            sum(count for cache, count in model.runs if cache.kind == "mla") * kv.form.vector_bytes("kv", expanded),
             ("every head's keys and values instead of the latent",),
         ),
         *((size, (f"the copies that {tp} tensor-parallel ranks keep",)) for size, tp in copied if size > usual),
