@@ -257,7 +257,7 @@ def sizes(kv: KvSize, sessions: Sequence[tuple[int, int]]) -> Iterator[Reading]:
             is_least = total.bytes == total.bytes_minimum
             yield Reading(name if is_least else f"{name}, all layers and ranks", total.bytes, steps)
             yield from () if is_least else (Reading(f"{name}, minimum", total.bytes_minimum, steps),)
-            yield from (Reading(name, size * count * users, (*steps, *more)) for size, more in countings)
+            yield from (Reading(name, size * count * users, (*more, *steps)) for size, more in countings)
         for size, step in _rounded_early(kv.bytes_per_token_stored):
             yield Reading(name, size * tokens * users, (step,))
 
