@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvtier.report.format import decimal, exact
-from kvtier.size.check import counted, parse_figure, search, session_name, token_readings
+from kvtier.size.check import counted, matches, parse_figure, session_name, sizes, token_readings
 from kvtier.size.sizes import KvSize, of
 
 Judgement = Literal["exact", "cut", "rounded", "other unit", "bound", "wrong"]
@@ -102,16 +102,16 @@ def _judged(kv: KvSize, printed: str, tokens: int, users: int) -> tuple[Judgemen
         return _judged_bound(kv, printed, tokens, users)
     name = session_name(tokens, users)
     names = {"a token", "a token, all layers"} if tokens == users == 1 else {name, f"{name}, all layers and ranks"}
-    found = search(kv, parse_figure(printed), [(tokens, users)])
-    matches = [match for match in found if match.candidate.what in names]
-    if not matches:
+    of_cell = (size for size in sizes(kv, [(tokens, users)]) if size.what in names)
+    found = matches(of_cell, parse_figure(printed))
+    if not found:
         return "wrong", "in no convention known here"
-    best = min(matches, key=lambda match: (match.cost, not match.unit.is_as_written, match.agreement == "coarse"))
-    steps, is_other = best.candidate.steps, not best.unit.is_as_written
-    readings = {step for _, step in token_readings(tokens)}
+    best = min(found, key=lambda match: (match.cost, match.unit_reading != "as written", match.agreement == "coarse"))
+    steps, is_other = best.steps, best.unit_reading != "as written"
+    readings = {step for _, steps in token_readings(tokens) for step in steps}
     is_early = any("rounded to" in step for step in steps)
-    because = "; ".join((*steps, best.unit.name) if is_other else steps)
-    if best.unit.is_mixed or (is_early and is_other) or not (is_early or readings.issuperset(steps)):
+    because = "; ".join((*steps, best.unit) if is_other else steps)
+    if best.unit_reading == "mixed" or (is_early and is_other) or not (is_early or readings.issuperset(steps)):
         return "wrong", because
     if is_other or (steps and not is_early):
         return "other unit", because

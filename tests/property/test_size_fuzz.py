@@ -6,6 +6,7 @@ Fields are removed, set to null, renamed, given another type, moved into an obje
 import copy
 import random
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def objects(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 CONTEXT = {"max_position_embeddings", "max_seq_len", "seq_length", "n_positions"}
 """Fields without which a window is not known to be longer than the context."""
-BY_RULE = {"index_topk_freq": 1, "index_skip_topk_offset": 2, "kv_source_layers": list(range(72))}
+BY_RULE = {"index_topk_freq": 1, "index_skip_topk_offset": 2}
 """What a class takes for a missing field without stating it as a default: no sharing."""
 ASIDE = {"audio_config", "vision_config", "talker_config", "token2wav_config", "ffn_config", "rope_scaling"}
 """Objects about other things."""
@@ -97,12 +98,11 @@ def by_class(config: dict[str, Any], part: dict[str, Any], key: str) -> Iterator
     heads = next((part[it] for it in ("num_attention_heads", "n_head", "n_heads") if it in part), None)
     heads = heads or stated.get("num_attention_heads")
     hidden = next((part[it] for it in ("hidden_size", "n_embd", "d_model", "dim") if it in part), None)
-    values: list[Any] = [False, True, heads if isinstance(stated.get(key), str) else stated.get(key)]
+    values: list[Any] = [False, True]
+    values += [heads if isinstance(stated[key], str) else stated[key]] if key in stated else []
     values += [hidden // heads] if heads and hidden and "head" in key else []
     values += [2**20] if key in CONTEXT else []
     values += [BY_RULE[key]] if key in BY_RULE else []
-    changes = config.get("per_layer_config", {})  # what they leave out is the model's
-    values += [config.get(key)] if part in changes.values() else [{}] if part is changes else []
     values += [None] if key == "sliding_window" else []
     values += ["multihead"] if key == "attention_head_type" else []
     value = part[key]
@@ -120,6 +120,20 @@ def check(seed: int, count: int) -> None:
 
 def test_mutants_are_right_or_refused():
     check(14, 800)
+
+
+def test_a_model_without_any_one_field_is_right_or_refused():
+    for name, (*_, original) in SIZES.items():
+        right, drawn = figure(original), [(part, key) for part in objects(original) for key in part]
+        for index, null in product(range(len(drawn)), (False, True)):
+            config = copy.deepcopy(original)
+            part, key = [(part, key) for part in objects(config) for key in part][index]
+            value = part.pop(key)
+            part |= {key: None} if null else {}
+            found = figure(config)
+            if found not in {None, right}:
+                part[key] = value
+                assert found in {figure(each) for each in by_class(config, part, key)}, f"{name}: {key}, {null=}"
 
 
 @pytest.mark.nightly

@@ -79,11 +79,11 @@ def test_twenty_terabytes_hold_50_million_tokens_and_17_would():
 @pytest.mark.parametrize("cell", [cell for cell in cells() if cell.verdict == OTHER], ids=lambda cell: cell.printed)
 def test_every_convention_of_another_unit_is_named_as_check_names_it(cell):
     found = check(size.of(cell.model), cell.printed, [(cell.tokens, cell.users)]).matches
-    texts = [(match.candidate.steps, match.unit) for match in found if "minimum" not in match.candidate.what]
-    steps, unit = texts[0]
-    for convention in (*steps, *([] if unit.is_as_written else [unit.name])):
+    first = next(match for match in found if "minimum" not in match.what)
+    is_as_written = first.unit_reading == "as written"
+    for convention in (*first.steps, *([] if is_as_written else [first.unit])):
         assert convention in cell.because
-    assert steps or not unit.is_as_written
+    assert first.steps or not is_as_written
 
 
 @pytest.mark.parametrize(

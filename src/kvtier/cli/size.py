@@ -1,5 +1,6 @@
 """`kvtier size`: KV size of a model, with formulas."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import product
 from typing import cast
@@ -20,12 +21,15 @@ from kvtier.size.sizes import reasons
 TOKENS = (4096, 131_072)
 """Session lengths shown without --tokens."""
 
-CAPACITY_KEYS = {
-    "gpu": ("gpus", "replicas", "memory_bytes", "weight_bytes", "kv_bytes", "in_flight_tokens"),
-    "tier": ("capacity_bytes",),
+CAPACITY_TEXTS = {
+    "gpu": (
+        "the GPUs",
+        "on GPUs",
+        ("gpus", "replicas", "memory_bytes", "weight_bytes", "kv_bytes", "in_flight_tokens"),
+    ),
+    "tier": ("the tier", "in the tier", ("capacity_bytes",)),
 }
-CAPACITY_PLACES = {"gpu": "on GPUs", "tier": "in the tier"}
-CAPACITY_NAMES = {"gpu": "the GPUs", "tier": "the tier"}
+"""Name and place of what holds KV, and its members in the JSON document."""
 FIELD_ENTRIES_SHOWN = 6
 
 
@@ -110,9 +114,8 @@ def size(
         raise click.UsageError("name a MODEL, or use --list")
     if fetch:
         hub.fetch(model)
-    if gpu is not None and memory is not None:
-        raise click.UsageError("--gpu and --memory exclude each other")
-    gpus, memory_bytes, tp = _machine(gpu, memory, tp, pp)
+    for_gpus = {"--in-flight": in_flight, "--weights": weights}
+    gpus, memory_bytes, tp = _machine(gpu, memory, tp, pp, for_gpus)
     kv = of(read_model(model, ignore), dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
     capacities: dict[str, GpuCapacity | TierCapacity] = {}
     if memory_bytes is not None:
@@ -126,7 +129,7 @@ def size(
     if check:
         _print_checks(kv, check, totals, capacities, as_json=as_json)
     elif as_json:
-        _print_json(_as_json(kv, totals, capacities) | _fits_as_json(totals, capacities))
+        _print_json(_as_json(kv, totals, capacities))
     else:
         _print(kv, totals, capacities)
     return 0
@@ -143,13 +146,14 @@ def _print_checks(
     """The likeliest convention of each figure, and the next ones."""
     from kvtier.size.check import check
 
-    held_by = {CAPACITY_NAMES[name]: capacity for name, capacity in capacities.items()}
+    held_by = {CAPACITY_TEXTS[name][0]: capacity for name, capacity in capacities.items()}
     sessions = [(total.tokens, total.users) for total in totals]
     found = [check(kv, figure, sessions, held_by) for figure in figures]
     if as_json:
-        keys = ("figure", "is_explained", "answer", "others")
-        rows = [(it.figure.text, bool(it.matches), it.text, it.others) for it in found]
-        checks = [dict(zip(keys, row, strict=True)) for row in rows]
+        checks = [
+            {"figure": it.figure.text, "is_explained": bool(it.matches), "answer": it.text, "others": it.others}
+            for it in found
+        ]
         _print_json({"model": kv.model.name, "ignored": kv.model.ignored, "checks": checks})
         return
     click.echo("\n".join([*("\n  or ".join((it.text, *it.others)) for it in found), *_ignored(kv)]))
@@ -157,27 +161,31 @@ def _print_checks(
 
 def _ignored(kv: KvSize) -> list[str]:
     """The sentence about fields that were left out."""
-    if not kv.model.ignored:
-        return []
     fields = ", ".join(f"{key} = {_short(value)}" for key, value in kv.model.ignored.items())
-    return [f"Ignored on demand (--ignore): {fields}. If they change what is cached, these sizes are wrong."]
+    text = f"Ignored on demand (--ignore): {fields}. If they change what is cached, these sizes are wrong."
+    return [text] if fields else []
 
 
-def _machine(gpu: str | None, memory: int | None, tp: int | None, pp: int) -> tuple[int, float | None, int]:
-    """Number of GPUs, the memory of each, and the ranks of a stage; without a number of ranks, all share a copy."""
+def _machine(
+    gpu: str | None, memory: int | None, tp: int | None, pp: int, for_gpus: Mapping[str, object]
+) -> tuple[int, float | None, int]:
+    """Number of GPUs, the memory of each, and the ranks of a stage.
+
+    All GPUs share one copy of the model where no number of ranks is given.
+    """
+    if gpu is not None and memory is not None:
+        raise click.UsageError("--gpu and --memory exclude each other")
+    idle = [f"{name} {value}" for name, value in for_gpus.items() if value is not None]
+    if gpu is None and memory is None and idle:
+        raise click.UsageError(f"{idle[0]} needs --gpu or --memory; without GPUs it has no effect")
     if gpu is None:
         ranks = 1 if tp is None else tp
         return ranks * pp, memory, ranks
-    gpus, memory_bytes = _gpus(gpu)
-    return gpus, memory_bytes, max(1, gpus // max(pp, 1)) if tp is None else tp
-
-
-def _gpus(text: str) -> tuple[int, float]:
-    """Number and memory of the GPUs ``NAME``, ``NxNAME`` or ``NAMExN``."""
     from kvtier.plan.hardware import find, split_count
 
-    count, name = split_count(text, "--gpu")
-    return count or 1, float(find("gpu", name, "--gpu").values["memory_bytes"])
+    count, name = split_count(gpu, "--gpu")
+    gpus, memory_bytes = count or 1, float(find("gpu", name, "--gpu").values["memory_bytes"])
+    return gpus, memory_bytes, max(1, gpus // max(pp, 1)) if tp is None else tp
 
 
 def _weight_bytes(kv: KvSize, text: str) -> float:
@@ -193,40 +201,25 @@ def _weight_bytes(kv: KvSize, text: str) -> float:
     return parameters * 1e9 * WEIGHT_BYTES[text]
 
 
-def _fits_as_json(
-    totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]
-) -> dict[str, dict[str, object]]:
-    """The members `gpu` and `tier` of the JSON document, where they were asked for."""
-    return {
-        name: {
-            **{key: getattr(capacity, key) for key in CAPACITY_KEYS[name]},
-            "held": [capacity.held(tokens)._asdict() for tokens in _lengths(totals)],
-        }
-        for name, capacity in capacities.items()
-    }
-
-
 def _fits(totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> Table:
     """What fits, one row for each length of a session."""
-    columns = [f"{what} {CAPACITY_PLACES[name]}" for name in capacities for what in ("sessions", "tokens")]
-    rows: list[tuple[str, ...]] = []
-    for tokens in _lengths(totals):
-        held = [capacity.held(tokens) for capacity in capacities.values()]
-        rows.append((_count(tokens), *(_count(each) for it in held for each in (it.sessions, it.tokens))))
-    title = "; ".join(_capacity_title(capacity) for capacity in capacities.values())
+    columns = [f"{what} {CAPACITY_TEXTS[name][1]}" for name in capacities for what in ("sessions", "tokens")]
+    places = capacities.values()
+    rows = [
+        (_count(tokens), *(_count(each) for place in places for each in place.held(tokens)[1:]))
+        for tokens in dict.fromkeys(total.tokens for total in totals)
+    ]
+    title = "; ".join(_capacity_title(place) for place in places)
     return Table(("tokens", *columns), rows, numeric=1 + len(columns), title=title)
 
 
-def _capacity_title(capacity: GpuCapacity | TierCapacity) -> str:
-    if isinstance(capacity, TierCapacity):
-        return f"a tier of {decimal(capacity.capacity_bytes)}"
-    weights = decimal(capacity.weight_bytes * capacity.replicas)
-    gpus = f"{capacity.gpus} GPU{'s' if capacity.gpus > 1 else ''}"
-    return f"{gpus}: {weights} of weights, {decimal(capacity.kv_bytes)} left for KV"
-
-
-def _lengths(totals: list[Total]) -> dict[int, None]:
-    return dict.fromkeys(total.tokens for total in totals)
+def _capacity_title(place: GpuCapacity | TierCapacity) -> str:
+    return (
+        f"a tier of {decimal(place.capacity_bytes)}"
+        if isinstance(place, TierCapacity)
+        else f"{place.gpus} GPU{'s' * (place.gpus > 1)}: {decimal(place.weight_bytes * place.replicas)} of weights, "
+        f"{decimal(place.kv_bytes)} left for KV"
+    )
 
 
 def _as_json(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> dict[str, object]:
@@ -263,6 +256,13 @@ def _as_json(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity 
         "objects": [asdict(each) for each in kv.objects],
         "totals": [asdict(total) for total in totals],
         "reasons": _reasons(kv, totals, capacities),
+        **{
+            name: {
+                **{key: getattr(capacity, key) for key in CAPACITY_TEXTS[name][2]},
+                "held": [capacity.held(tokens)._asdict() for tokens in dict.fromkeys(total.tokens for total in totals)],
+            }
+            for name, capacity in capacities.items()
+        },
     }
 
 
@@ -338,15 +338,7 @@ def _reasons(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity 
 
 def _sizes(kv: KvSize) -> list[tuple[str, float]]:
     """Name and bytes of each row of the table of sizes."""
-    rows: list[tuple[str, float]] = []
-    if kv.bytes_per_token:
-        rows.append(("a token, all layers", kv.bytes_per_token))
-    if kv.bytes_per_token_growing not in {0, kv.bytes_per_token}:
-        rows.append(("a token, layers without a window", kv.bytes_per_token_growing))
-    if kv.bytes_per_session_constant:
-        rows.append(("windows and states of a session", kv.bytes_per_session_constant))
-    if kv.duplication > 1:
-        rows.append((f"a token on all {kv.tp} ranks, {kv.duplication:.3g} times", kv.bytes_per_token_stored))
+    rows = kv.named_sizes
     for each in kv.objects:
         part = "a state's object on a rank" if each.rule == "state" else f"a chunk of {kv.chunk_tokens:,} on a rank"
         group = f" ({each.rule})" if len(kv.objects) > 1 and each.rule != "state" else ""
@@ -357,7 +349,6 @@ def _sizes(kv: KvSize) -> list[tuple[str, float]]:
 def _emit_list(*, as_json: bool) -> None:
     models = [(entry, of(name)) for name, entry in entries().items()]
     if as_json:
-        keys = ("bytes_per_token", "bytes_per_token_growing", "bytes_per_session_constant")
         documents = [
             {
                 "name": entry.name,
@@ -365,7 +356,9 @@ def _emit_list(*, as_json: bool) -> None:
                 "via": entry.via,
                 "date": entry.date,
                 "aliases": entry.aliases,
-                **{key: getattr(kv, key) for key in keys},
+                "bytes_per_token": kv.bytes_per_token,
+                "bytes_per_token_growing": kv.bytes_per_token_growing,
+                "bytes_per_session_constant": kv.bytes_per_session_constant,
             }
             for entry, kv in models
         ]
@@ -392,10 +385,10 @@ def _print_json(document: object) -> None:
 
 def _whole(value: object) -> object:
     """`value` with whole floats as integers, since most sizes are whole bytes."""
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else value
     if isinstance(value, dict):
         return {key: _whole(each) for key, each in cast("dict[str, object]", value).items()}
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     return [_whole(each) for each in cast("list[object]", value)] if isinstance(value, list | tuple) else value
 
 

@@ -34,17 +34,17 @@ class GpuCapacity:
     replicas: int
     """Copies of the model; each takes all ranks and stages."""
     memory_bytes: float
-    """Of one GPU."""
+    """Memory of one GPU."""
     weight_bytes: float
-    """Of one copy of the model."""
+    """Weights of one copy of the model."""
     rank_bytes: tuple[float, ...]
-    """Left for KV on a GPU of each stage."""
+    """Bytes left for KV on a GPU of each stage."""
     in_flight_tokens: int
     """Tokens of all steps under way; windowed layers hold them beside their windows."""
 
     @property
     def kv_bytes(self) -> float:
-        """Left for KV on all GPUs."""
+        """Bytes left for KV on all GPUs."""
         return self.replicas * self.kv.tp * sum(self.rank_bytes)
 
     def held(self, tokens: int) -> HeldSessions:
@@ -98,9 +98,8 @@ def gpu_capacity(
     ranks = kv.tp * kv.pp
     if gpus < 1 or gpus % ranks:
         raise ConfigError(f"gpu: {gpus} GPUs are not a multiple of tp x pp = {ranks}")
-    layers = len(kv.model.layers)
     usable = memory_bytes * GPU_MEMORY_SHARE - GPU_OTHER_BYTES
-    left = tuple(usable - weight_bytes * len(stage) / layers / kv.tp for stage in kv.stages)
+    left = tuple(usable - weight_bytes * len(stage) / len(kv.model.layers) / kv.tp for stage in kv.stages)
     if min(left) <= 0:
         raise ConfigError(
             f"gpu: a GPU of {decimal(memory_bytes)} has {decimal(max(usable, 0))} for weights and KV, and its share of "

@@ -1,13 +1,13 @@
 """A figure that someone else printed: the counting convention that turns our size into theirs, if one does.
 
-A figure is recomputed with each convention in use: 1,000 or 1,024 bytes, 4,000 or 4,096 tokens, heads instead of KV
-heads, and so on. Conventions that reproduce its digits match; the fewer it takes, the likelier. A figure is a size
-(``150 KB``), or a number of tokens (``3M tokens``) or users (``12 users``) that memory holds.
+A figure is a size (``150 KB``), or the tokens (``3M tokens``) or users (``12 users``) that fit into memory. It is
+recomputed with each convention in use: 1,000 or 1,024 bytes, 4,000 or 4,096 tokens, heads instead of KV heads.
+Conventions that reproduce its digits match, and the one with the fewest assumptions is the likeliest.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_HALF_UP, Decimal
 from itertools import product
@@ -15,12 +15,15 @@ from typing import Literal
 
 from kvtier.errors import ConfigError
 from kvtier.report.format import both, exact
-from kvtier.size.caches import LayerCache, TokenPart
+from kvtier.size.caches import TokenPart
 from kvtier.size.capacity import GpuCapacity, TierCapacity
 from kvtier.size.sizes import KvSize
 
-Agreement = Literal["exact", "cut", "rounded", "coarse"]
-"""Digits agree when rounded to the last one, when cut off after it, to the last one of very few, or to fewer."""
+Agreement = Literal["", "exact", "cut", "rounded", "coarse"]
+"""Digits agree when rounded to the last one, or when cut off after it. Very few digits agree less surely: they are
+``rounded``, or ``coarse`` where the last of them differs."""
+UnitReading = Literal["as written", "other", "mixed"]
+"""A KB has 1,000 bytes as written, 1,024 as another reading; an MB may mix both."""
 Capacities = Mapping[str, GpuCapacity | TierCapacity]
 """What holds the tokens and users of a figure, by name."""
 
@@ -64,21 +67,21 @@ class Figure:
     rough: float
     """The same without trailing zeros, which may be printed for their place alone: 10 for 150."""
 
-    def bytes(self, thousand: int) -> float:
-        """The figure in bytes or things, read with a kilo of `thousand`."""
-        return self.number * float(thousand) ** _PREFIXES.index(self.prefix)
+    def bytes(self, thousand: int | None = None) -> float:
+        """The figure in bytes or things, read with a kilo of `thousand`, or as written."""
+        return self.number * float(thousand or (1024 if self.is_binary else 1000)) ** _PREFIXES.index(self.prefix)
 
 
 def parse_figure(text: str) -> Figure:
     """Read a printed figure.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `text` is not a figure.
     """
     found = _FIGURE.fullmatch(text.strip().replace(",", "").replace("_", ""))
     if found is None or not float(found[1]):
         raise ConfigError(
-            f"check: {text!r} is no figure; write it like 150 KB, 0.33 GB or 144 KiB, 3M tokens, 12 users"
+            f"check: {text!r} is not a figure; write it like 150 KB, 0.33 GB or 144 KiB, 3M tokens, 12 users"
         )
     digits, prefix, noun = found[1], found[2].upper(), found[3][0].lower()
     decimals = len(digits.partition(".")[2])
@@ -95,40 +98,24 @@ def parse_figure(text: str) -> Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """One reading of a prefix."""
-
-    name: str
-    bytes: float
-    is_as_written: bool = False
-    """A KB of 1,000 bytes, a KiB of 1,024."""
-    is_mixed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What the figure may mean."""
+class Reading:
+    """A size of ours that a figure may mean; after `matches`, with the unit in which its digits agree."""
 
     what: str
     """The thing that has this size or number."""
     bytes: float
-    """Or tokens, or users."""
+    """Its size, or its number of tokens or users."""
     steps: tuple[str, ...] = ()
     """Conventions that differ from ours, other than the unit."""
-
-
-@dataclass(frozen=True, slots=True)
-class FigureMatch:
-    """A candidate that reproduces the figure's digits."""
-
-    candidate: Candidate
-    unit: Unit
-    agreement: Agreement
+    unit: str = ""
+    unit_bytes: float = 1.0
+    unit_reading: UnitReading = "as written"
+    agreement: Agreement = ""
 
     @property
     def cost(self) -> int:
         """Number of assumptions; 0 for our own figure in either unit."""
-        return len(self.candidate.steps) + self.unit.is_mixed * _MIXED_COST + (self.agreement == "coarse")
+        return len(self.steps) + (self.unit_reading == "mixed") * _MIXED_COST + (self.agreement == "coarse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,34 +124,36 @@ class Verdict:
 
     kv: KvSize
     figure: Figure
-    matches: tuple[FigureMatch, ...]
+    matches: tuple[Reading, ...]
     """The simplest first; empty when no convention reproduces the figure."""
-    nearest: Candidate
-    """The nearest of our own sizes."""
+    nearest: Reading | None
+    """The nearest of our own sizes; None where all are zero."""
+    holders: str
+    """What should hold the tokens or users."""
 
     @property
     def text(self) -> str:
         """The result in one line."""
+        figure, nearest, unknown = self.figure, self.nearest, f"{self.figure.text}: no convention known here gives it"
         if self.matches:
-            return f"{self.figure.text} is {self._match_text(self.matches[0])}"
-        what, value = self.nearest.what, self.nearest.bytes
-        size = f"{exact(value)} {self.figure.counts}{f' = {both(value)}' if self.figure.counts == 'B' else ''}"
-        ratio = _as_written(self.figure) / value
-        return (
-            f"{self.figure.text}: no convention known here gives it; it is {ratio:.3g} times {what}, which is nearest: "
-            f"{size} ({self.kv.form.name}, TP {self.kv.tp})"
-        )
+            return f"{figure.text} is {self._match_text(self.matches[0])}"
+        if nearest is None:
+            nothing = f"no {figure.counts} fit into {self.holders}"
+            return f"{unknown}; {nothing if self.holders else f'{self.kv.model.name} keeps no KV'}"
+        size = f"{exact(nearest.bytes)} {figure.counts}{f' = {both(nearest.bytes)}' if figure.counts == 'B' else ''}"
+        ratio = f"{figure.bytes() / nearest.bytes:.3g} times {nearest.what}, which is nearest"
+        return f"{unknown}; it is {ratio}: {size} ({self.kv.form.name}, TP {self.kv.tp})"
 
     @property
     def others(self) -> list[str]:
         """The next matches, each in one line."""
         return [self._match_text(match) for match in self.matches[1:_MATCHES_SHOWN]]
 
-    def _match_text(self, match: FigureMatch) -> str:
-        found, counts = match.candidate, self.figure.counts
+    def _match_text(self, found: Reading) -> str:
         steps = f", counted with {' and '.join(found.steps)}" if found.steps else ""
-        how = ", ".join(filter(None, (self.kv.form.name, match.unit.name, f"TP {self.kv.tp}")))
-        return f"{found.what}{steps}: {exact(found.bytes)} {counts} ({how}{_DIGITS[match.agreement]})"
+        how = ", ".join(filter(None, (self.kv.form.name, found.unit, f"TP {self.kv.tp}")))
+        number = f"{exact(found.bytes)} {self.figure.counts}"
+        return f"{found.what}{steps}: {number} ({how}{_DIGITS[found.agreement]})"
 
 
 def check(
@@ -179,123 +168,103 @@ def check(
         capacities: what holds the tokens or users.
 
     Raises:
-        ConfigError: `text` is no figure, or nothing is there that could hold it.
+        ConfigError: `text` is not a figure, or nothing is there that could hold it.
     """
-    figure, own = parse_figure(text), list(_own(kv, sessions))
-    if figure.counts != "B":
-        own = [each for name, it in (capacities or {}).items() for each in _held(kv, figure, sessions, name, it)]
-    if not own:
+    figure, holders = parse_figure(text), capacities or {}
+    if figure.counts == "B":
+        own, holders = list(sizes(kv, sessions)), {}
+    elif holders:
+        own = [each for name, it in holders.items() for each in _held(kv, figure, sessions, name, it)]
+    else:
         raise ConfigError(f"check: {text!r} counts {figure.counts}; --gpu, --memory or --tier must say what holds them")
-    found = _matches(own, figure) if figure.counts != "B" else search(kv, figure, sessions)
-    kept: dict[tuple[float, float], FigureMatch] = {}
-    for match in sorted(found, key=lambda match: (match.cost, match.agreement == "coarse", match.agreement == "cut")):
-        kept.setdefault((match.candidate.bytes, match.unit.bytes), match)  # the simplest of equal results
+    kept: dict[tuple[float, float], Reading] = {}
+    for match in sorted(
+        matches(own, figure), key=lambda it: (it.cost, it.agreement == "coarse", it.agreement == "cut")
+    ):
+        kept.setdefault((match.bytes, match.unit_bytes), match)  # the simplest of equal results
     ours = (each for each in own if each.bytes and not each.steps)
-    nearest = min(ours, key=lambda each: abs(math.log(_as_written(figure) / each.bytes)), default=own[0])
-    return Verdict(kv, figure, tuple(kept.values()), nearest)
+    nearest = min(ours, key=lambda each: abs(math.log(figure.bytes() / each.bytes)), default=None)
+    return Verdict(kv, figure, tuple(kept.values()), nearest, " or ".join(holders))
 
 
-def search(kv: KvSize, figure: Figure, sessions: Sequence[tuple[int, int]]) -> list[FigureMatch]:
-    """Every size that gives the digits of `figure`."""
-    return _matches((*_own(kv, sessions), *_recounted(kv, sessions)), figure)
+def matches(candidates: Iterable[Reading], figure: Figure) -> list[Reading]:
+    """Each candidate in each unit that gives the digits of `figure`."""
+    units = list(_units(figure))
+    found = [
+        replace(each, unit=unit, unit_bytes=factor, unit_reading=reading, agreement=agreement)
+        for each in candidates
+        for unit, factor, reading in units
+        if (agreement := _agreement(each.bytes / factor, figure))
+    ]
+    # Few digits agree with something sooner or later, so they must agree with a size of ours as it is written.
+    return [
+        it
+        for it in found
+        if it.cost <= _COST_MAX and (it.agreement != "coarse" or (not it.steps and it.unit_reading == "as written"))
+    ]
 
 
-def _as_written(figure: Figure) -> float:
-    return figure.bytes(1024 if figure.is_binary else 1000)
-
-
-def _matches(candidates: Sequence[Candidate], figure: Figure) -> list[FigureMatch]:
-    """Matches of each candidate, one for each unit that gives the digits of `figure`."""
-    found: list[FigureMatch] = []
-    for candidate, unit in ((each, unit) for each in candidates for unit in _units(figure)):
-        agreement = _agreement(candidate.bytes / unit.bytes, figure)
-        # Few digits agree with something sooner or later, so they must agree with a size of ours as it is written.
-        if agreement is None or (agreement == "coarse" and (candidate.steps or not unit.is_as_written)):
-            continue
-        match = FigureMatch(candidate, unit, agreement)
-        found += [match] * (match.cost <= _COST_MAX)
-    return found
-
-
-def _agreement(value: float, figure: Figure) -> Agreement | None:
-    """Agreement of `value`, in the unit of `figure`, with its digits."""
+def _agreement(value: float, figure: Figure) -> Agreement:
+    """Agreement of `value`, in the unit of `figure`, with its digits; empty where they disagree."""
     off, slack = value - figure.number, 1 + 1e-9
-    error = abs(off) / figure.number
-    is_rounded, is_cut = abs(off) <= figure.step / 2 * slack, 0 <= off < figure.step / slack
-    is_near = abs(off) <= figure.rough / 2 * slack and error <= _COARSE_MAX
-    rules: tuple[tuple[bool, Agreement], ...] = (
-        (is_rounded and error <= _EXACT_MAX, "exact"),
-        (is_cut and error <= _EXACT_MAX, "cut"),
-        (is_rounded and error <= _COARSE_MAX, "rounded"),
-        ((is_cut and error <= _CUT_MAX) or is_near, "coarse"),
-    )
-    return next((agreement for holds, agreement in rules if holds), None)
+    error, is_rounded = abs(off) / figure.number, abs(off) <= figure.step / 2 * slack
+    is_cut, is_near = 0 <= off < figure.step / slack, abs(off) <= figure.rough / 2 * slack and error <= _COARSE_MAX
+    if error <= _EXACT_MAX and (is_rounded or is_cut):
+        return "exact" if is_rounded else "cut"
+    is_coarse = is_near or (is_cut and error <= _CUT_MAX)
+    return "rounded" if is_rounded and error <= _COARSE_MAX else "coarse" if is_coarse else ""
 
 
-def _units(figure: Figure) -> Iterator[Unit]:
-    """Readings of the prefix of `figure`: by 1,000, by 1,024, and mixtures of both."""
-    power = _PREFIXES.index(figure.prefix)
-    if not power:
-        yield Unit("bytes" if figure.counts == "B" else "", 1.0, is_as_written=True)
-        return
-    prefix, of = (f"{figure.prefix}B", " B") if figure.counts == "B" else (figure.prefix, "")
-    if not figure.is_binary:
-        yield Unit(f"{prefix} = {_power(1000, power)}{of}", 1000.0**power, is_as_written=True)
-    if of or figure.is_binary or power == 1:
-        yield Unit(f"{prefix} = {_power(1024, power)}{of}", 1024.0**power, is_as_written=figure.is_binary)
-    for binary in range(1, 1 if figure.is_binary or not of else power):
-        name = f"units mixed: {prefix} = {_power(1024, binary)} x {_power(1000, power - binary)} B"
-        yield Unit(name, 1024.0**binary * 1000.0 ** (power - binary), is_mixed=True)
+def _units(figure: Figure) -> Iterator[tuple[str, float, UnitReading]]:
+    """Name and bytes of each reading of the prefix of `figure`: by 1,000, by 1,024, and mixtures of both."""
+    power, is_bytes = _PREFIXES.index(figure.prefix), figure.counts == "B"
+    all_powers = range(power + 1) if is_bytes or power < 2 else range(1)
+    for binary in (power,) if figure.is_binary else all_powers:
+        factors = [f"{base:,}^{n}".removesuffix("^1") for base, n in ((1024, binary), (1000, power - binary)) if n]
+        name = f"{figure.prefix}{'B' * is_bytes} = {' x '.join(factors)}{' B' * is_bytes}"
+        name = name if factors else "bytes" * is_bytes
+        is_mixed, is_written = 0 < binary < power, binary == power * figure.is_binary
+        reading = "mixed" if is_mixed else "as written" if is_written else "other"
+        yield f"{'units mixed: ' * is_mixed}{name}", 1024.0**binary * 1000.0 ** (power - binary), reading
 
 
-def _power(base: int, power: int) -> str:
-    return f"{base:,}" if power == 1 else f"{base:,}^{power}"
-
-
-def token_readings(tokens: int) -> Iterator[tuple[int, str]]:
-    """Other readings of the same number of tokens: 4,096 and 4,000, 131,072 and 128,000."""
-    for unit, other_unit in ((1024, 1000), (1000, 1024)):
-        if tokens % unit == 0:
-            other = tokens // unit * other_unit
-            yield other, f"{other:,} tokens"
+def token_readings(tokens: int) -> list[tuple[int, tuple[str, ...]]]:
+    """Readings of the same number of tokens, each with its convention: 4,096 and 4,000, 131,072 and 128,000."""
+    others = [tokens // unit * other for unit, other in ((1024, 1000), (1000, 1024)) if tokens % unit == 0]
+    return [(tokens, ()), *((other, (f"{other:,} tokens",)) for other in others)]
 
 
 def _rounded_early(bytes_per_token: float) -> Iterator[tuple[float, str]]:
     """Sizes of a token that was rounded before multiplying."""
-    units = (("kB", 1000), ("MB", 1000**2), ("KiB", 1024), ("MiB", 1024**2)) if bytes_per_token else ()
+    units = (("kB", 1000), ("MB", 1000**2), ("KiB", 1024), ("MiB", 1024**2))
     for (unit, factor), digits in product(units, (2, 3)):
-        number = bytes_per_token / factor
-        last = Decimal(1).scaleb(Decimal(number).adjusted() - digits + 1)
-        early = float(Decimal(number).quantize(last, ROUND_HALF_UP))
+        number = Decimal(bytes_per_token / factor)
+        early = float(number.quantize(Decimal(1).scaleb(number.adjusted() - digits + 1), ROUND_HALF_UP))
         if early != number and early >= 0.1:
             yield early * factor, f"a token rounded to {early:g} {unit} before multiplying"
 
 
-def _own(kv: KvSize, sessions: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
-    """Our own sizes, and those of sessions with other readings of their tokens."""
-    is_mixed = kv.bytes_per_token_growing not in {0, kv.bytes_per_token}
-    sizes = (
-        ("a token, all layers" if is_mixed else "a token", kv.bytes_per_token),
-        ("a token, layers without a window", kv.bytes_per_token_growing if is_mixed else 0),
-        (f"a token with the copies at TP {kv.tp}", kv.bytes_per_token_stored if kv.duplication > 1 else 0),
-        ("windows and states of a session", kv.bytes_per_session_constant),
-        (f"a chunk of {kv.chunk_tokens} tokens on a rank", kv.chunk_bytes_per_rank),
-    )
-    yield from (Candidate(what, size) for what, size in sizes if size)
+def sizes(kv: KvSize, sessions: Sequence[tuple[int, int]]) -> Iterator[Reading]:
+    """Our own sizes, and those by other ways to count tokens or the bytes of a token."""
+    countings = _countings(kv)
+    yield from (Reading(what, size) for what, size in kv.named_sizes)
+    yield Reading(f"a chunk of {kv.chunk_tokens} tokens on a rank", kv.chunk_bytes_per_rank)
+    yield from (Reading("a token", size, steps) for size, steps in countings)
     for tokens, users in sessions:
         name = session_name(tokens, users)
-        for count, steps in ((tokens, ()), *((other, (step,)) for other, step in token_readings(tokens))):
+        for count, steps in token_readings(tokens):
             total = kv.total(count, users)
             is_least = total.bytes == total.bytes_minimum
-            yield Candidate(name if is_least else f"{name}, all layers and ranks", total.bytes, steps)
-            yield from () if is_least else (Candidate(f"{name}, minimum", total.bytes_minimum, steps),)
-        early = _rounded_early(kv.bytes_per_token_stored)
-        yield from (Candidate(name, size * tokens * users, (step,)) for size, step in early)
+            yield Reading(name if is_least else f"{name}, all layers and ranks", total.bytes, steps)
+            yield from () if is_least else (Reading(f"{name}, minimum", total.bytes_minimum, steps),)
+            yield from (Reading(name, size * count * users, (*more, *steps)) for size, more in countings)
+        for size, step in _rounded_early(kv.bytes_per_token_stored):
+            yield Reading(name, size * tokens * users, (step,))
 
 
 def _held(
     kv: KvSize, figure: Figure, sessions: Sequence[tuple[int, int]], name: str, capacity: GpuCapacity | TierCapacity
-) -> Iterator[Candidate]:
+) -> Iterator[Reading]:
     """What `capacity` holds: as `kvtier size` shows it, and its bytes divided by those of a token or session."""
     room = capacity.kv_bytes if isinstance(capacity, GpuCapacity) else float(capacity.capacity_bytes)
     power = int(math.log(max(room, 1), 1000))
@@ -305,29 +274,20 @@ def _held(
         (room * 1.024**power, kv.bytes_per_token, (f"1,024 for 1,000 in the bytes of {name}",)),
         *((room, size, steps) for size, steps in _countings(kv)),
     ]
-    is_tokens = figure.counts == "tokens"
     for tokens in dict.fromkeys(tokens for tokens, _ in sessions):
-        held, length = capacity.held(tokens), 1 if is_tokens else tokens
-        whole = f"what fits into {name} in sessions of {tokens:,} tokens"
-        yield Candidate(whole, held.tokens if is_tokens else held.sessions)
-        what = f"the bytes of {name} / {'a token' if is_tokens else f'{tokens:,} tokens'}"
-        # one convention at most: few digits agree with many
-        yield from (Candidate(what, total // (size * length), steps) for total, size, steps in ways if size)
+        held, fits = capacity.held(tokens), f"what fits into {name} in sessions of {tokens:,} tokens"
+        number, length, unit = (
+            (held.tokens, 1, "a token") if figure.counts == "tokens" else (held.sessions, tokens, f"{tokens:,} tokens")
+        )
+        yield Reading(fits, number)
+        # Few digits agree with many conventions, so that none is combined with another.
+        for total, size, steps in ways:
+            yield Reading(f"the bytes of {name} / {unit}", total // (size * length) if size else 0, steps)
 
 
 def session_name(tokens: int, users: int) -> str:
     """Sessions in words."""
     return f"{users:,} x {tokens:,} tokens" if users > 1 else f"{tokens:,} tokens"
-
-
-def _recounted(kv: KvSize, sessions: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
-    """Sizes by other ways to count the bytes of a token."""
-    for size, steps in _countings(kv):
-        yield Candidate("a token", size, steps)
-        for tokens, users in sessions:
-            others = token_readings(tokens) if len(steps) < _COST_MAX else ()
-            for count, more in ((tokens, ()), *((other, (step,)) for other, step in others)):
-                yield Candidate(session_name(tokens, users), size * count * users, (*steps, *more))
 
 
 def _countings(kv: KvSize) -> list[tuple[float, tuple[str, ...]]]:
@@ -336,7 +296,6 @@ def _countings(kv: KvSize) -> list[tuple[float, tuple[str, ...]]]:
     hidden, expanded = model.hidden_size or 0, model.expanded_elements or 0
     dim = hidden // heads if heads and hidden % heads == 0 else 0
     by_heads, by_hidden = f"{heads} attention heads as KV heads", f"hidden size / heads = {dim} as head dimension"
-    latents = sum(count for cache, count in model.runs if cache.kind == "mla")
     copied = [
         (tp * sum(count * cache.rank_token_bytes(kv.form, tp) for cache, count in model.runs), tp)
         for tp in _COPIES_AT
@@ -349,7 +308,7 @@ def _countings(kv: KvSize) -> list[tuple[float, tuple[str, ...]]]:
         (usual / 2, ("half as many bytes (8-bit elements, or keys without values)",)),
         (usual * 2, ("twice as many bytes (32-bit elements)",)),
         (
-            latents * kv.form.vector_bytes("kv", expanded),
+            sum(count for cache, count in model.runs if cache.kind == "mla") * kv.form.vector_bytes("kv", expanded),
             ("every head's keys and values instead of the latent",),
         ),
         *((size, (f"the copies that {tp} tensor-parallel ranks keep",)) for size, tp in copied if size > usual),
@@ -359,8 +318,10 @@ def _countings(kv: KvSize) -> list[tuple[float, tuple[str, ...]]]:
 
 def counted(kv: KvSize, recount: Callable[[TokenPart], TokenPart]) -> float:
     """Bytes a token with the parts of plain attention changed by `recount`."""
-
-    def changed(cache: LayerCache) -> LayerCache:
-        return replace(cache, parts=tuple(recount(part) if part.role == "kv" else part for part in cache.parts))
-
-    return sum(count * changed(cache).token_bytes(kv.form) for cache, count in kv.model.runs)
+    return sum(
+        count
+        * replace(cache, parts=tuple(recount(part) if part.role == "kv" else part for part in cache.parts)).token_bytes(
+            kv.form
+        )
+        for cache, count in kv.model.runs
+    )

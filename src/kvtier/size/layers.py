@@ -72,8 +72,20 @@ def read_plain(config: ModelConfig) -> Layers:
     )
     types = read_layer_types(config)
     if has_mla(config):
-        each_layer = zip(read_layer_configs(config), types, strict=True)
+        each_layer = list(zip(read_layer_configs(config), types, strict=True))
+        windowed = [layer for layer, kind in each_layer if kind == "sliding_attention"]
+        config.refuse_if(
+            config.text("model_type").startswith("dots3_note")
+            and not all(layer.alters("kv_lora_rank") for layer in windowed),
+            "per_layer_config",
+            "it must state kv_lora_rank for each windowed layer, since their latents differ from the others'",
+        )
         layers = _with_indexers(config, [(with_kind(layer, read_mla(layer)[0], kind),) for layer, kind in each_layer])
+        config.refuse_if(
+            config.text("model_type").startswith("mistral_large4") and not config.has("kv_source_layers"),
+            "kv_source_layers",
+            "models of this type state which layers share a latent",
+        )
         sources = config.integers("kv_source_layers") or list(range(len(layers)))
         each_source = list(enumerate(one_for_each_layer(config, "kv_source_layers", sources, len(layers))))
         config.refuse_if(
@@ -163,7 +175,9 @@ def read_layer_types(config: ModelConfig) -> list[str]:
     if isinstance(config.values.get("sliding_window_pattern"), str):  # EXAONE 4: LLLG
         letters = config.text("sliding_window_pattern")
         config.refuse_if(
-            set(letters) - {"L", "G"}, "sliding_window_pattern", "it must be a number, or of the letters L and G"
+            not letters or set(letters) - {"L", "G"},
+            "sliding_window_pattern",
+            "it must be a number, or of the letters L and G",
         )
         return [
             "full_attention" if letters[layer % len(letters)] == "G" else "sliding_attention" for layer in range(count)
@@ -283,7 +297,7 @@ def _with_indexers(config: ModelConfig, layers: Layers) -> Layers:
 
 
 def read_indexers(config: ModelConfig, count: int) -> list[bool]:
-    """Whether a layer has an indexer of its own: as listed, by the letters F and S, or by an interval."""
+    """Say for each layer whether it has an indexer of its own, by a list, the letters F and S, or an interval."""
     config.know(*INDEX_FIELDS)
     every, offset = config.integer("index_topk_freq", 1), config.integer("index_skip_topk_offset", 2, least=0)
     by_rule = ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(count)]

@@ -74,6 +74,8 @@ _BITS = r'"(num_|w_)?bits": {}\b|"quant_algo": "\w*{}|"load_in_{}bit": true|"qua
 _FOUR_BITS = re.compile(_BITS.format(4, "(fp4|w4)", 4, "mxfp4|nvfp4"))
 _EIGHT_BITS = re.compile(_BITS.format(8, "(fp8|w8)", 8, "fp8|fbgemm_fp8|ptpc_fp8"))
 """In a ``quantization_config``: bits of compressed-tensors, AWQ, GPTQ; fields of ModelOpt, bitsandbytes; methods."""
+_NOT_WEIGHTS = re.compile("^kv_|activations$")
+"""Names in it whose values are about the KV or about activations."""
 
 _VALUES = {"switch": (bool, str), "number": (int, float), "object": dict}
 """Types of the kinds of values in ``other_fields.toml``."""
@@ -121,6 +123,10 @@ class ModelConfig:
     def states(self, key: str) -> bool:
         """Whether the file itself has `key`, by any of its names."""
         return any(self.values.get(name) is not None for name in (key, *OTHER_NAMES.get(key, ())))
+
+    def alters(self, key: str) -> bool:
+        """Say whether `changed` made this configuration and gave it a `key` of its own."""
+        return self._base is not None and self._own.get(key) is not None
 
     def unknown(self) -> list[str]:
         """Names of the fields that look as if they describe a cache, and that no reader has read."""
@@ -331,11 +337,10 @@ def _without(
     kept: dict[str, object] = {}
     for key, value in values.items():
         path = prefix + key
-        inner = "" if key in TEXT_PARTS else f"{path}."
-        is_searched = isinstance(value, dict) and any(name.startswith(inner) for name in ignore)
         if path in ignore:
             ignored[path] = value
-        elif is_searched and depth < _DEPTH_SEARCHED:
+        elif isinstance(value, dict) and depth < _DEPTH_SEARCHED:
+            inner = "" if key in TEXT_PARTS else f"{path}."
             kept[key] = _without(cast("dict[str, object]", value), ignore, ignored, inner, depth + 1)
         else:
             kept[key] = value
@@ -367,11 +372,17 @@ def weight_format(config: ModelConfig) -> str:
         for name in ("quantization_config", "compression_config"):
             fields = part.values.get(name)
             text = json.dumps(fields if isinstance(fields, dict) else {}).lower()
+            text = json.dumps(json.loads(text, object_pairs_hook=_of_weights))
             if part.values.get("expert_dtype") == "fp4" or _FOUR_BITS.search(text):
                 return "fp4"
             if _EIGHT_BITS.search(text):
                 return "fp8"
     return "bf16"
+
+
+def _of_weights(fields: list[tuple[str, object]]) -> dict[str, object]:
+    """`fields` without those about the KV or activations."""
+    return {name: value for name, value in fields if not _NOT_WEIGHTS.search(name)}
 
 
 @cache

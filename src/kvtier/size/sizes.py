@@ -69,7 +69,7 @@ class Total:
     """Sessions of equal length, in bytes."""
 
     tokens: int
-    """Of one session."""
+    """Tokens of one session."""
     users: int
     """Sessions."""
     bytes: float
@@ -122,6 +122,22 @@ class KvSize:
     def state_bytes_stored(self) -> float:
         """A snapshot on all ranks together, copies included."""
         return self.tp * sum(count * cache.rank_state_bytes(self.tp) for cache, count in self.model.runs)
+
+    @property
+    def named_sizes(self) -> list[tuple[str, float]]:
+        """Name and bytes of each size of a token or session that differs from those before it."""
+        growing = self.bytes_per_token_growing
+        is_mixed = growing not in {0, self.bytes_per_token}
+        rows = (
+            ("a token, all layers" if is_mixed else "a token", self.bytes_per_token),
+            ("a token, layers without a window", growing if is_mixed else 0),
+            ("windows and states of a session", self.bytes_per_session_constant),
+            (
+                f"a token on all {self.tp} ranks, {self.duplication:.3g} times",
+                self.bytes_per_token_stored if self.duplication > 1 else 0,
+            ),
+        )
+        return [row for row in rows if row[1]]
 
     @property
     def duplication(self) -> float:

@@ -131,7 +131,7 @@ def test_gpus_by_name_and_number(capsys, name):
 
 
 def test_the_paper_of_pagedattention_leaves_about_30_percent_of_its_gpu_for_kv(capsys):
-    """A 13B model on an A100 of 40 GB: 26 GB of weights, 65 % of 40 GB, and what an engine leaves of the rest."""
+    """A 13B model on an A100 of 40 GB has 26 GB of weights, which is 65 %; an engine takes part of the rest."""
     found = printed(capsys, "llama-2-13b", "--gpu", "a100-sxm-40gb", "--tokens", "2048")
     memory = 40 * GIB
     assert found["bytes_per_token"] == 2 * 40 * 5120 * 2  # the paper's OPT-13B has the same: 800 KB a token
@@ -167,6 +167,8 @@ def test_a_tier_has_the_grammar_of_all_commands(capsys, text):
         (("--gpu", "0xh100-sxm"), "'0xh100-sxm'; allowed: from 1"),
         (("--gpu", "h100-sxm", "--memory", "80GB"), "exclude each other"),
         (("--memory", "80GB", "--weights", "int3"), "--weights 'int3': neither a size nor one of bf16"),
+        (("--in-flight", "8k"), "--in-flight 8000 needs --gpu or --memory"),
+        (("--weights", "fp8", "--tier", "disk=1TB"), "--weights fp8 needs --gpu or --memory"),
         (("--tier", "disk=10 apples"), "10 apples"),
         (("--tier", "10TB"), "KIND=SIZE"),
         (("--tier", "disk=0TB"), "capacity_bytes is 0; allowed: above 0"),

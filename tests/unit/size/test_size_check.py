@@ -70,13 +70,35 @@ def test_our_own_figure_needs_no_convention():
         kv = size.of(name)
         best = check(kv, decimal(kv.bytes_per_token)).matches[0]
         assert best.cost == 0
-        assert best.candidate.steps == ()
+        assert best.steps == ()
 
 
 def test_the_nearest_is_one_of_ours():
     verdict = check(size.of("qwen3-8b"), "151 MB", [LONG])
     assert not verdict.matches
     assert "4 times a chunk" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nothing"),
+    [
+        (("--tier", "disk=1kB", "--check", "5 tokens"), "no tokens fit into the tier"),
+        (("--tier", "disk=1kB", "--check", "5 users"), "no users fit into the tier"),
+    ],
+)
+def test_a_place_that_holds_nothing(capsys, arguments, nothing):
+    first, *_ = answers(capsys, "llama-3.1-8b", *arguments)
+    assert first == f"{arguments[-1]}: no convention known here gives it; {nothing}"
+
+
+def test_a_model_that_keeps_no_kv():
+    config = {
+        "model_type": "nemotron-nas", "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64,
+        "block_configs": [{"attention": {"no_op": True}}],
+    }  # fmt: skip
+    for sessions in ([], [SESSION]):
+        found = check(size.of(size.from_config(config, "mine")), "150 KB", sessions)
+        assert found.text == "150 KB: no convention known here gives it; mine keeps no KV"
 
 
 @pytest.mark.parametrize("text", ["", "150", "KB", "-3 KB", "150 parsecs", "0 KB", "1e3 KB", "9" * 40 + " KB"])

@@ -150,6 +150,7 @@ def test_the_reader_of_falcon():
         ({**LLAMA, "layer_types": ["sliding_attention"] * 4}, "sliding_window is missing"),
         ({**LLAMA, "layer_types": ["chunked_attention"] * 4}, "attention_chunk_size is missing"),
         ({**LLAMA, "sliding_window": 8}, "sliding_window is 8; layer_types or sliding_window_pattern"),
+        ({**LLAMA, "sliding_window": 8, "sliding_window_pattern": ""}, "sliding_window_pattern is ''"),
         ({**LLAMA, "num_kv_shared_layers": 4}, "num_kv_shared_layers is 4"),
         ({**LLAMA, "model_type": "gemma2", "sliding_window": 8, "num_kv_shared_layers": 3}, "num_kv_shared_layers"),
         ({**LLAMA, "attn_type_list": [1, 0, 1, 1]}, "attn_type_list"),
@@ -413,3 +414,24 @@ def test_layers_that_share_name_an_earlier_one_with_kv_of_its_own(sources):
         of({**MLA, "kv_source_layers": sources})
     (latents, shared) = of({**MLA, "kv_source_layers": [0, 0, 2]}).layers
     assert (latents.count, shared.count, shared.cache.kind) == (2, 1, "shared")
+
+
+def ints(bits: int) -> dict:
+    return {"num_bits": bits, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "weights"),
+    [
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": ints(8)}}}, "fp8"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": ints(4)}}}, "fp4"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": ints(8)}, "bf16"),
+        ({"quant_method": "fp8", "kv_cache_scheme": ints(4)}, "fp8"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4", "quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "modelopt", "quantization": {"kv_cache": ints(4), "quant_algo": "FP8"}}, "fp8"),
+        ({"config_groups": {"group_0": {"weights": ints(8), "input_activations": ints(4)}}}, "fp8"),
+        ({"config_groups": {"group_0": {"weights": None, "output_activations": ints(8)}}}, "bf16"),
+    ],
+)
+def test_the_format_of_the_weights_is_not_that_of_kv_or_activations(quantization, weights):
+    assert size.from_config({**LLAMA, "quantization_config": quantization}, "mine").weights == weights

@@ -438,7 +438,9 @@ def test_windows_by_hand(name, growing, window):
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_hunyuan_says_where_layers_share(is_shared):
-    found = size.from_config({**SIZES["hunyuan-large"][2], "use_cla": is_shared}, "hunyuan")
+    right, _, config = SIZES["hunyuan-large"]
+    found = size.from_config({**config, "use_cla": is_shared}, "hunyuan")
+    assert size.of(found).bytes_per_token == right
     assert any("One layer of 2 computes KV" in each for each in found.notes) is is_shared
 
 
