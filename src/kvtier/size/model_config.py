@@ -336,7 +336,7 @@ def _without(
     """`values` without the fields `ignore`, which go to `ignored`."""
     kept: dict[str, object] = {}
     for key, value in values.items():
-        path = prefix + key
+        path = f"{prefix}{key}"  # a key may be a number where no file was read
         if path in ignore:
             ignored[path] = value
         elif isinstance(value, dict) and depth < _DEPTH_SEARCHED:

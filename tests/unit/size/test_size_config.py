@@ -435,3 +435,9 @@ def ints(bits: int) -> dict:
 )
 def test_the_format_of_the_weights_is_not_that_of_kv_or_activations(quantization, weights):
     assert size.from_config({**LLAMA, "quantization_config": quantization}, "mine").weights == weights
+
+
+@pytest.mark.parametrize("ignore", [(), ("id2label.0",)])
+def test_fields_of_an_object_may_be_numbered(ignore):
+    found = size.from_config({**LLAMA, "id2label": {0: "no", 1: "yes"}}, "mine", ignore)
+    assert list(found.ignored) == list(ignore)
