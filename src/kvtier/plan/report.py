@@ -145,7 +145,8 @@ def _other_charts(plan: Plan) -> Charts:
             marks=[*held, *told_apart([held[0], *room])[1:]],
             x=Axis(label="conversations held", is_log=True, text=short_count),
             y=Axis(label="KV", is_log=True, text=bytes_text),
-            caption="Each conversation has its own KV. Dashed: the capacity of each tier. Both axes are logarithmic.",
+            caption="Each conversation has its own KV, as tiers store it. Dashed: the capacity of each tier. Both axes "
+            "are logarithmic.",
         ),
         "prompt": Chart(
             heading="One prompt: computed, or fetched",
@@ -333,7 +334,7 @@ def needs_table(plan: Plan) -> Table:
     note = (
         "The given hardware where the load fits, else the fewest GPUs; tiers grow with the hosts unless their totals "
     )
-    note += "are given. KV for hits includes what GPU memory holds."
+    note += "are given. KV for hits includes what GPU memory holds; with tiers it is as they store it."
     note += f" A price needs {', '.join(missing)}." if missing else ""
     return Table(
         ("", *(_arm_name(it) for it in plan.arms)),
@@ -554,6 +555,11 @@ def _drives(plan: Plan, drives: DriveLoad) -> Table:
 
 
 def _capacities(plan: Plan) -> Table:
+    deployment = plan.tiered.need.deployment if plan.tiered.need else plan.deployment
+    tokens = deployment.workload.session_tokens
+    stored, held = deployment.model.stored_bytes(tokens), deployment.model.gpu_bytes(tokens)
+    counted = f" KV is as {'tiers store' if deployment.tiers else 'GPU memory holds'} it: a conversation takes "
+    counted += f"{bytes_text(stored)} in tiers, {bytes_text(held)} in GPU memory."
     rows = [
         (
             f"{it.hit_share:.0%}" + (" (target)" if it.hit_share == plan.inputs.target.hit_share else ""),
@@ -571,8 +577,8 @@ def _capacities(plan: Plan) -> Table:
         rows,
         numeric=6,
         title=f"KV for a share of the possible hits, at {load_text(plan, plan.requested_users)} {load_unit(plan)}",
-        note="GPU memory included; reads as if it had no hits. The hit rate counts the shared system prompt, the reads "
-        "do not.",
+        note="GPU memory included; reads as if it had no hits. The hit rate counts the shared system prompt of every "
+        f"query, the reads only that of hits.{'' if math.isclose(stored, held, rel_tol=0.01) else counted}",
     )
 
 

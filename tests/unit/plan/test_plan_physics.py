@@ -1,6 +1,7 @@
 """What a plan counts besides the plain case: states, windows, formats, copies, long prompts, slow streams."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tests.unit.plan.plans import deployed, planned
@@ -83,6 +84,21 @@ def test_each_layer_of_gemma_has_its_own_copies(copies, stored):
     tokens = deployment.workload.reusable_tokens
     delivered = 2 * full * tokens + windowed * 1024
     assert deployment.model.loaded_bytes(tokens) / deployment.load_bytes_per_s == pytest.approx(delivered / 8e9)
+
+
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gpt-oss-120b", "qwen3-next-80b-a3b"])
+def test_the_room_for_hits_is_in_the_bytes_of_the_place_that_holds_them(name):
+    """GPU memory alone forgets windows and keeps two states; a tier stores each chunk and snapshot."""
+    tiered = deployed(name, gpu__name="mi300x", model__tp=8, traffic__prefix_tokens=0)
+    alone, load = tiered.without("host", "disk"), tiered.workload
+    in_gpus, in_tiers = capacity(alone, 0.95), capacity(tiered, 0.95)
+    assert in_gpus.bytes != pytest.approx(in_tiers.bytes, rel=0.01)
+    tokens = in_gpus.bytes / alone.model.gpu_bytes(load.session_tokens) * load.session_tokens
+    found = operate(replace(alone, gpu_tokens=tokens), load.requests_per_s, with_tiers=False)
+    assert found.residence_s["gpu"] == pytest.approx(in_gpus.residence_s)
+    host = replace(tiered.tiers[0], capacity_bytes=in_tiers.bytes)
+    found = operate(replace(tiered, tiers=(host,)), load.requests_per_s, with_tiers=True)
+    assert found.residence_s["host"] == pytest.approx(in_tiers.residence_s)
 
 
 def test_a_load_reads_the_last_window_and_a_store_keeps_one_of_every_chunk():
