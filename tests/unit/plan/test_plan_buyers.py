@@ -404,12 +404,11 @@ def test_an_overload_that_fits_in_part_names_the_users_and_the_gpus():
     assert [it.name for it in late.idle_tiers] == ["host"]
     never = "no number of these GPUs up to 1,000,000 is enough, but larger ones or more time (--ttft) may be."
     assert request(planned("llama-3.3-70b", target__ttft_s=0.01)).endswith(never)
-    # The most users that may be asked for; one GPU in a host has the drives and channels of a host of its own.
-    for users, history, gpus_of_host in ((10**9, 120_000, 8), (10**6, 120_000, 8), (10**6, 20_000, 1)):
-        asked = {"traffic__users": users, "host__gpus": gpus_of_host, "gpu__count": gpus_of_host}
-        many = request(planned("llama-3.1-8b", traffic__history_tokens=history, **asked))
-        assert (never in many) == (users == 10**9)
-        assert many.startswith(f"{users:,} users do not fit on ")
+    # The most users that may be asked for, and those of 80,000 hosts with the drives and channels of each.
+    for users in (10**9, 3 * 10**6):
+        many = request(planned("llama-3.1-8b", traffic__history_tokens=120_000, traffic__users=users))
+        assert many.startswith(f"{users:,} users do not fit on 8 x h100-sxm: ")
+        assert many.endswith(never) == (users == 10**9)
 
 
 def test_steps_other_than_a_fifth_are_named():
