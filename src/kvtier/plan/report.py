@@ -26,6 +26,7 @@ from kvtier.plan.queueing import GPU, OperatingPoint, fetch_s, operate, prefill_
 from kvtier.plan.search import PlannedSize
 from kvtier.plan.sensitivity import STEP, InputSensitivity
 from kvtier.plan.settings import settings_toml
+from kvtier.plan.workload import without_effect
 from kvtier.plan.worth import LEAST_GAIN, TIER_NAMES
 from kvtier.report.chart import Axis, Chart, Charts, Curve, Rule, told_apart
 from kvtier.report.format import (
@@ -664,16 +665,14 @@ def _assumptions(plan: Plan) -> Table:
 def _is_used(plan: Plan, name: str) -> bool:
     section, _, key = name.partition(".")
     inputs = plan.inputs
+    if section == "traffic":
+        return key not in without_effect(plan.deployment.basis.trace)
     if not inputs.origin(name).startswith("default"):
         return True
-    if section == "traffic" and plan.deployment.basis.trace:
-        has_users = plan.deployment.workload.has_users
-        by_users = {"turns", "interval_s", "interval_cv"} if has_users else set[str]()
-        return key in {"trace", "trace_window_s", "trace_time_unit", "load", "arrivals_cv2", "reuse", *by_users}
     is_used = {
         "host": inputs.host.capacity_bytes,
         "disk": inputs.disk.count,
         "shared": inputs.shared.capacity_bytes,
         "price": inputs.value(name),
     }
-    return bool(is_used.get(section, True)) and not name.startswith(("traffic.trace", "traffic.load"))
+    return bool(is_used.get(section, True))

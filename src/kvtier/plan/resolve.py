@@ -185,7 +185,8 @@ def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployme
     if found.tokens_max is not None and load.longest_tokens > found.tokens_max:
         raise ConfigError(
             f"the longest prompt and its answer have {load.longest_tokens:,.0f} tokens: {found.name} allows at most "
-            f"{found.tokens_max:,}; allowed: fewer turns, a shorter history or shorter answers"
+            f"{found.tokens_max:,}; allowed: "
+            + ("a trace of shorter prompts" if basis.trace else "fewer turns, a shorter history or shorter answers")
         )
     given, count = inputs.model.tp, inputs.gpu.count
     if count < given:
