@@ -162,9 +162,8 @@ def workload(inputs: Inputs, trace: TraceSummary | None) -> Workload:
     """
     for key in without_effect(trace):
         origin = inputs.origin(f"traffic.{key}")
-        if origin.startswith("--") and inputs.value(f"traffic.{key}") != "":
-            why = f"trace {trace.path} has the traffic" if trace else "it is for a trace, and there is none"
-            raise ConfigError(f"{origin} has no effect, since {why}; allowed: without it")
+        if trace and origin.startswith("--"):
+            raise ConfigError(f"{origin} has no effect, since trace {trace.path} has the traffic; allowed: without it")
     measured = _from_trace(inputs, trace) if trace else _from_inputs(inputs)
     share = inputs.traffic.reuse
     if share is None:

@@ -132,22 +132,16 @@ def test_a_csv_has_arrivals_and_lengths_and_needs_the_reuse(tmp_path):
     assert (demand.reuse, demand.requests_per_s) == (pytest.approx(0.5), pytest.approx(60 / 59))
 
 
-@pytest.mark.parametrize("traffic", ["blocks", "lengths", "inputs"])
+@pytest.mark.parametrize("traffic", ["blocks", "lengths"])
 def test_an_option_of_other_traffic_is_refused_by_name_but_not_in_a_file(tmp_path, traffic):
     """A trace without block ids needs turns and pauses, one with them has its own."""
     trace = {
         "blocks": written(tmp_path / "trace.jsonl", as_lines(conversations(1))),
         "lengths": written(tmp_path / "trace.csv", AZURE),
-        "inputs": "",
     }[traffic]
     options = {"model.name": "llama-3.1-8b", "traffic.trace": str(trace), "traffic.reuse": "0.5"}
-    kinds = {"users": ["inputs"], "history_tokens": ["inputs"], "answer_tokens": ["inputs"]}
-    kinds |= {
-        "turns": ["inputs", "lengths"],
-        "interval_s": ["inputs", "lengths"],
-        "arrivals_cv2": ["blocks", "lengths", "inputs"],
-    }
-    kinds |= {"load": ["blocks", "lengths"], "trace_window_s": ["blocks", "lengths"]}
+    kinds = {"users": [], "history_tokens": [], "answer_tokens": [], "turns": ["lengths"], "interval_s": ["lengths"]}
+    kinds |= dict.fromkeys(("arrivals_cv2", "load", "trace_window_s"), ["blocks", "lengths"])
     for key, used in kinds.items():
         site = written(tmp_path / "site.toml", ["[traffic]", f"{key} = 3"])
         resolve(load(options=options, file=site))
@@ -155,7 +149,9 @@ def test_an_option_of_other_traffic_is_refused_by_name_but_not_in_a_file(tmp_pat
         if traffic in used:
             resolve(given)
         else:
-            with pytest.raises(ConfigError, match=rf"^--set traffic\.{key} has no effect, since .*trace"):
+            with pytest.raises(
+                ConfigError, match=rf"^--set traffic\.{key} has no effect, since trace .* has the traffic"
+            ):
                 resolve(given)
 
 
