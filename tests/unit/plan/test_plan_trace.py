@@ -141,7 +141,7 @@ def test_an_option_of_other_traffic_is_refused_by_name_but_not_in_a_file(tmp_pat
     }[traffic]
     options = {"model.name": "llama-3.1-8b", "traffic.trace": str(trace), "traffic.reuse": "0.5"}
     kinds = {"users": [], "history_tokens": [], "answer_tokens": [], "turns": ["lengths"], "interval_s": ["lengths"]}
-    kinds |= dict.fromkeys(("arrivals_cv2", "load", "trace_window_s"), ["blocks", "lengths"])
+    kinds |= {key: ["blocks", "lengths"] for key in ("arrivals_cv2", "load", "trace_window_s")}
     for key, used in kinds.items():
         site = written(tmp_path / "site.toml", ["[traffic]", f"{key} = 3"])
         resolve(load(options=options, file=site))
