@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from kvtier.config.value_types import seconds_text
+from kvtier.plan.hardware import COUNT_MAX
 from kvtier.plan.inputs import SETTINGS, ModelInputs
 from kvtier.plan.limits import FIRST_TOKEN, in_users
 from kvtier.plan.plan import Plan, PlannedTier, Variant
@@ -69,7 +70,8 @@ def request(plan: Plan) -> str:
     parts = [f"they need {_series(needed)}"] if needed else []
     if never:
         without = f" with {_series(never, 'or')}" if needed or fit else ""
-        parts.append(f"no number of these GPUs is enough{without}, but larger ones or more time (--ttft) may be")
+        most = f"no number of these GPUs up to {COUNT_MAX:,} is enough"
+        parts.append(f"{most}{without}, but larger ones or more time (--ttft) may be")
     gpus = gpus_text(plan, given)
     if not fit:
         return f"{load} do not fit on {gpus}: {'; '.join(parts)}."

@@ -339,7 +339,7 @@ class HostInputs(SettingsSection):
     gpus: int = setting(8, Count(1, 1024), "GPUs of one host.", "the usual server")
     capacity_bytes: int = setting(2**40, RoundSize(0, 2**60), "Host memory for KV, of all hosts; 0: none.")
     memory: str = setting("ddr5-4800", _NAME, "The kind of memory.")
-    channels: int = setting(16, Count(1, 10**6), "Memory channels, of all sockets of all hosts.")
+    channels: int = setting(16, Count(1, 10**8), "Memory channels, of all sockets of all hosts.")
     channel_bytes_per_s: float = setting(0.0, Rate(), "Bandwidth of one channel.")
     share: float = setting(0.5, Number(0.01, 1), "Share of that bandwidth for KV.", "rule of thumb")
 
@@ -351,7 +351,7 @@ class DiskInputs(SettingsSection):
     section: ClassVar[str] = "disk"
 
     name: str = setting("pm1753", _NAME, "The kind of drive.")
-    count: int = setting(4, Count(0, 10**6), "Drives of all hosts; 0: none.")
+    count: int = setting(4, Count(0, 10**8), "Drives of all hosts; 0: none.")
     capacity_bytes: int = setting(0, RoundSize(0, 2**55, _CATALOGUE), "Capacity of one drive.")
     read_bytes_per_s: float = setting(0.0, Rate(), "Reads of one drive, sequential.")
     write_bytes_per_s: float = setting(0.0, Rate(), "Writes of one drive, sequential.")
@@ -371,7 +371,7 @@ class SharedInputs(SettingsSection):
 
     capacity_bytes: int = setting(0, RoundSize(0, 2**70), "Shared storage for KV; 0: none.")
     network: str = setting("nic-400g", _NAME, "The kind of network adapter.")
-    adapters: int = setting(1, Count(1, 10**6), "Network adapters, of all hosts together.")
+    adapters: int = setting(1, Count(1, 10**8), "Network adapters, of all hosts together.")
     adapter_bytes_per_s: float = setting(0.0, Rate(), "Bandwidth of one adapter, one direction.")
 
 

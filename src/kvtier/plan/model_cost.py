@@ -3,8 +3,10 @@
 The bytes come from `kvtier.size`. Work is in FLOP; a multiplication and an addition count as two.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from kvtier.size import KvSize
@@ -49,26 +51,47 @@ class AttentionCost:
     """Size of the attention window; None for full attention."""
 
 
+class Span(NamedTuple):
+    """Bytes a token of a run of layers, and the last tokens that a load of them needs."""
+
+    minimum: float
+    """One copy; of a window shorter than a chunk, the part that a chunk keeps."""
+    stored: float
+    """As many copies as are stored."""
+    delivered: float
+    """As many as ranks receive."""
+    last_tokens: float
+    """Infinite without a window; a load reads whole chunks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
     """KV bytes and attention work of a model in one format on its ranks."""
 
     name: str
-    token_bytes: float
-    """Stored KV per token: all layers, as many copies as are stored."""
+    spans: tuple[Span, ...]
     state_bytes: float
     """One stored snapshot of the recurrent states."""
-    windows: tuple[tuple[float, int], ...]
-    """Stored bytes a token of the layers with each window, and the window: a load needs its last tokens only."""
-    duplication: float
-    """Bytes over all ranks, over the minimum."""
-    delivered_ratio: float
-    """Bytes that all ranks receive, over the stored bytes; above 1 where a copy is stored for several ranks."""
-    growing_bytes: float
-    constant_bytes: float
-    """GPU memory of a session: for each token, and independent of its length."""
+    delivered_state_bytes: float
+    gpu_bytes: Callable[[float], float]
+    """Bytes of an idle session of so many tokens in GPU memory, over all ranks."""
     attention: tuple[AttentionCost, ...]
     tokens_max: int | None
+
+    @property
+    def token_bytes(self) -> float:
+        """Stored KV per token: all layers, as many copies as are stored."""
+        return sum(it.stored for it in self.spans)
+
+    @property
+    def duplication(self) -> float:
+        """Bytes a token that all ranks receive, over the minimum."""
+        return sum(it.delivered for it in self.spans) / sum(it.minimum for it in self.spans)
+
+    @property
+    def delivered_ratio(self) -> float:
+        """The same over the stored bytes; above 1 where several ranks share a copy."""
+        return sum(it.delivered for it in self.spans) / self.token_bytes
 
     def stored_bytes(self, tokens: float) -> float:
         """Bytes of a prefix of `tokens` on a tier: every layer of every token, and a snapshot."""
@@ -76,14 +99,13 @@ class ModelCost:
 
     def loaded_bytes(self, tokens: float) -> float:
         """Stored bytes that a load of a prefix of `tokens` reads: of a layer with a window its last tokens only."""
-        unread = sum(token_bytes * max(tokens - window, 0.0) for token_bytes, window in self.windows)
-        return self.stored_bytes(tokens) - unread
+        read = sum(it.stored * min(tokens, it.last_tokens) for it in self.spans)
+        return read + (self.state_bytes if tokens else 0.0)
 
-    def gpu_bytes(self, tokens: float) -> float:
-        """Bytes of a session of `tokens` in GPU memory, over all ranks."""
-        minimum = self.growing_bytes * tokens + self.constant_bytes
-        whole = (self.token_bytes * tokens + self.state_bytes) * self.delivered_ratio
-        return min(minimum * self.duplication, whole)
+    def delivered_bytes(self, tokens: float) -> float:
+        """Bytes that all ranks receive in such a load, and read in a step that decodes."""
+        read = sum(it.delivered * min(tokens, it.last_tokens) for it in self.spans)
+        return read + (self.delivered_state_bytes if tokens else 0.0)
 
     def attention_flop(self, new_tokens: float, tokens: float) -> float:
         """Attention work for the last `new_tokens` of a prompt of `tokens`.
@@ -109,21 +131,23 @@ def model_cost(kv: KvSize, copies: int = 0) -> ModelCost:
     """
     model = kv.model
     heads = model.attention_heads or 0
-    delivered_ratio = max(kv.duplication / copies, 1.0) if copies else 1.0
-    windowed: dict[int, float] = {}
-    for cache, count in model.runs:
-        if cache.window is not None:
-            stored = kv.tp * count * cache.rank_token_bytes(kv.form, kv.tp) / delivered_ratio
-            windowed[cache.window] = windowed.get(cache.window, 0.0) + stored
+    spans: list[Span] = []
+    for it, count in model.runs:
+        kept = count * it.tokens_in_store(kv.chunk_tokens) / kv.chunk_tokens
+        delivered, once = kept * kv.tp * it.rank_token_bytes(kv.form, kv.tp), kept * it.token_bytes(kv.form)
+        last_tokens = math.inf if it.window is None else max(it.window, kv.chunk_tokens)
+        spans.append(Span(once, min(delivered, once * copies) if copies else delivered, delivered, last_tokens))
+
+    @cache
+    def gpu_bytes(tokens: float) -> float:
+        return kv.tp * kv.rank_session_bytes(0, tokens)
+
     return ModelCost(
         name=model.name,
-        token_bytes=kv.bytes_per_token_stored / delivered_ratio,
+        spans=tuple(spans),
         state_bytes=min(kv.state_bytes_stored, kv.state_bytes * copies) if copies else kv.state_bytes_stored,
-        windows=tuple((stored, window) for window, stored in windowed.items()),
-        duplication=kv.duplication,
-        delivered_ratio=delivered_ratio,
-        growing_bytes=kv.bytes_per_token_growing,
-        constant_bytes=kv.bytes_per_session_constant,
+        delivered_state_bytes=kv.state_bytes_stored,
+        gpu_bytes=gpu_bytes,
         attention=tuple(
             AttentionCost(
                 layers=count,

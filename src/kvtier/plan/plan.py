@@ -140,7 +140,10 @@ class CapacityNeed:
     residence_s: float
     tokens: float
     bytes: float
-    """Size of the KV; a tier that fills only a share of its capacity needs more."""
+    """Size of the KV as tiers store it, or without tiers as GPU memory holds it.
+
+    A tier that fills only a share of its capacity needs more.
+    """
     read_bytes_per_s: float
     """Average, with all hits read from tiers."""
     read_burst_bytes_per_s: float
@@ -351,7 +354,10 @@ def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
     load, model = deployment.workload, deployment.model
     residence_s = load.curve.residence_for(hit_share)
     tokens = load.curve.tokens_held(residence_s, load.requests_per_s) + load.prefix_tokens
-    with_states = deployment.tier_curve.tokens_held(residence_s, load.requests_per_s) + load.prefix_tokens
+    size = tokens * model.gpu_bytes(load.session_tokens) / load.session_tokens
+    if deployment.tiers:
+        with_states = deployment.tier_curve.tokens_held(residence_s, load.requests_per_s) + load.prefix_tokens
+        size = model.token_bytes * with_states
     hit_requests = (1 - load.first_share) * hit_share
     later = hit_requests * load.reusable_tokens
     read = load.requests_per_s * hit_requests * model.loaded_bytes(load.reusable_tokens)
@@ -361,7 +367,7 @@ def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
         hit_rate=hits / load.input_tokens,
         residence_s=residence_s,
         tokens=tokens,
-        bytes=model.token_bytes * with_states,
+        bytes=size,
         read_bytes_per_s=read,
         read_burst_bytes_per_s=read * deployment.inputs.target.burst,
     )

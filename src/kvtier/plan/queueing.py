@@ -233,7 +233,9 @@ def _fixed_s(deployment: Deployment, batch: float) -> float:
 
 def _each_s(deployment: Deployment, session_tokens: float) -> float:
     """Seconds of a step for each of its requests: reading its KV and exchanging its token."""
-    return deployment.model.gpu_bytes(session_tokens) / deployment.memory_bytes_per_s + deployment.token_exchange_s
+    return (
+        deployment.model.delivered_bytes(session_tokens) / deployment.memory_bytes_per_s + deployment.token_exchange_s
+    )
 
 
 def fetch_s(deployment: Deployment, tier: str, tokens: float) -> float:

@@ -26,6 +26,7 @@ from kvtier.plan.queueing import GPU, OperatingPoint, fetch_s, operate, prefill_
 from kvtier.plan.search import PlannedSize
 from kvtier.plan.sensitivity import STEP, InputSensitivity
 from kvtier.plan.settings import settings_toml
+from kvtier.plan.workload import without_effect
 from kvtier.plan.worth import LEAST_GAIN, TIER_NAMES
 from kvtier.report.chart import Axis, Chart, Charts, Curve, Rule, told_apart
 from kvtier.report.format import (
@@ -145,7 +146,8 @@ def _other_charts(plan: Plan) -> Charts:
             marks=[*held, *told_apart([held[0], *room])[1:]],
             x=Axis(label="conversations held", is_log=True, text=short_count),
             y=Axis(label="KV", is_log=True, text=bytes_text),
-            caption="Each conversation has its own KV. Dashed: the capacity of each tier. Both axes are logarithmic.",
+            caption="Each conversation has its own KV, as tiers store it. Dashed: the capacity of each tier. Both axes "
+            "are logarithmic.",
         ),
         "prompt": Chart(
             heading="One prompt: computed, or fetched",
@@ -333,7 +335,7 @@ def needs_table(plan: Plan) -> Table:
     note = (
         "The given hardware where the load fits, else the fewest GPUs; tiers grow with the hosts unless their totals "
     )
-    note += "are given. KV for hits includes what GPU memory holds."
+    note += "are given. KV for hits includes what GPU memory holds; with tiers it is as they store it."
     note += f" A price needs {', '.join(missing)}." if missing else ""
     return Table(
         ("", *(_arm_name(it) for it in plan.arms)),
@@ -554,6 +556,11 @@ def _drives(plan: Plan, drives: DriveLoad) -> Table:
 
 
 def _capacities(plan: Plan) -> Table:
+    deployment = plan.tiered.need.deployment if plan.tiered.need else plan.deployment
+    tokens = deployment.workload.session_tokens
+    stored, held = deployment.model.stored_bytes(tokens), deployment.model.gpu_bytes(tokens)
+    counted = f" KV is as {'tiers store' if deployment.tiers else 'GPU memory holds'} it: a conversation takes "
+    counted += f"{bytes_text(stored)} in tiers, {bytes_text(held)} in GPU memory."
     rows = [
         (
             f"{it.hit_share:.0%}" + (" (target)" if it.hit_share == plan.inputs.target.hit_share else ""),
@@ -571,8 +578,8 @@ def _capacities(plan: Plan) -> Table:
         rows,
         numeric=6,
         title=f"KV for a share of the possible hits, at {load_text(plan, plan.requested_users)} {load_unit(plan)}",
-        note="GPU memory included; reads as if it had no hits. The hit rate counts the shared system prompt, the reads "
-        "do not.",
+        note="GPU memory included; reads as if it had no hits. The hit rate counts the shared system prompt of every "
+        f"query, the reads only that of hits.{'' if math.isclose(stored, held, rel_tol=0.01) else counted}",
     )
 
 
@@ -658,16 +665,14 @@ def _assumptions(plan: Plan) -> Table:
 def _is_used(plan: Plan, name: str) -> bool:
     section, _, key = name.partition(".")
     inputs = plan.inputs
+    if section == "traffic":
+        return key not in without_effect(plan.deployment.basis.trace)
     if not inputs.origin(name).startswith("default"):
         return True
-    if section == "traffic" and plan.deployment.basis.trace:
-        has_users = plan.deployment.workload.has_users
-        by_users = {"turns", "interval_s", "interval_cv"} if has_users else set[str]()
-        return key in {"trace", "trace_window_s", "trace_time_unit", "load", "arrivals_cv2", "reuse", *by_users}
     is_used = {
         "host": inputs.host.capacity_bytes,
         "disk": inputs.disk.count,
         "shared": inputs.shared.capacity_bytes,
         "price": inputs.value(name),
     }
-    return bool(is_used.get(section, True)) and not name.startswith(("traffic.trace", "traffic.load"))
+    return bool(is_used.get(section, True))

@@ -185,7 +185,8 @@ def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployme
     if found.tokens_max is not None and load.longest_tokens > found.tokens_max:
         raise ConfigError(
             f"the longest prompt and its answer have {load.longest_tokens:,.0f} tokens: {found.name} allows at most "
-            f"{found.tokens_max:,}; allowed: fewer turns, a shorter history or shorter answers"
+            f"{found.tokens_max:,}; allowed: "
+            + ("a trace of shorter prompts" if basis.trace else "fewer turns, a shorter history or shorter answers")
         )
     given, count = inputs.model.tp, inputs.gpu.count
     if count < given:
@@ -248,6 +249,7 @@ def _deployment(
     kv_bytes = gpus * (gpu.memory_bytes * gpu.memory_share - gpu.other_bytes) - dense_bytes - expert_bytes
     session_bytes = model.gpu_bytes(load.session_tokens)
     launch_s, exchange_s, token_exchange_s = _step_times(inputs, experts, basis.model)
+    loaded_tokens = max(load.reusable_tokens, 1.0)
     stream = min(software.load_bytes_per_s or math.inf, gpu.link_bytes_per_s * software.link_share)
     return Deployment(
         inputs=inputs,
@@ -261,7 +263,7 @@ def _deployment(
         launch_s=launch_s,
         exchange_s=exchange_s,
         token_exchange_s=token_exchange_s,
-        load_bytes_per_s=gpus * stream / model.delivered_ratio,
+        load_bytes_per_s=gpus * stream * model.loaded_bytes(loaded_tokens) / model.delivered_bytes(loaded_tokens),
         weight_bytes=weight_bytes,
         dense_bytes=dense_bytes,
         expert_bytes=expert_bytes,

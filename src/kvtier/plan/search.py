@@ -75,7 +75,7 @@ def gpus_for(inputs: Inputs, deployment: Deployment, loads: list[float]) -> list
         best = COUNT_MAX + 1
         for tp, dp in reversed(sizes):
             copies = 1
-            while (served := most(tp, dp, copies)) and copies * tp < best:
+            while copies * tp < best and (served := most(tp, dp, copies)):
                 if served >= load * (1 - _CLOSE):
                     best = copies * tp
                 copies = max(copies + 1, math.ceil(copies * load / served * (1 - _CLOSE)))

@@ -22,6 +22,9 @@ from kvtier.plan.inputs import Inputs
 
 BURST_S = 10.0
 """Length of the windows in which the peak of arrivals is searched."""
+_OF_TRACE = ("trace", "trace_window_s", "trace_time_unit", "load")
+_MEASURED = ("users", "prefix_tokens", "history_tokens", "question_tokens", "answer_tokens")
+_PAUSES = ("turns", "interval_s", "interval_cv")
 _STEPS = 600
 _CV_LEAST = 1e-3
 """Coefficients of variation below it count as 0: all pauses are equal."""
@@ -155,8 +158,12 @@ def workload(inputs: Inputs, trace: TraceSummary | None) -> Workload:
     """The workload of the inputs, or of the trace where there is one.
 
     Raises:
-        ConfigError: the inputs contradict each other.
+        ConfigError: the inputs contradict each other, or one of the command line has no effect.
     """
+    for key in without_effect(trace):
+        origin = inputs.origin(f"traffic.{key}")
+        if trace and origin.startswith("--"):
+            raise ConfigError(f"{origin} has no effect, since trace {trace.path} has the traffic; allowed: without it")
     measured = _from_trace(inputs, trace) if trace else _from_inputs(inputs)
     share = inputs.traffic.reuse
     if share is None:
@@ -169,6 +176,13 @@ def workload(inputs: Inputs, trace: TraceSummary | None) -> Workload:
     later = share * measured.input_tokens / (1 - first_share) if share else 0.0
     reusable = min(later, measured.later_tokens)
     return replace(measured, first_share=first_share, prefix_tokens=0.0, reusable_tokens=reusable)
+
+
+def without_effect(trace: TraceSummary | None) -> tuple[str, ...]:
+    """Inputs of the traffic that nothing reads: those of a trace where there is none, else what it measures."""
+    if trace is None:
+        return _OF_TRACE
+    return _MEASURED if trace.curve is None else (*_MEASURED, *_PAUSES)
 
 
 def _from_inputs(inputs: Inputs) -> Workload:

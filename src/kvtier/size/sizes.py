@@ -167,7 +167,7 @@ class KvSize:
         """The objects of a chunk on the fullest rank: one for each KV group."""
         return max(self.stage_objects, key=lambda objects: sum(each.bytes for each in objects))
 
-    def rank_session_bytes(self, stage: int, tokens: int, in_flight: int = 0) -> float:
+    def rank_session_bytes(self, stage: int, tokens: float, in_flight: int = 0) -> float:
         """For one session of `tokens` on a rank of `stage`, as vLLM keeps it beside `in_flight` tokens of its steps.
 
         A windowed layer forgets when a step is done, in whole blocks. A state is kept as it is now and as it was at the

@@ -402,8 +402,13 @@ def test_an_overload_that_fits_in_part_names_the_users_and_the_gpus():
     late = planned("llama-3.3-70b", "host=1TiB", traffic__users=300, target__ttft_s=0.1)
     assert late.given.output_tokens_per_s > 1.1 * late.alone.output_tokens_per_s
     assert [it.name for it in late.idle_tiers] == ["host"]
-    never = request(planned("llama-3.3-70b", target__ttft_s=0.01))
-    assert never.endswith("no number of these GPUs is enough, but larger ones or more time (--ttft) may be.")
+    never = "no number of these GPUs up to 1,000,000 is enough, but larger ones or more time (--ttft) may be."
+    assert request(planned("llama-3.3-70b", target__ttft_s=0.01)).endswith(never)
+    # The most users that may be asked for, and those of 80,000 hosts with the drives and channels of each.
+    for users in (10**9, 3 * 10**6):
+        many = request(planned("llama-3.1-8b", traffic__history_tokens=120_000, traffic__users=users))
+        assert many.startswith(f"{users:,} users do not fit on 8 x h100-sxm: ")
+        assert many.endswith(never) == (users == 10**9)
 
 
 def test_steps_other_than_a_fifth_are_named():

@@ -1,6 +1,7 @@
 """What a plan counts besides the plain case: states, windows, formats, copies, long prompts, slow streams."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tests.unit.plan.plans import deployed, planned
@@ -12,6 +13,8 @@ from kvtier.plan.plan import capacity
 from kvtier.plan.queueing import fetch_s, operate, prefill_s
 from kvtier.plan.read_inputs import load
 from kvtier.plan.resolve import resolve
+from kvtier.size.capacity import gpu_capacity
+from kvtier.size.catalogue import entries
 
 MIB = 2**20
 
@@ -45,10 +48,63 @@ def test_snapshots_take_capacity_until_a_residence_time_after_their_last_use():
         assert at_least * needed.residence_s <= kept_s <= at_most * needed.residence_s
 
 
-def test_a_load_reads_the_last_window_of_windowed_layers_and_a_store_keeps_all():
+WINDOWED = [name for name in entries() if any(cache.window for cache, _ in size.model(name).runs)]
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_plan_of_a_windowed_model_holds_what_its_sizes_hold(name, tp):
+    """Sessions of any length in GPU memory, and bytes of a chunk, at any number of ranks."""
+    kv, memory_bytes = size.of(name, tp=tp), 4 * 2**40
+    deployment = deployed(
+        name, gpu__memory_bytes=memory_bytes, gpu__count=tp, model__tp=tp, traffic__history_tokens=2000
+    )
+    sized = gpu_capacity(kv, memory_bytes, tp, deployment.weight_bytes, in_flight_tokens=0)
+    for tokens in (100, 1030, 8000, 50_000):
+        planned = deployment.kv_bytes / deployment.model.gpu_bytes(tokens)
+        assert int(planned * tokens) == pytest.approx(sized.held(tokens).tokens, rel=1e-9)
+    chunk_bytes = deployment.model.token_bytes * deployment.inputs.software.chunk_tokens
+    assert chunk_bytes == pytest.approx(tp * kv.chunk_bytes_per_rank, rel=1e-6)
+
+
+@pytest.mark.parametrize(("copies", "stored"), [(0, 2), (1, 1)])
+def test_each_layer_of_gemma_has_its_own_copies(copies, stored):
+    """Gemma 4 31B at TP 8: two copies of the 4 heads of its 10 full layers, one of the 16 of its 50 windowed ones."""
+    gpu = {"gpu__name": "mi300x", "gpu__memory_bytes": 192 * 10**9, "software__load_bytes_per_s": 1e9}
+    traffic = {"traffic__history_tokens": 50_000, "traffic__turns": 5}
+    deployment = deployed("gemma-4-31b", model__tp=8, software__copies=copies, **gpu, **traffic)
+    full, windowed = 81_920, 819_200  # bytes a token of the layers of each sort
+    session = 2 * full * 51_700 + windowed * 1040  # a window of 1,024 is in 65 blocks
+    assert deployment.model.gpu_bytes(51_700) == session
+    assert session == pytest.approx(9.3e9, rel=0.01)  # 851,968,000 of the windows
+    assert int(deployment.kv_bytes / session) == 141
+    assert deployment.model.token_bytes == stored * full + windowed
+    assert deployment.model.loaded_bytes(50_000) == stored * full * 50_000 + windowed * 1024
+    # Every rank receives its heads over its own link, whether they are stored once or twice.
+    tokens = deployment.workload.reusable_tokens
+    delivered = 2 * full * tokens + windowed * 1024
+    assert deployment.model.loaded_bytes(tokens) / deployment.load_bytes_per_s == pytest.approx(delivered / 8e9)
+
+
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gpt-oss-120b", "qwen3-next-80b-a3b"])
+def test_the_room_for_hits_is_in_the_bytes_of_the_place_that_holds_them(name):
+    """GPU memory alone forgets windows and keeps two states; a tier stores each chunk and snapshot."""
+    tiered = deployed(name, gpu__name="mi300x", model__tp=8, traffic__prefix_tokens=0)
+    alone, load = tiered.without("host", "disk"), tiered.workload
+    in_gpus, in_tiers = capacity(alone, 0.95), capacity(tiered, 0.95)
+    assert in_gpus.bytes != pytest.approx(in_tiers.bytes, rel=0.01)
+    tokens = in_gpus.bytes / alone.model.gpu_bytes(load.session_tokens) * load.session_tokens
+    found = operate(replace(alone, gpu_tokens=tokens), load.requests_per_s, with_tiers=False)
+    assert found.residence_s["gpu"] == pytest.approx(in_gpus.residence_s)
+    host = replace(tiered.tiers[0], capacity_bytes=in_tiers.bytes)
+    found = operate(replace(tiered, tiers=(host,)), load.requests_per_s, with_tiers=True)
+    assert found.residence_s["host"] == pytest.approx(in_tiers.residence_s)
+
+
+def test_a_load_reads_the_last_window_and_a_store_keeps_one_of_every_chunk():
     model = deployed("gpt-oss-20b").model
     half = 24_576  # bytes a token of the 12 layers without a window, and of the 12 with one of 128
-    assert model.stored_bytes(20_000) == 2 * half * 20_000
+    assert model.stored_bytes(20_480) == (1 + 1 / 2) * half * 20_480  # of a chunk of 256 the window
     assert model.loaded_bytes(20_000) == half * 20_000 + half * 128
     assert model.loaded_bytes(100) == model.stored_bytes(100)
     deployment = deployed("gpt-oss-20b", software__load_bytes_per_s=1e9)

@@ -11,9 +11,14 @@ from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.plan.plan import make_plan
 from kvtier.plan.read_inputs import load
+from kvtier.plan.resolve import resolve
 from kvtier.plan.trace import read_trace
 
 BLOCK = 64
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens",
+    *(f"2023-11-16 18:15:{second:02}.6805900,{1000 + second},100" for second in range(60)),
+)
 
 
 def conversations(seed, sessions=40):
@@ -115,9 +120,7 @@ def test_sessions_have_ids_of_their_own_and_sub_agents_their_own_clock(tmp_path)
 
 
 def test_a_csv_has_arrivals_and_lengths_and_needs_the_reuse(tmp_path):
-    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
-    lines += [f"2023-11-16 18:15:{second:02}.6805900,{1000 + second},100" for second in range(60)]
-    path = written(tmp_path / "trace.csv", lines)
+    path = written(tmp_path / "trace.csv", AZURE)
     summary = read_trace(path, 1.0)
     assert (summary.requests, summary.input_tokens, summary.duration_s) == (60, 1029.5, 59.0)
     assert summary.curve is None
@@ -127,6 +130,41 @@ def test_a_csv_has_arrivals_and_lengths_and_needs_the_reuse(tmp_path):
     inputs = load(options={"model.name": "llama-3.1-8b", "traffic.trace": str(path), "traffic.reuse": "0.5"})
     demand = make_plan(inputs, with_sensitivities=False).deployment.workload
     assert (demand.reuse, demand.requests_per_s) == (pytest.approx(0.5), pytest.approx(60 / 59))
+
+
+@pytest.mark.parametrize("traffic", ["blocks", "lengths"])
+def test_an_option_of_other_traffic_is_refused_by_name_but_not_in_a_file(tmp_path, traffic):
+    """A trace without block ids needs turns and pauses, one with them has its own."""
+    trace = {
+        "blocks": written(tmp_path / "trace.jsonl", as_lines(conversations(1))),
+        "lengths": written(tmp_path / "trace.csv", AZURE),
+    }[traffic]
+    options = {"model.name": "llama-3.1-8b", "traffic.trace": str(trace), "traffic.reuse": "0.5"}
+    kinds = {"users": [], "history_tokens": [], "answer_tokens": [], "turns": ["lengths"], "interval_s": ["lengths"]}
+    kinds |= {key: ["blocks", "lengths"] for key in ("arrivals_cv2", "load", "trace_window_s")}
+    for key, used in kinds.items():
+        site = written(tmp_path / "site.toml", ["[traffic]", f"{key} = 3"])
+        resolve(load(options=options, file=site))
+        given = load(options=options, sets=[f"traffic.{key}=3"])
+        if traffic in used:
+            resolve(given)
+        else:
+            with pytest.raises(
+                ConfigError, match=rf"^--set traffic\.{key} has no effect, since trace .* has the traffic"
+            ):
+                resolve(given)
+
+
+@pytest.mark.parametrize(("traffic", "advice"), [("blocks", "a trace of shorter prompts"), ("inputs", "fewer turns")])
+def test_what_a_prompt_beyond_the_context_is_told_can_be_done(tmp_path, traffic, advice):
+    lines = as_lines([(time, 200_000, 5, list(range(3125))) for time in (0, 10)])
+    trace = str(written(tmp_path / "trace.jsonl", lines)) if traffic == "blocks" else ""
+    inputs = load(
+        options={"model.name": "llama-3.1-8b", "traffic.trace": trace},
+        file=written(tmp_path / "site.toml", ["[traffic]", "history_tokens = 200_000"]),
+    )
+    with pytest.raises(ConfigError, match=f"llama-3.1-8b allows at most 131,072; allowed: {advice}"):
+        resolve(inputs)
 
 
 def test_a_plan_of_a_trace_is_in_queries_and_grows_with_its_load(tmp_path, requests):
