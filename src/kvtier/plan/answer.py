@@ -7,7 +7,7 @@ from kvtier.config.value_types import seconds_text
 from kvtier.plan.inputs import SETTINGS, ModelInputs
 from kvtier.plan.limits import FIRST_TOKEN, in_users
 from kvtier.plan.plan import Plan, PlannedTier, Variant
-from kvtier.plan.queueing import GPU
+from kvtier.plan.queueing import GPU, operate
 from kvtier.plan.resolve import SEARCHED, Deployment
 from kvtier.plan.search import PlannedSize
 from kvtier.plan.worth import LEAST_GAIN, TIER_NAMES
@@ -22,19 +22,24 @@ def verdict(plan: Plan) -> str:
     if not plan.serves_any:
         few = "less than one user" if plan.given.users else "not one request"
         return f"On {gpus}, {few} is {within(plan)}, with or without tiers."
-    point = plan.tiered.ceiling.point
+    # At the sizes for any load, since the verdict does not depend on the requested one.
+    by_tiers = {it.tiers: it for it in plan.choices}
+    ways, alone = [by_tiers[it.tiers] for it in plan.ways if it.tiers], by_tiers[()]
+    first = (ways or [alone])[0]
+    point = operate(first.deployment, first.users / first.deployment.workload.interval_s, with_tiers=bool(ways))
     is_limited = plan.inputs.target.ttft_p95_s
     tail = "" if is_limited else f" (95 % within {time_text(point.ttft_within_s(0.95))})"
-    ways = [it for it in plan.ways if it.tiers]
-    served = [f"{load_text(plan, it.users)} with {names_text(it.tiers)}{_gain(plan, it)}" for it in ways]
-    served += [f"{load_text(plan, plan.alone.users)} with {names_text(())}"]
+    served = [
+        f"{load_text(plan, it.users)} with {names_text(it.tiers)}{_gain(plan, it.users, alone.users)}" for it in ways
+    ]
+    served += [f"{load_text(plan, alone.users)} with {names_text(())}"]
     served[0] = served[0].replace(" with", f" {load_unit(plan)} with", 1)
     text = f"{_capital(within(plan))}{tail}, {gpus} serve {_series(served)}."
     users, most, size = max(
         ((whole(plan, size.users_with_tiers), it, size) for it in plan.choices for size in it.sizes),
         key=lambda it: it[0],
     )
-    if users > max(whole(plan, it.users) for it in (plan.alone, *ways)):
+    if users > max(whole(plan, it.users) for it in (alone, *ways)):
         text += f" With {names_text(most.tiers)} at TP {size.tp} they serve {load_text(plan, users)}."
     return f"{text} {_worth(plan, [it.tiers for it in ways])}"
 
@@ -103,8 +108,8 @@ def _series(texts: Sequence[str], word: str = "and") -> str:
     return f" {word} ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 
-def _gain(plan: Plan, variant: Variant) -> str:
-    ratio = ratio_text(whole(plan, variant.users), whole(plan, plan.alone.users))
+def _gain(plan: Plan, users: float, alone: float) -> str:
+    ratio = ratio_text(whole(plan, users), whole(plan, alone))
     return "" if ratio == NONE else f" ({ratio})"
 
 
@@ -126,6 +131,8 @@ def heading(plan: Plan) -> str:
     sizes = f"{size_text(tiered)} with tiers{why}, {size_text(alone)} without"
     if (tiered.inputs.model.tp, tiered.replicas) == (alone.inputs.model.tp, alone.replicas):
         sizes = f"{size_text(tiered)}{why}"
+    if plan.tiered.need and plan.tiered.need.gpus != inputs.gpu.count:
+        sizes += f"; for {shown_load(plan, plan.tiered)}: {size_text(plan.tiered.need.deployment)}"
     return f"{tiered.model.name} on {gpus_text(plan, inputs.gpu.count)} in {_hosts_text(tiered)}: {sizes}"
 
 

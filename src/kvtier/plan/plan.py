@@ -19,7 +19,7 @@ from kvtier.plan.limits import (
 )
 from kvtier.plan.queueing import GPU, OperatingPoint, operate
 from kvtier.plan.resolve import Basis, Deployment, deployments
-from kvtier.plan.search import PlannedSize, gpus_for
+from kvtier.plan.search import PlannedSize, best, gpus_for, is_served
 from kvtier.plan.sensitivity import InputSensitivity, sensitivities
 from kvtier.plan.worth import (
     Choice,
@@ -271,35 +271,35 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
     variants = {it.tiers: _variant(inputs, it) for it in (*worth_buying(found), found[-1])}
     given = variants[found[-1].tiers]
     ways = tuple(variants[it.tiers] for it in worth_buying(found))
-    tiered, best = ways[0], ways[0].deployment
+    tiered, kept = ways[0], ways[0].deployment
     bought = [it for it in ways if it.tiers]
-    if not best.workload.is_any(max(it.users for it in found)):
+    if not kept.workload.is_any(max(it.users for it in found)):
         every = [_variant(inputs, it) for it in found]
         fewest = min(it.gpus_least or math.inf for it in every)
-        kept = smallest([it.tiers for it in every if it.gpus_least == fewest])
-        bought = [it for it in every if it.tiers and it.tiers in kept]
-    need, load = tiered.need, best.workload
-    shares = sorted({*HIT_SHARES, best.inputs.target.hit_share})
-    at_load, point = (need.deployment, need.point) if need else (best, tiered.point)
+        enough = smallest([it.tiers for it in every if it.gpus_least == fewest])
+        bought = [it for it in every if it.tiers and it.tiers in enough]
+    need, load = tiered.need, kept.workload
+    shares = sorted({*HIT_SHARES, kept.inputs.target.hit_share})
+    at_load, point = (need.deployment, need.point) if need else (kept, tiered.point)
     return Plan(
         choices=tuple(found),
         alone=alone,
         ways=ways,
         given=given,
         arms=(alone, *bought),
-        least_host_bytes=least_host_bytes(best),
+        least_host_bytes=least_host_bytes(kept),
         same_money=same_money(given.deployment),
-        tiers=tuple(_tiers(given, best)),
+        tiers=tuple(_tiers(given, found[-1].deployment, kept)),
         capacities=tuple(capacity(at_load, share) for share in shares),
-        drives=_drives(at_load, point) if any(it.name == "disk" for it in best.tiers) else None,
+        drives=_drives(at_load, point) if any(it.name == "disk" for it in kept.tiers) else None,
         break_evens=tuple(break_evens(given.deployment)),
-        used=used_shares(best, operate(best, load.requests_per_s, with_tiers=True)),
-        sensitivities=tuple(sensitivities(inputs, best)) if with_sensitivities else (),
+        used=used_shares(kept, operate(kept, load.requests_per_s, with_tiers=True)),
+        sensitivities=tuple(sensitivities(inputs, kept)) if with_sensitivities else (),
     )
 
 
 def _variant(inputs: Inputs, choice: Choice, *, with_tiers: bool = True) -> Variant:
-    deployment = choice.deployment
+    deployment = choice.for_load
     requested = deployment.workload.requests_per_s
     top = ceiling(deployment, with_tiers=with_tiers)
     at_ttft = next(it for it in top.serving if it.name in FIRST_TOKEN)
@@ -323,22 +323,24 @@ def _variant(inputs: Inputs, choice: Choice, *, with_tiers: bool = True) -> Vari
         output_tokens_per_s=served * deployment.workload.answer_tokens,
         gpus_least=least,
         gpus_needed=needed,
-        need=_need(inputs, choice, least),
+        need=_need(inputs, choice, top.binding.users, least),
         cost=cost(deployment, point, served_per_s=served),
         cost_at_most=cost(deployment, top.point, served_per_s=within) if is_any else None,
     )
 
 
-def _need(inputs: Inputs, choice: Choice, gpus: int | None) -> Need | None:
+def _need(inputs: Inputs, choice: Choice, users: float, gpus: int | None) -> Need | None:
     """The hardware for the requested load: the given one where it serves that load, else that of `gpus` GPUs."""
-    deployment, users = choice.deployment, choice.users
-    requested = deployment.workload.requests_per_s
-    if users < in_users(deployment, requested):
+    deployment, requested = choice.for_load, choice.for_load.workload.requests_per_s
+    load = in_users(deployment, requested)
+    if not is_served(load, users):
         if gpus is None:
             return None
         changed = inputs.change({"gpu.count": gpus}, "the GPUs for the requested load")
         sizes = [only(it, choice.tiers) for it in deployments(changed, deployment.basis)]
-        users, deployment = max(((most_users(it), it) for it in sizes), key=lambda it: it[0])
+        found = [most_users(it) for it in sizes]
+        deployment = best(sizes, found, load)
+        users = found[sizes.index(deployment)]
     point = operate(deployment, requested, with_tiers=bool(choice.tiers))
     years = life_years(deployment, point.write_bytes_per_s["disk"]) if "disk" in point.write_bytes_per_s else None
     at_load = cost(deployment, point, served_per_s=requested)
@@ -367,11 +369,11 @@ def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
     )
 
 
-def _tiers(given: Variant, best: Deployment) -> list[PlannedTier]:
-    """GPU memory and all tiers of the inputs; `best` has those that are recommended."""
+def _tiers(given: Variant, whole: Deployment, best: Deployment) -> list[PlannedTier]:
+    """GPU memory and all tiers of the inputs, which `whole` has at the size for any load; `best` is recommended."""
     need, kept = given.need, {GPU, *(it.name for it in best.tiers)}
     deployment, point = (need.deployment, need.point) if need else (given.deployment, given.point)
-    beside = {it: only(given.deployment, kept | {it.name}) for it in given.deployment.tiers if it.name not in kept}
+    beside = {it: only(whole, kept | {it.name}) for it in whole.tiers if it.name not in kept}
     reasons = {it.name: (why_not(deployed, it), pays_from(deployed, it)) for it, deployed in beside.items()}
     session_tokens = deployment.workload.session_tokens
     # A stored session has a snapshot of its states.

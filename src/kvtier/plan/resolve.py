@@ -20,7 +20,7 @@ from kvtier.plan.workload import ReuseCurve, TraceSummary, Workload, workload
 from kvtier.size.capacity import WEIGHT_BYTES
 from kvtier.size.sizes import TP_MAX
 
-SEARCHED = "the smallest size that serves nearly the most users"
+SEARCHED = "the smallest size that serves the load and nearly the most users"
 """Origin of a `model.tp` that is not given."""
 _FROM_CATALOGUE = {
     "gpu": ("flops", "attention_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "exchange", "watts"),

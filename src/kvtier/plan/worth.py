@@ -38,8 +38,11 @@ class Choice:
     sizes: tuple[PlannedSize, ...]
     """Every size that holds the model, the smallest first."""
     deployment: Deployment
+    """At the size for any load."""
+    for_load: Deployment
+    """At the size for the requested load: another one where only that serves it."""
     users: float
-    """Users within all limits."""
+    """Users within all limits at the size for any load."""
     life_years: float | None
     """Life of its drives at that load; None without drives."""
     price: float | None
@@ -73,7 +76,7 @@ def only(deployment: Deployment, names: Collection[str]) -> Deployment:
 
 
 def _choice(sizes: Sequence[Deployment], kept: tuple[str, ...]) -> Choice:
-    found, best, _ = search([only(it, kept) for it in sizes])
+    found, best, for_load = search([only(it, kept) for it in sizes])
     users, years = most_users(best), None
     if "disk" in kept:
         rate = users / best.workload.interval_s
@@ -84,6 +87,7 @@ def _choice(sizes: Sequence[Deployment], kept: tuple[str, ...]) -> Choice:
         tiers=kept,
         sizes=tuple(found),
         deployment=best,
+        for_load=for_load,
         users=users,
         life_years=years,
         price=sum(prices.values()) + worn(best, years) if all(prices.values()) else None,
