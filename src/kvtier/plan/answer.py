@@ -49,7 +49,9 @@ def _worth(plan: Plan, ways: list[tuple[str, ...]]) -> str:
     if not plan.given.deployment.tiers:
         return "The plan has no tiers."
     if not ways:
-        return f"No tier is worth buying, because {plan.idle_tiers[0].why_not}."
+        reasons = {it.why_not: f"not {TIER_NAMES[it.name]}, because {it.why_not}" for it in plan.idle_tiers}
+        why = f": {', and '.join(reasons.values())}" if len(reasons) > 1 else f", because {next(iter(reasons))}"
+        return f"No tier is worth buying{why}."
     price = {it.tiers: it.price for it in plan.choices}
     currency = plan.inputs.price.currency
     texts = [

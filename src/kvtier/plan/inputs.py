@@ -234,12 +234,18 @@ class GpuInputs(SettingsSection):
         "Seconds that an exchange takes more where the GPUs of a copy are in several hosts.",
         "NVIDIA AIConfigurator, system files, 2026-08-21: p2p_latency, there and back",
     )
+    adapter_bytes_per_s: float = setting(
+        50e9,
+        Number(1e6, 1e16),
+        "Bytes a second of a GPU's network adapter, over which GPUs of several hosts exchange.",
+        "400 Gbit/s for each GPU of a DGX H100 (ConnectX-7), NVIDIA's data sheet",
+    )
     watts: float = setting(0.0, Number(1, 1e5, _CATALOGUE), "Maximum power of one GPU.")
     flops_share: float = setting(0.5, Number(0.01, 1), "Share of the peak that prefill reaches (MFU).", "rule of thumb")
     expert_flops_share: float = setting(
         0.15,
         Number(0.01, 1),
-        "The same with the weights of a mixture of experts, whose products are small.",
+        "Share of the peak that prefill of a mixture of experts reaches, since its products are small.",
         "calibrated: docs/planning.md",
     )
     memory_rate_share: float = setting(

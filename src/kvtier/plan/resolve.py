@@ -36,7 +36,7 @@ _SERVER_GPUS = 8
 _UNKNOWN_EXCHANGE = "pcie5"
 """For a GPU that is not in the catalogue: every server has PCIe."""
 _ACTIVATION_BYTES = 2
-"""Of an element that GPUs exchange; experts get it in one byte (DeepEP) and return it in these."""
+"""Bytes of an element that GPUs exchange; experts get it in one byte (DeepEP) and return it in these."""
 
 
 @dataclass(slots=True)
@@ -279,7 +279,8 @@ def _step_times(inputs: Inputs, experts: Experts, model: size.Model) -> tuple[fl
     """Seconds of a step for launches, for exchanges, and for what each token adds to the exchanges.
 
     GPUs that split each layer sum its attention and its MLP, an all-reduce each (Shoeybi et al., "Megatron-LM", 2019,
-    section 3). Those that share the experts only send tokens to them and back (DeepEP, 2025).
+    section 3). Those that share the experts only send tokens to them and back (DeepEP, 2025). Between hosts each GPU
+    sends its part of a sum, or one copy of a token to each of them, over a network adapter of its own.
     """
     gpu, tp, layers = inputs.gpu, inputs.model.tp, float(len(model.layers))
     if () in model.layers:  # where an MLP is a layer of its own, two are one of the others
@@ -288,13 +289,16 @@ def _step_times(inputs: Inputs, experts: Experts, model: size.Model) -> tuple[fl
     launch_s = layers * (gpu.layer_s + (gpu.expert_layer_s if experts.routed > 1 else 0.0))
     if tp == 1:
         return launch_s, 0.0, 0.0
-    waits_s = 2 * (gpu.exchange_wait_s + (gpu.host_latency_s if tp > inputs.host.gpus else 0.0))
+    near, hosts = min(tp, inputs.host.gpus), -(-tp // inputs.host.gpus)
+    waits_s = 2 * (gpu.exchange_wait_s + (gpu.host_latency_s if hosts > 1 else 0.0))
     if inputs.model.dp_attention:
-        fixed_s, copies = gpu.dispatch_s, min(experts.used, tp - 1)
-        sent_bytes = copies * width * (1 + _ACTIVATION_BYTES)
+        fixed_s, token_bytes = gpu.dispatch_s, width * (1 + _ACTIVATION_BYTES)
+        sent, sent_far = min(experts.used, tp - 1), min(experts.used, hosts - 1)
     else:
-        fixed_s, sent_bytes = 2 * gpu.exchange_latency_s, 2 * (2 * (tp - 1) / tp) * width * _ACTIVATION_BYTES
-    return launch_s, layers * (fixed_s + waits_s), layers * sent_bytes / gpu.exchange_bytes_per_s
+        fixed_s, token_bytes = 2 * gpu.exchange_latency_s, 2 * 2 * width * _ACTIVATION_BYTES
+        sent, sent_far = (near - 1) / near, (hosts - 1) / hosts / near
+    sent_s = sent / gpu.exchange_bytes_per_s + sent_far / gpu.adapter_bytes_per_s
+    return launch_s, layers * (fixed_s + waits_s), layers * token_bytes * sent_s
 
 
 def _model_cost(inputs: Inputs, basis: Basis) -> ModelCost:
