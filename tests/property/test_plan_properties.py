@@ -182,7 +182,7 @@ def test_no_plan_exceeds_the_rates_of_its_parts(inputs):
 
 def stated(text: str) -> list[int]:
     """The users that a verdict states."""
-    places = r"([\d,]+)(?: users)? with (?=GPU|host|local|shared)|they serve ([\d,]+)\."
+    places = r"([\d,]+)(?: users)? with (?=GPU|host|local|shared)|(?:they serve|it serves) ([\d,]+)\."
     return [int((one or other).replace(",", "")) for one, other in re.findall(places, text)]
 
 
@@ -259,7 +259,7 @@ def test_all_parts_of_a_page_name_one_size_and_agree_on_whether_the_load_fits(in
     needed = {row[1 + place] for place, it in enumerate(plan.arms) if it.tiers == arm.tiers}
     fits = arm.need is not None and arm.need.gpus <= inputs.gpu.count
     with_tiers = re.escape(names_text(arm.tiers))
-    assert bool(re.search(rf"fit on [^;]*{with_tiers}", request(plan).partition("they need")[0])) == fits
+    assert bool(re.search(rf"fits? on [^;]*{with_tiers}", request(plan).partition(" need")[0])) == fits
     assert any("exceeds: " in it for it in conclusion(plan)) == (not fits)
     assert (arm.users >= plan.requested_users * (1 - 1e-9)) == fits
     in_settings = re.search(r"engines \((TP \d+|data-parallel attention on \d+)", settings_toml(plan))[1]

@@ -145,7 +145,8 @@ class TimeLimit(Seconds):
 
     def read(self, raw: object, *, is_text: bool) -> float:
         """Read a duration, or the 0 of no limit."""
-        return 0.0 if not isinstance(raw, bool) and raw in (0, "0") else Seconds.read(self, raw, is_text=is_text)
+        is_none = not Seconds(0.0, math.inf).read(raw, is_text=is_text)
+        return 0.0 if is_none else Seconds.read(self, raw, is_text=is_text)
 
     def show(self, value: object) -> str:
         """The duration with a unit."""
@@ -226,7 +227,7 @@ class GpuInputs(SettingsSection):
         "calibrated: docs/planning.md",
     )
     expert_layer_s: float = setting(
-        25e-6, Number(0, 1), "The same of a layer's routed experts, in addition.", "calibrated: docs/planning.md"
+        25e-6, Number(0, 1), "Least seconds that the routed experts of a layer add.", "calibrated: docs/planning.md"
     )
     host_latency_s: float = setting(
         20e-6,

@@ -58,6 +58,12 @@ def read_basis(inputs: Inputs) -> Basis:
     """
     ignored = [name.strip() for name in inputs.model.ignore.split(",") if name.strip()]
     found, trace = size.model(inputs.model.name, ignored), None
+    for name in ("traffic.trace_time_unit", "traffic.trace_window_s", "traffic.load"):
+        if name in inputs.origins and not inputs.traffic.trace:
+            raise ConfigError(
+                f"{name} = {inputs.value(name)!r} (from {inputs.origin(name)}): it is about a trace, and the plan has "
+                "none; allowed: with --trace FILE"
+            )
     if inputs.traffic.trace:
         from kvtier.plan.trace import read_trace  # noqa: PLC0415 - imports numpy and the trace readers
 
@@ -101,7 +107,7 @@ class Deployment:
     load_bytes_per_s: float
     """Load bandwidth of one server, in stored bytes."""
     weight_bytes: float
-    """Of one copy of the model."""
+    """Weights of one copy of the model."""
     dense_bytes: float
     """Weights on one server that each decode step reads."""
     expert_bytes: float

@@ -17,16 +17,16 @@ from kvtier.plan.search import PlannedSize, search
 from kvtier.report.format import bytes_text, time_text
 
 LEAST_GAIN = 1.1
-"""A smaller ratio of users is no gain: the plan itself is off by as much."""
+"""A smaller ratio of users does not count as a gain: the plan itself is off by as much."""
 TIER_NAMES = {"gpu": "GPU memory", "host": "host memory", "disk": "local drives", "shared": "shared storage"}
 _NEARLY_ALL = 0.9
 _INTERVALS = tuple(4.0**step for step in range(1, 9))
 """Multiples of the interval between two queries at which a tier may pay."""
 _INTERVAL_MOST_S = 1e7
 _HALVINGS = 4
-"""Of the ratio of 4 between a multiple at which it pays and the one before: within a tenth."""
+"""They narrow the ratio of 4 between a multiple at which it pays and the one before to a tenth."""
 _HOST_HALVINGS = 9
-"""Of the ratio between host memory and one conversation, which is some 1,000: within 2 %."""
+"""They narrow the ratio between host memory and one conversation, which is some 1,000, to 2 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

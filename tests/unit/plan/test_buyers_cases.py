@@ -161,6 +161,7 @@ def test_7_the_room_for_a_share_of_the_hits(answer):
     plan = answer(line, "--set", "traffic.interval_cv=0")
     prompts = [40_100 + turn * 200 for turn in range(20)]
     held = 600 * (sum(prompts[1:]) / 19 + 100)
+    assert [it["tiers"] for it in plan["needs"]] == [[], ["disk"]]
     for found in plan["needs"]:
         assert found["kv_bytes_for_hits"] == pytest.approx(held * 131_072, rel=STAYS)
 
@@ -193,6 +194,8 @@ def test_9_gpus_that_are_too_slow_for_one_user(answer):
     assert plan["is_overloaded"]
     assert [it["is_worth_buying"] for it in plan["choices"][1:]] == [False] * 3
     assert "orth buying" not in plan["verdict"]
+    assert len(plan["needs"]) > 1
+    assert all("gpus" in it for it in plan["needs"])
     for found in plan["needs"]:
         copies = found["gpus"] // found["tp"]
         assert found["users"] == 20 <= found["users_at_most"]
@@ -200,7 +203,7 @@ def test_9_gpus_that_are_too_slow_for_one_user(answer):
         written = 1 * (22_000 * (1 - found["hit_rate"]) + 100) * 131_072  # what is not found is new
         assert list(found["write_bytes_per_s"].values()) == [pytest.approx(written, rel=EXACT)] * len(found["tiers"])
         hosts = "one host" if found["gpus"] <= 8 else f"{math.ceil(found['gpus'] / 8)} hosts"
-        assert f" {found['gpus']} in {hosts}" in plan["request"]
+        assert f" {found['gpus']} GPUs in {hosts}" in plan["request"]
 
 
 def test_10_drives_for_the_wanted_life(answer):

@@ -233,7 +233,7 @@ def test_gpus_for_the_load_are_one_number_in_all_places():
     counts = [str(it.need.gpus) for it in plan.arms]
     assert counts == [str(alone), *[str(least)] * (len(counts) - 1)]
     assert needs_table(plan).rows[0] == ("GPUs", *counts)
-    assert all(f" {count} in " in request(plan) for count in counts)
+    assert all(f" {count} GPU" in request(plan) for count in counts)
 
 
 def test_a_drive_that_writes_too_slowly_drops_the_rest():
@@ -378,8 +378,8 @@ def test_an_overload_says_first_that_the_load_does_not_fit():
     plan = planned("llama-3.1-8b", "host=1TiB", gpu__name="l4", gpu__count=1, traffic__users=20)
     assert plan.is_overloaded
     least = plan.given.gpus_least
-    assert request(plan).startswith(f"20 users do not fit on 1 x l4: they need {plan.arms[-1].need.gpus} in ")
-    assert verdict(plan).startswith("On 1 x l4, less than one user is within 1 s")
+    assert request(plan).startswith(f"20 users do not fit on 1 x l4: they need {plan.arms[-1].need.gpus} GPU")
+    assert verdict(plan).startswith("On 1 x l4, not even one user gets a first token within 1 s on average, with or")
     assert "orth buying" not in verdict(plan)
     assert [it.worth_it for it in plan.tiers] == [True, False]
     assert plan.idle_tiers[0].why_not == "no load is within the limits, with it or without"
@@ -393,8 +393,8 @@ def test_an_overload_that_fits_in_part_names_the_users_and_the_gpus():
     plan = planned("llama-3.3-70b", "host=1TiB", traffic__users=300)
     least, alone = plan.tiered.gpus_least, plan.alone.gpus_least
     assert request(plan) == (
-        f"300 users do not fit on 8 x h100-sxm: they need {least} in {least // 8} hosts with host memory and {alone} "
-        f"in {alone // 8} hosts with GPU memory alone."
+        f"300 users do not fit on 8 x h100-sxm: they need {least} GPUs in {least // 8} hosts with host memory and "
+        f"{alone} GPUs in {alone // 8} hosts with GPU memory alone."
     )
     assert f"serve {math.floor(plan.tiered.users)} users with host memory" in verdict(plan)
     assert f"# for 300 users on {least} x h100-sxm" in settings_toml(plan)
@@ -515,3 +515,15 @@ def test_a_limit_of_the_95th_percentile_replaces_that_of_the_mean_or_holds_besid
     assert "target.ttft_s" not in names
     with pytest.raises(ConfigError, match="allowed: a limit of one of them"):
         load(options={"target.ttft_s": "0"})
+
+
+def test_one_of_a_thing_is_written_in_the_singular():
+    """It was "1 users fit", "1 x h100-sxm serve 53", and "they need 8 in one host"."""
+    plan = planned("llama-3.1-8b", "host=64GiB", gpu__count=1, traffic__users=1)
+    assert request(plan) == "1 user fits on 1 x h100-sxm with GPU memory alone."
+    assert "1 x h100-sxm serves " in verdict(plan)
+    assert needs_table(plan).title == "What 1 user needs"
+    small = planned("llama-3.1-8b", gpu__name="l4", gpu__count=1, traffic__users=1)
+    assert re.match(r"1 user does not fit on 1 x l4: it needs \d+ GPUs in one host with ", request(small))
+    texts = [request(plan), verdict(plan), *conclusion(plan), heading(plan), *(it.title for it in tables(plan))]
+    assert [it for it in texts if re.search(r"\b1 (users|GPUs|hosts|copies)\b", it)] == []

@@ -37,6 +37,13 @@ def output(capsys, *arguments):
         ([MODEL, "--users", "-5"], "traffic.users = '-5' (from --users)"),
         ([MODEL, "--users", "1e99"], "traffic.users = '1e99' (from --users)"),
         ([MODEL, "--interval", "0"], "traffic.interval_s = '0' (from --interval)"),
+        ([MODEL, "--ttft", "0s"], "allowed: a limit of one of them"),
+        ([MODEL, "--ttft", "0.0"], "allowed: a limit of one of them"),
+        ([MODEL, "--ttft", "0"], "allowed: a limit of one of them"),
+        ([MODEL, "--ttft", "1us"], "target.ttft_s = '1us' (from --ttft)"),
+        ([MODEL, "--time-unit", "s"], "traffic.trace_time_unit = 's' (from --time-unit)"),
+        ([MODEL, "--set", "traffic.load=2"], "traffic.load = 2.0 (from --set traffic.load)"),
+        ([MODEL, "--set", "traffic.trace_window_s=60"], "traffic.trace_window_s = 60.0 (from --set"),
         ([MODEL, "--ttft", "soon"], "target.ttft_s = 'soon' (from --ttft)"),
         ([MODEL, "--reuse", "1.5"], "traffic.reuse = '1.5' (from --reuse)"),
         ([MODEL, "--reuse", "1"], "traffic.reuse = 1 (from --reuse)"),
@@ -127,6 +134,8 @@ def test_the_text_fits_into_100_columns_and_begins_with_the_answer(capsys, argum
     lines = output(capsys, *arguments).splitlines()
     assert [line for line in lines if len(line) > 100] == []
     assert lines[0].startswith(("80 users fit on 8 x ", "1,000,000 users do not fit on 8 x "))
+    first = " ".join(lines[: lines.index("")])
+    assert re.search(r" with (GPU memory alone|host memory|local drives|shared storage)\b", first)
     answer, _, rest = "\n".join(lines).partition("\nWhat ")
     assert re.search(r" Within 1 s on average .* serve [\d,]+ users with ", " ".join(answer.split()))
     assert rest.startswith(("80 users need\n", "1,000,000 users need\n"))
