@@ -106,7 +106,7 @@ def test_3_what_two_gpus_and_their_tiers_cost(answer):
     worn = 3 * 2000 * max(4 / years - 1, 0)
     tiers = {(): 0, ("host",): 3_000, ("disk",): 6_000 + worn, ("host", "disk"): 9_000 + worn}
     assert plan["bytes_per_token_stored"] == token
-    assert len(plan["needs"]) > 1
+    assert [it["tiers"] for it in plan["needs"]] == [[], ["host"], ["disk"]]
     for found in plan["needs"]:
         assert (found["hosts"], found["users"]) == (1, 10)
         by_hand = found["gpus"] * 30_000 + 40_000 + tiers[tuple(found["tiers"])]
@@ -188,19 +188,18 @@ def test_8_a_trace_gives_rate_and_reuse(answer, tmp_path):
 
 
 def test_9_gpus_that_are_too_slow_for_one_user(answer):
-    """One L4 serves nobody in a second; the GPUs that 20 users need hold the weights, and tiers are neither praised nor
+    """One L4 serves nobody in a second; the GPUs that 100 users need hold the weights, and tiers are neither praised nor
     denied."""
-    plan = answer("llama-3.1-8b --gpu l4 --users 20")
+    plan = answer("llama-3.1-8b --gpu l4 --users 100")
     assert plan["is_overloaded"]
     assert [it["is_worth_buying"] for it in plan["choices"][1:]] == [False] * 3
     assert "orth buying" not in plan["verdict"]
-    assert len(plan["needs"]) > 1
-    assert all("gpus" in it for it in plan["needs"])
+    assert [it["tiers"] for it in plan["needs"]] == [[], ["host"], ["disk"]]
     for found in plan["needs"]:
         copies = found["gpus"] // found["tp"]
-        assert found["users"] == 20 <= found["users_at_most"]
+        assert found["users"] == 100 <= found["users_at_most"]
         assert found["gpu_kv_bytes"] == pytest.approx(gpu_bytes(found["gpus"], 24 * 2**30, 16e9, copies), rel=EXACT)
-        written = 1 * (22_000 * (1 - found["hit_rate"]) + 100) * 131_072  # what is not found is new
+        written = 5 * (22_000 * (1 - found["hit_rate"]) + 100) * 131_072  # what is not found is new
         assert list(found["write_bytes_per_s"].values()) == [pytest.approx(written, rel=EXACT)] * len(found["tiers"])
         hosts = "one host" if found["gpus"] <= 8 else f"{math.ceil(found['gpus'] / 8)} hosts"
         assert f" {found['gpus']} GPUs in {hosts}" in plan["request"]
