@@ -31,7 +31,9 @@ def verdict(plan: Plan) -> str:
     is_limited = plan.inputs.target.ttft_p95_s
     tail = "" if is_limited else f" (95 % within {time_text(point.ttft_within_s(0.95))})"
     served = [
-        f"{load_text(plan, it.users)} with {names_text(it.tiers)}{_gain(plan, it.users, alone.users)}" for it in ways
+        f"{load_text(plan, it.users)} with {names_text(it.tiers)} "
+        f"({ratio_text(whole(plan, it.users), whole(plan, alone.users))})".removesuffix(f" ({NONE})")
+        for it in ways
     ]
     served += [f"{load_text(plan, alone.users)} with {names_text(())}"]
     served[0] = served[0].replace(load_text(plan, first.users), in_words(plan, first.users), 1)
@@ -113,11 +115,6 @@ def names_text(tiers: Collection[str]) -> str:
 def _series(texts: Sequence[str], word: str = "and") -> str:
     """The texts as a list in a sentence."""
     return f" {word} ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
-
-
-def _gain(plan: Plan, users: float, alone: float) -> str:
-    ratio = ratio_text(whole(plan, users), whole(plan, alone))
-    return "" if ratio == NONE else f" ({ratio})"
 
 
 def within(plan: Plan) -> str:
@@ -308,7 +305,7 @@ def wear(plan: Plan) -> list[str]:
 def shown_load(plan: Plan, variant: Variant) -> str:
     """The requested load and the GPUs that it needs; where no number is enough, what the given ones complete."""
     if variant.need is None:
-        return in_words(plan, in_users(plan.deployment, variant.served_per_s))
+        return in_words(plan, in_users(plan.deployment, variant.point.requests_per_s))
     gpus = variant.need.gpus
     on = f" on {gpus_text(plan, gpus)}" if gpus != plan.inputs.gpu.count else ""
     return f"{in_words(plan, plan.requested_users)}{on}"

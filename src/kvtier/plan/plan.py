@@ -73,14 +73,10 @@ class Variant:
     """Requests a second that the GPUs complete at most."""
     throughput_users: float
     """Users beyond which throughput does not grow."""
-    served_per_s: float
-    """Requests a second at the requested load: all of them, or the most that the GPUs complete."""
     point: OperatingPoint
-    """Operating point at the served load."""
+    """Operating point at the served load: the requested one, or the most that the GPUs complete."""
     ttft_s: float
     """Mean TTFT at the requested load; infinite where queues grow without end."""
-    ttft_p95_s: float
-    """The time that 95 % of the requests do not exceed, at the same load."""
     output_tokens_per_s: float
     gpus_least: int | None
     """GPUs that serve the requested load within the limits, at any size; None where no number of them is enough."""
@@ -106,24 +102,13 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTier:
-    """GPU memory or a tier, at the requested load on the hardware that it needs; else at the served load."""
+    """GPU memory or a tier of the inputs, and whether the plan recommends it."""
 
     name: str
     capacity_bytes: float
-    capacity_tokens: float
-    sessions: float
-    residence_s: float
-    """Time for which it keeps unused KV; the end of the table (years) where it keeps everything."""
-    found: float
-    """Share of all prompt tokens that come from here."""
-    hit_share: float
-    """The same at the highest load within all limits of the given GPUs."""
-    read_bytes_per_s: float
-    read_burst_bytes_per_s: float
-    provided_bytes_per_s: float
-    write_bytes_per_s: float
+    """On the hardware that the requested load needs, else on the given one."""
     worth_it: bool
-    """Whether the plan recommends it; GPU memory is always there."""
+    """GPU memory is always there."""
     why_not: str
     """Why it brings nothing beside the recommended tiers; empty where it is one of them."""
     pays_from_interval_s: float | None
@@ -151,21 +136,16 @@ class DriveLoad:
     """The load on the drives."""
 
     read_bytes_per_s: float
-    read_burst_bytes_per_s: float
     wanted_bytes_per_s: float
     """Reads if no hit were computed because its load is too slow."""
-    provided_bytes_per_s: float
     used: float
     """Share of their time: reads in bursts, and writes."""
     chunk_bytes: float
-    chunks_read_per_s: float
     depth: float
     """Mean number of commands in flight, over all drives."""
-    depth_burst: float
     written_bytes_per_day: float
     writes_per_day: float
     """Writes of a day, divided by the capacity of all drives."""
-    rated_writes_per_day: float
     life_years: float
     life_selective_years: float
     """The same if KV is written at its second use, not as soon as it is computed."""
@@ -316,10 +296,8 @@ def _variant(inputs: Inputs, choice: Choice, *, with_tiers: bool = True) -> Vari
         users_at_ttft=at_ttft.users,
         throughput_per_s=most,
         throughput_users=in_users(deployment, most),
-        served_per_s=served,
         point=point,
         ttft_s=point.ttft_s if served == requested else math.inf,
-        ttft_p95_s=point.ttft_within_s(0.95) if served == requested else math.inf,
         output_tokens_per_s=served * deployment.workload.answer_tokens,
         gpus_least=least,
         gpus_needed=needed,
@@ -371,36 +349,20 @@ def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
 
 def _tiers(given: Variant, whole: Deployment, best: Deployment) -> list[PlannedTier]:
     """GPU memory and all tiers of the inputs, which `whole` has at the size for any load; `best` is recommended."""
-    need, kept = given.need, {GPU, *(it.name for it in best.tiers)}
-    deployment, point = (need.deployment, need.point) if need else (given.deployment, given.point)
+    kept = {GPU, *(it.name for it in best.tiers)}
+    deployment = given.need.deployment if given.need else given.deployment
     beside = {it: only(whole, kept | {it.name}) for it in whole.tiers if it.name not in kept}
     reasons = {it.name: (why_not(deployed, it), pays_from(deployed, it)) for it, deployed in beside.items()}
-    session_tokens = deployment.workload.session_tokens
-    # A stored session has a snapshot of its states.
-    session_bytes = deployment.model.stored_bytes(session_tokens)
-    gpu = (GPU, deployment.kv_bytes * deployment.replicas, deployment.gpu_tokens * deployment.replicas, 0.0)
-    lower = [
-        (it.name, it.capacity_bytes, it.capacity_bytes / session_bytes * session_tokens, it.read_bytes_per_s)
-        for it in deployment.tiers
-    ]
+    sizes = {GPU: deployment.kv_bytes * deployment.replicas, **{it.name: it.capacity_bytes for it in deployment.tiers}}
     return [
         PlannedTier(
             name=name,
             capacity_bytes=capacity_bytes,
-            capacity_tokens=tokens,
-            sessions=tokens / session_tokens,
-            residence_s=point.residence_s[name],
-            found=point.found[name],
-            hit_share=given.ceiling.point.found[name],
-            read_bytes_per_s=point.read_bytes_per_s.get(name, 0.0),
-            read_burst_bytes_per_s=point.read_bytes_per_s.get(name, 0.0) * deployment.inputs.target.burst,
-            provided_bytes_per_s=provided,
-            write_bytes_per_s=point.write_bytes_per_s.get(name, 0.0),
             worth_it=name in kept,
-            why_not=reasons[name][0] if name in reasons else "",
-            pays_from_interval_s=reasons[name][1] if name in reasons else None,
+            why_not=reasons.get(name, ("", None))[0],
+            pays_from_interval_s=reasons.get(name, ("", None))[1],
         )
-        for name, capacity_bytes, tokens, provided in (gpu, *lower)
+        for name, capacity_bytes in sizes.items()
     ]
 
 
@@ -427,17 +389,12 @@ def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
     written_per_day = written * 86_400 * inputs.traffic.day_share
     return DriveLoad(
         read_bytes_per_s=read,
-        read_burst_bytes_per_s=read * target.burst,
         wanted_bytes_per_s=wanted,
-        provided_bytes_per_s=disk.count * disk.read_bytes_per_s,
         used=time_used / disk.count,
         chunk_bytes=chunk_bytes,
-        chunks_read_per_s=read / chunk_bytes,
         depth=depth,
-        depth_burst=depth * target.burst,
         written_bytes_per_day=written_per_day,
         writes_per_day=written_per_day / (disk.count * disk.capacity_bytes),
-        rated_writes_per_day=disk.drive_writes_per_day,
         life_years=years,
         life_selective_years=selective_years,
         write_policy=policy,
@@ -451,11 +408,10 @@ def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
 def to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values: bytes, seconds, tokens, rates a second, shares from 0 to 1; infinity is null."""
     deployment, load = plan.deployment, plan.deployment.workload
-    alone, tiered = plan.alone.users, plan.tiered.users
     document: dict[str, Any] = {
         "model": deployment.model.name,
-        "users_with_tiers": tiered,
-        "users_without_tiers": alone,
+        "users_with_tiers": plan.tiered.users,
+        "users_without_tiers": plan.alone.users,
         "users_with_all_tiers": plan.given.users,
         "is_overloaded": plan.is_overloaded,
         "choices": [_choice_json(it, plan.ways) for it in plan.choices],
@@ -482,8 +438,6 @@ def to_json(plan: Plan) -> dict[str, Any]:
         },
         "alone": _variant_json(plan.alone),
         "tiered": _variant_json(plan.tiered),
-        "users_ratio": tiered / alone if alone else None,
-        "binding": plan.binding.name,
         "next": plan.tiered.ceiling.next.name if plan.tiered.ceiling.next else None,
         "used": plan.used,
         "tiers": [asdict(it) for it in plan.tiers],
@@ -553,9 +507,8 @@ def _variant_json(variant: Variant) -> dict[str, Any]:
         "limits": [asdict(it) for it in variant.ceiling.limits],
         "throughput_requests_per_s": variant.throughput_per_s,
         "throughput_users": variant.throughput_users,
-        "served_requests_per_s": variant.served_per_s,
+        "served_requests_per_s": variant.point.requests_per_s,
         "ttft_s": variant.ttft_s,
-        "ttft_p95_s": variant.ttft_p95_s,
         "dp_attention": variant.deployment.inputs.model.dp_attention,
         "output_tokens_per_s": variant.output_tokens_per_s,
         "gpus_least": variant.gpus_least,

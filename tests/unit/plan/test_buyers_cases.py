@@ -188,8 +188,7 @@ def test_8_a_trace_gives_rate_and_reuse(answer, tmp_path):
 
 
 def test_9_gpus_that_are_too_slow_for_one_user(answer):
-    """One L4 serves nobody in a second; the GPUs that 100 users need hold the weights, and tiers are neither praised nor
-    denied."""
+    """One L4 serves nobody in a second: the GPUs that 100 users need hold the weights, and no tier is praised."""
     plan = answer("llama-3.1-8b --gpu l4 --users 100")
     assert plan["is_overloaded"]
     assert [it["is_worth_buying"] for it in plan["choices"][1:]] == [False] * 3

@@ -15,6 +15,7 @@ from kvtier.plan.read_inputs import load
 from kvtier.plan.report import needs_table, tables
 from kvtier.plan.resolve import resolve
 from kvtier.plan.settings import settings_toml
+from kvtier.report.format import digits, share_text
 
 USABLE = 0.92, 3_758_096_384
 """Share of GPU memory that the engine takes, and what activations and libraries take of it."""
@@ -157,8 +158,8 @@ def test_drives_with_few_hits_are_not_advised():
     """Host memory keeps KV for minutes, so 0.4 % of the tokens come from drives; 18 of them were advised."""
     plan = planned("llama-3.3-70b")
     disk, host = tier(plan, "disk"), tier(plan, "host")
-    assert disk.found < 0.005
-    assert disk.hit_share < 0.015
+    assert plan.given.need.point.found["disk"] < 0.005
+    assert plan.given.ceiling.point.found["disk"] < 0.015
     assert not disk.worth_it
     assert host.worth_it
     without = planned("llama-3.3-70b", "host=1TiB", model__tp=8)
@@ -256,7 +257,7 @@ def test_without_reuse_no_tier_is_worth_it():
     document = to_json(plan)
     assert document["users_with_tiers"] == pytest.approx(document["users_without_tiers"])
     assert document["binding_limit"] == plan.binding.name
-    assert {"name", "hit_share", "why_not", "worth_it"} <= document["tiers"][1].keys()
+    assert {"name", "why_not", "worth_it"} <= document["tiers"][1].keys()
     assert [it["is_worth_buying"] for it in document["choices"]] == [True, False, False, False]
 
 
@@ -314,7 +315,7 @@ def test_drives_that_take_less_than_what_is_reused_give_fewer_hits():
         users.append(plan.given.users)
     assert users[0] > users[1] > users[2]
     assert users[2] == pytest.approx(plan.alone.users)
-    assert tier(plan, "disk").found == 0
+    assert plan.given.point.found["disk"] == 0
 
 
 def test_the_price_of_each_further_user_is_that_of_the_tiers_that_are_worth_it():
@@ -438,7 +439,12 @@ def test_the_limit_is_a_mean_and_the_line_has_the_95th_percentile():
 
 def test_hits_and_residences_name_their_load_and_copies_their_meaning():
     plan = planned("llama-3.3-70b", "host=1TiB")
-    assert table(plan, "What the tiers").title == "What the tiers hold and find at 80 users"
+    found = {row[0]: row[1:] for row in needs_table(plan).rows}
+    point = plan.tiered.need.point
+    assert needs_table(plan).title == "What 80 users need"
+    assert found["host memory, s that unused KV stays"] == ("-", digits(point.residence_s["host"]))
+    assert found["host memory, prompt tokens found"] == ("-", share_text(point.found["host"]))
+    assert found["GPU memory, prompt tokens found"][1] == share_text(point.found["gpu"])
     mla = dict(circumstances(planned("deepseek-r1", model__weights="fp8", gpu__name="h200-sxm", model__tp=8)))
     assert "8 copies for ranks that cannot split it (software.copies = 1: a tier that all share has one)" in mla["KV"]
 
@@ -479,7 +485,6 @@ def test_all_that_a_buyer_needs_is_at_the_requested_load(count):
         assert users(same, *arm.tiers) == pytest.approx(arm.need.users)
     at_load = [it.title for it in tables(plan) if f"{count} users" in it.title]
     assert [it.partition(",")[0].split(f" {count}")[0] for it in at_load] == [
-        "What the tiers hold and find at",
         "KV for a share of the possible hits",
         "Limits of 8 x h100-sxm with host memory",
     ]  # fmt: skip

@@ -102,7 +102,7 @@ def test_json_is_the_whole_plan(capsys):
         "help": "Peak FLOP/s of one GPU, dense, in the weights' format.",
     }
     assert plan["tiered"]["users_at_ttft"] > plan["alone"]["users_at_ttft"]
-    assert plan["binding"] == next(it["name"] for it in plan["tiered"]["limits"] if not it["is_reserve"])
+    assert plan["binding_limit"] == next(it["name"] for it in plan["tiered"]["limits"] if not it["is_reserve"])
     assert plan["alone"]["cost"]["per_hour"] is None
     assert {it["name"] for it in plan["sources"]} == {"h100-sxm", "nvlink4", "pm1753", "ddr5-4800"}
 
