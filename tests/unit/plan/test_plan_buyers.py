@@ -356,8 +356,8 @@ def test_cost_and_power_are_of_each_arm_at_its_own_largest_load():
         assert found.per_million_output_tokens == pytest.approx(per_hour / 3600 / (rate * 100) * 1e6)
     gains = table(plan, "Gains")
     assert f"{math.floor(plan.alone.users)} and {math.floor(plan.tiered.users)} users" in gains.title
-    power = next(row for row in gains.rows if row[0] == "power")
-    assert power[2] == f"{plan.tiered.cost_at_most.watts / 1000:.2f} kW"
+    power = next(row for row in gains.rows if row[0] == "power of a user, W")
+    assert power[2] == digits(plan.tiered.cost_at_most.watts / math.floor(plan.tiered.users))
 
 
 def test_the_smallest_host_memory_for_most_of_the_gain():
