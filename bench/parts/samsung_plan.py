@@ -132,7 +132,7 @@ FIGURES: dict[str, Callable[[Plan], float]] = {
     "ttft_spread": _ttft_spread,
     "drive_cost_share": _drive_cost_share,
     "depth": lambda plan: plan.drives.depth if plan.drives else 0.0,
-    "depth_burst": lambda plan: plan.drives.depth_burst if plan.drives else 0.0,
+    "depth_burst": lambda plan: plan.drives.depth * plan.inputs.target.burst if plan.drives else 0.0,
     "tokens_per_price_ratio": _ratio(lambda it: it.cost.tokens_per_s_per_price or 0.0),
     "tokens_per_watt_ratio": _ratio(lambda it: it.cost.tokens_per_s_per_watt),
     "power_ratio": _ratio(lambda it: it.cost.watts),

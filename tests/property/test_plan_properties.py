@@ -3,17 +3,18 @@
 import math
 import re
 
-from hypothesis import Phase, assume, given, settings
+from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
-from kvtier.plan.answer import verdict
+from kvtier.plan.answer import conclusion, heading, names_text, request, verdict
 from kvtier.plan.inputs import Inputs
 from kvtier.plan.limits import ceiling, used_shares
 from kvtier.plan.plan import capacity, make_plan, to_json
 from kvtier.plan.queueing import operate
 from kvtier.plan.read_inputs import load
-from kvtier.plan.report import tables
+from kvtier.plan.report import needs_table, tables
 from kvtier.plan.resolve import resolve
+from kvtier.plan.settings import settings_toml
 
 # Shrinking an example of thirty inputs takes minutes and tells nothing that the inputs themselves do not.
 checked = settings(max_examples=25, phases=[Phase.generate])
@@ -181,7 +182,7 @@ def test_no_plan_exceeds_the_rates_of_its_parts(inputs):
 
 def stated(text: str) -> list[int]:
     """The users that a verdict states."""
-    places = r"([\d,]+)(?: users)? with (?=GPU|host|local|shared)|they serve ([\d,]+)\."
+    places = r"([\d,]+)(?: users)? with (?=GPU|host|local|shared)|(?:they serve|it serves) ([\d,]+)\."
     return [int((one or other).replace(",", "")) for one, other in re.findall(places, text)]
 
 
@@ -230,3 +231,40 @@ def test_the_verdict_is_the_same_for_any_load_and_no_line_of_the_page_serves_mor
         assert way.users * 1.1 >= max(it.users for it in plan.choices) or not plan.serves_any
     for arm in (it for it in (*plan.arms, *other.arms) if it.need):
         assert arm.need.users >= arm.need.point.requests_per_s * inputs.traffic.interval_s * (1 - 1e-6)
+
+
+def plain(users: int, name: str = "llama-3.1-8b", count: int = 8) -> Inputs:
+    """The default plan of a model for some users, at the size that the plan finds."""
+    return load(options={"model.name": name, "gpu.count": count, "traffic.users": users})
+
+
+@given(
+    st.builds(
+        plain,
+        st.integers(1, 3000),
+        st.sampled_from(["llama-3.1-8b", "gpt-oss-20b", "llama-3.3-70b"]),
+        st.sampled_from([8, 16]),
+    )
+)
+@settings(parent=checked, max_examples=15, phases=[Phase.explicit, Phase.generate])
+@example(plain(530))
+@example(plain(520))
+@example(plain(545))
+@example(plain(285))
+def test_all_parts_of_a_page_name_one_size_and_agree_on_whether_the_load_fits(inputs):
+    """530 users of an 8B: they fit at TP 4 by the first line and the table, and the conclusion said not, at TP 2."""
+    plan = make_plan(inputs, with_sensitivities=False)
+    arm = plan.tiered
+    row = next(it for it in needs_table(plan).rows if it[0] == "GPUs of a copy")
+    needed = {row[1 + place] for place, it in enumerate(plan.arms) if it.tiers == arm.tiers}
+    fits = arm.need is not None and arm.need.gpus <= inputs.gpu.count
+    with_tiers = re.escape(names_text(arm.tiers))
+    assert bool(re.search(rf"fits? on [^;]*{with_tiers}", request(plan).partition(" need")[0])) == fits
+    assert any("exceeds: " in it for it in conclusion(plan)) == (not fits)
+    assert (arm.users >= plan.requested_users * (1 - 1e-9)) == fits
+    in_settings = re.search(r"engines \((TP \d+|data-parallel attention on \d+)", settings_toml(plan))[1]
+    in_settings = in_settings.replace("data-parallel attention on", "DP attention")
+    assert needed == {in_settings} or arm.need is None
+    named = heading(plan).replace("data-parallel attention on", "DP attention").partition(": ")[2]
+    of_load = re.search(r"(?:^|; for .*: )((?:TP|DP attention) \d+)" if fits else r"; for .*: (.*?),", named)
+    assert arm.need is None or of_load[1] == in_settings

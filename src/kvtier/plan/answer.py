@@ -8,7 +8,7 @@ from kvtier.plan.hardware import COUNT_MAX
 from kvtier.plan.inputs import SETTINGS, ModelInputs
 from kvtier.plan.limits import FIRST_TOKEN, in_users
 from kvtier.plan.plan import Plan, PlannedTier, Variant
-from kvtier.plan.queueing import GPU
+from kvtier.plan.queueing import GPU, operate
 from kvtier.plan.resolve import SEARCHED, Deployment
 from kvtier.plan.search import PlannedSize
 from kvtier.plan.worth import LEAST_GAIN, TIER_NAMES
@@ -21,22 +21,32 @@ def verdict(plan: Plan) -> str:
     """What the given GPUs serve at most, and which tiers are worth buying: the same for any requested load."""
     gpus = gpus_text(plan, plan.inputs.gpu.count)
     if not plan.serves_any:
-        few = "less than one user" if plan.given.users else "not one request"
-        return f"On {gpus}, {few} is {within(plan)}, with or without tiers."
-    point = plan.tiered.ceiling.point
+        few = "not even one user" if plan.given.users else "not one request"
+        gets = f"gets a first token {within(plan)}" if plan.inputs.target.ttft_s else f"is served {within(plan)}"
+        return f"On {gpus}, {few} {gets.replace(' to the first token', '')}, with or without tiers."
+    # At the sizes for any load, since the verdict does not depend on the requested one.
+    by_tiers = {it.tiers: it for it in plan.choices}
+    ways, alone = [by_tiers[it.tiers] for it in plan.ways if it.tiers], by_tiers[()]
+    first = (ways or [alone])[0]
+    point = operate(first.deployment, first.users / first.deployment.workload.interval_s, with_tiers=bool(ways))
     is_limited = plan.inputs.target.ttft_p95_s
     tail = "" if is_limited else f" (95 % within {time_text(point.ttft_within_s(0.95))})"
-    ways = [it for it in plan.ways if it.tiers]
-    served = [f"{load_text(plan, it.users)} with {names_text(it.tiers)}{_gain(plan, it)}" for it in ways]
-    served += [f"{load_text(plan, plan.alone.users)} with {names_text(())}"]
-    served[0] = served[0].replace(" with", f" {load_unit(plan)} with", 1)
-    text = f"{_capital(within(plan))}{tail}, {gpus} serve {_series(served)}."
+    served = [
+        f"{load_text(plan, it.users)} with {names_text(it.tiers)} "
+        f"({ratio_text(whole(plan, it.users), whole(plan, alone.users))})".removesuffix(f" ({NONE})")
+        for it in ways
+    ]
+    served += [f"{load_text(plan, alone.users)} with {names_text(())}"]
+    served[0] = served[0].replace(load_text(plan, first.users), in_words(plan, first.users), 1)
+    limits = within(plan)
+    serve, they = ("serves", "it serves") if plan.inputs.gpu.count == 1 else ("serve", "they serve")
+    text = f"{limits[:1].upper()}{limits[1:]}{tail}, {gpus} {serve} {_series(served)}."
     users, most, size = max(
         ((whole(plan, size.users_with_tiers), it, size) for it in plan.choices for size in it.sizes),
         key=lambda it: it[0],
     )
-    if users > max(whole(plan, it.users) for it in (plan.alone, *ways)):
-        text += f" With {names_text(most.tiers)} at TP {size.tp} they serve {load_text(plan, users)}."
+    if users > max(whole(plan, it.users) for it in (alone, *ways)):
+        text += f" With {names_text(most.tiers)} at TP {size.tp} {they} {load_text(plan, users)}."
     return f"{text} {_worth(plan, [it.tiers for it in ways])}"
 
 
@@ -45,7 +55,9 @@ def _worth(plan: Plan, ways: list[tuple[str, ...]]) -> str:
     if not plan.given.deployment.tiers:
         return "The plan has no tiers."
     if not ways:
-        return f"No tier is worth buying, because {plan.idle_tiers[0].why_not}."
+        reasons = {it.why_not: f"not {TIER_NAMES[it.name]}, because {it.why_not}" for it in plan.idle_tiers}
+        why = f": {', and '.join(reasons.values())}" if len(reasons) > 1 else f", because {next(iter(reasons))}"
+        return f"No tier is worth buying{why}."
     price = {it.tiers: it.price for it in plan.choices}
     currency = plan.inputs.price.currency
     texts = [
@@ -59,36 +71,38 @@ def _worth(plan: Plan, ways: list[tuple[str, ...]]) -> str:
 def request(plan: Plan) -> str:
     """What the requested load needs, in one sentence: GPUs and hosts, with each way worth buying and without."""
     given = plan.inputs.gpu.count
-    load = f"{load_text(plan, plan.requested_users)} {load_unit(plan)}"
+    load = in_words(plan, plan.requested_users)
+    fits, not_fits, they = (
+        ("fits", "does not fit", "it needs") if load == "1 user" else ("fit", "do not fit", "they need")
+    )
     ways = sorted(plan.arms, key=lambda it: not it.tiers)
     fit = [names_text(it.tiers) for it in ways if it.need and it.need.gpus <= given]
     more = [it for it in ways if names_text(it.tiers) not in fit]
     needed = [
-        f"{it.need.gpus:,} in {_hosts_text(it.need.deployment)} with {names_text(it.tiers)}" for it in more if it.need
+        f"{it.need.gpus:,} {'GPU' if it.need.gpus == 1 else 'GPUs'} in {_hosts_text(it.need.deployment)} "
+        f"with {names_text(it.tiers)}"
+        for it in more
+        if it.need
     ]
     never = [names_text(it.tiers) for it in more if it.need is None]
-    parts = [f"they need {_series(needed)}"] if needed else []
+    parts = [f"{they} {_series(needed)}"] if needed else []
     if never:
         without = f" with {_series(never, 'or')}" if needed or fit else ""
         most = f"no number of these GPUs up to {COUNT_MAX:,} is enough"
         parts.append(f"{most}{without}, but larger ones or more time (--ttft) may be")
     gpus = gpus_text(plan, given)
     if not fit:
-        return f"{load} do not fit on {gpus}: {'; '.join(parts)}."
+        return f"{load} {not_fits} on {gpus}: {'; '.join(parts)}."
     least, _, with_tiers = min((it.gpus_least or given, len(it.tiers), it.tiers) for it in ways)
     which = f" with {names_text(with_tiers)}" if len(fit) > 1 else ""
     enough = f" ({least:,} would be enough{which})" if least < given else ""
-    fitting = f"{load} fit on {gpus} with {_series(fit, 'or')}{enough}"
+    fitting = f"{load} {fits} on {gpus} with {_series(fit, 'or')}{enough}"
     return f"{'; '.join([fitting, *parts])}."
 
 
 def gpus_text(plan: Plan, count: int) -> str:
     """GPUs of the plan's kind."""
     return f"{count:,} x {plan.inputs.gpu.name}"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _hosts_text(deployment: Deployment) -> str:
@@ -103,11 +117,6 @@ def names_text(tiers: Collection[str]) -> str:
 def _series(texts: Sequence[str], word: str = "and") -> str:
     """The texts as a list in a sentence."""
     return f" {word} ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
-
-
-def _gain(plan: Plan, variant: Variant) -> str:
-    ratio = ratio_text(whole(plan, variant.users), whole(plan, plan.alone.users))
-    return "" if ratio == NONE else f" ({ratio})"
 
 
 def within(plan: Plan) -> str:
@@ -128,6 +137,8 @@ def heading(plan: Plan) -> str:
     sizes = f"{size_text(tiered)} with tiers{why}, {size_text(alone)} without"
     if (tiered.inputs.model.tp, tiered.replicas) == (alone.inputs.model.tp, alone.replicas):
         sizes = f"{size_text(tiered)}{why}"
+    if plan.tiered.need and plan.tiered.need.gpus != inputs.gpu.count:
+        sizes += f"; for {shown_load(plan, plan.tiered)}: {size_text(plan.tiered.need.deployment)}"
     return f"{tiered.model.name} on {gpus_text(plan, inputs.gpu.count)} in {_hosts_text(tiered)}: {sizes}"
 
 
@@ -142,7 +153,7 @@ def _why_size(plan: Plan) -> str:
     fewer = whole(plan, plan.tiered.users) - whole(plan, best.users_with_tiers)
     if not fewer:
         return " (the soonest first token)"
-    served = f"{_split_text(best)} serves {load_text(plan, best.users_with_tiers)} {load_unit(plan)}"
+    served = f"{_split_text(best)} serves {in_words(plan, best.users_with_tiers)}"
     return f" ({served}, {load_text(plan, fewer)} fewer)"
 
 
@@ -208,34 +219,32 @@ def _traffic(plan: Plan) -> str:
         return f"{rate}, as in {traffic.trace}{times}"
     if plan.deployment.basis.trace:
         return f"{rate} of {traffic.trace}, as from {plan.requested_users:,.0f} users"
-    return f"{traffic.users:,} users, a query every {seconds_text(traffic.interval_s)} each: {rate}"
+    return f"{in_words(plan, plan.requested_users)}, a query every {seconds_text(traffic.interval_s)} each: {rate}"
 
 
 def conclusion(plan: Plan) -> list[str]:
     """What binds with tiers, what raises it, what comes next, and what it wears: a few sentences."""
-    unit, binding, following = load_unit(plan), plan.binding, plan.tiered.ceiling.next
+    binding, following = plan.binding, plan.tiered.ceiling.next
     sentences: list[str] = []
     if not plan.deployment.workload.is_any(binding.users):
         sentences.append(f"The smallest load exceeds a limit: {binding.name} ({binding.meaning}).")
     else:
         raised_by = _raised_by(plan) or f"To raise it, change {binding.raised_by}."
-        users = load_text(plan, binding.users)
-        sentences.append(f"Binding limit: {binding.name}, at {users} {unit} ({binding.meaning}). {raised_by}")
+        users = in_words(plan, binding.users)
+        sentences.append(f"Binding limit: {binding.name}, at {users} ({binding.meaning}). {raised_by}")
         sentences += _ttft_parts(plan)
     if following is not None and math.isfinite(following.users):
-        sentences.append(f"Next limit: {following.name}, at {load_text(plan, following.users)} {unit}.")
+        sentences.append(f"Next limit: {following.name}, at {in_words(plan, following.users)}.")
     reserves = [it for it in plan.tiered.ceiling.limits if it.is_reserve and it.users < binding.users]
     if reserves:
         first = reserves[0]
         sentences.append(
-            f"From {load_text(plan, first.users)} {unit} on, {first.name} is short in bursts, so that loads take "
+            f"From {in_words(plan, first.users)} on, {first.name} is short in bursts, so that loads take "
             f"longer or prompts are computed. To raise it, change {first.raised_by}."
         )
     over = [it.name for it in plan.tiered.ceiling.serving if plan.used[it.name] > 1]
     if over:
-        sentences.append(
-            f"The requested load, {load_text(plan, plan.requested_users)} {unit}, exceeds: {', '.join(over)}."
-        )
+        sentences.append(f"The requested load, {in_words(plan, plan.requested_users)}, exceeds: {', '.join(over)}.")
     if plan.deployment.workload.is_any(binding.users):
         sentences += [_idle(plan, it) for it in plan.idle_tiers]
     return [*sentences, *_least_host(plan), *_money(plan), *wear(plan)]
@@ -298,10 +307,10 @@ def wear(plan: Plan) -> list[str]:
 def shown_load(plan: Plan, variant: Variant) -> str:
     """The requested load and the GPUs that it needs; where no number is enough, what the given ones complete."""
     if variant.need is None:
-        return f"{load_text(plan, in_users(plan.deployment, variant.served_per_s))} {load_unit(plan)}"
+        return in_words(plan, in_users(plan.deployment, variant.point.requests_per_s))
     gpus = variant.need.gpus
     on = f" on {gpus_text(plan, gpus)}" if gpus != plan.inputs.gpu.count else ""
-    return f"{load_text(plan, plan.requested_users)} {load_unit(plan)}{on}"
+    return f"{in_words(plan, plan.requested_users)}{on}"
 
 
 def _raised_by(plan: Plan) -> str:
@@ -343,6 +352,12 @@ def whole(plan: Plan, load: float) -> float:
     """A load as `load_text` shows it, for ratios."""
     is_counted = plan.deployment.workload.has_users and not math.isinf(load)
     return float(math.floor(load + 1e-6)) if is_counted else load
+
+
+def in_words(plan: Plan, load: float) -> str:
+    """A load with its unit: ``1 user``, ``53 users``, ``1.5 queries/s``."""
+    text = f"{load_text(plan, load)} {load_unit(plan)}"
+    return "1 user" if text == "1 users" else text
 
 
 def load_text(plan: Plan, load: float) -> str:

@@ -19,8 +19,6 @@ class Cost:
     per_hour: float | None
     """The price spread over its years, and energy."""
     per_million_output_tokens: float | None
-    per_million_tokens: float | None
-    """Prompt and output."""
     tokens_per_s_per_watt: float
     """Output tokens."""
     tokens_per_s_per_price: float | None
@@ -56,7 +54,6 @@ def cost(deployment: Deployment, point: OperatingPoint, *, served_per_s: float) 
     watts = _watts(deployment, point)
     bills = _bills(deployment, with_tiers=point.with_tiers)
     output_per_s = served_per_s * load.answer_tokens
-    all_per_s = served_per_s * (load.answer_tokens + load.input_tokens)
     bought = per_hour = None
     if price.gpu or price.server:
         bought = sum(total for total, _ in bills.values())
@@ -66,7 +63,6 @@ def cost(deployment: Deployment, point: OperatingPoint, *, served_per_s: float) 
         bought=bought,
         per_hour=per_hour,
         per_million_output_tokens=None if per_hour is None else per_hour / 3600 / output_per_s * 1e6,
-        per_million_tokens=None if per_hour is None else per_hour / 3600 / all_per_s * 1e6,
         tokens_per_s_per_watt=output_per_s / watts,
         tokens_per_s_per_price=None if per_hour is None else output_per_s / (per_hour * price.years * 365.25 * 24),
         missing=tuple(name for name, (total, is_needed) in bills.items() if is_needed and not total),

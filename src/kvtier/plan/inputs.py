@@ -145,7 +145,8 @@ class TimeLimit(Seconds):
 
     def read(self, raw: object, *, is_text: bool) -> float:
         """Read a duration, or the 0 of no limit."""
-        return 0.0 if not isinstance(raw, bool) and raw in (0, "0") else Seconds.read(self, raw, is_text=is_text)
+        is_none = not Seconds(0.0, math.inf).read(raw, is_text=is_text)
+        return 0.0 if is_none else Seconds.read(self, raw, is_text=is_text)
 
     def show(self, value: object) -> str:
         """The duration with a unit."""
@@ -226,7 +227,7 @@ class GpuInputs(SettingsSection):
         "calibrated: docs/planning.md",
     )
     expert_layer_s: float = setting(
-        25e-6, Number(0, 1), "The same of a layer's routed experts, in addition.", "calibrated: docs/planning.md"
+        25e-6, Number(0, 1), "Least seconds that the routed experts of a layer add.", "calibrated: docs/planning.md"
     )
     host_latency_s: float = setting(
         20e-6,
@@ -234,12 +235,18 @@ class GpuInputs(SettingsSection):
         "Seconds that an exchange takes more where the GPUs of a copy are in several hosts.",
         "NVIDIA AIConfigurator, system files, 2026-08-21: p2p_latency, there and back",
     )
+    adapter_bytes_per_s: float = setting(
+        50e9,
+        Number(1e6, 1e16),
+        "Bytes a second of a GPU's network adapter, over which GPUs of several hosts exchange.",
+        "400 Gbit/s for each GPU of a DGX H100 (ConnectX-7), NVIDIA's data sheet",
+    )
     watts: float = setting(0.0, Number(1, 1e5, _CATALOGUE), "Maximum power of one GPU.")
     flops_share: float = setting(0.5, Number(0.01, 1), "Share of the peak that prefill reaches (MFU).", "rule of thumb")
     expert_flops_share: float = setting(
         0.15,
         Number(0.01, 1),
-        "The same with the weights of a mixture of experts, whose products are small.",
+        "Share of the peak that prefill of a mixture of experts reaches, since its products are small.",
         "calibrated: docs/planning.md",
     )
     memory_rate_share: float = setting(

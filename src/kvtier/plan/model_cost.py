@@ -21,7 +21,7 @@ class Experts(NamedTuple):
 
     routed: int
     used: int
-    """Of one token."""
+    """Experts that one token uses."""
 
     def bytes_of(self, weight_bytes: float, total: float, active: float) -> float:
         """Bytes of all routed experts among `weight_bytes` of `total` parameters.

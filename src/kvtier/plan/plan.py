@@ -19,7 +19,7 @@ from kvtier.plan.limits import (
 )
 from kvtier.plan.queueing import GPU, OperatingPoint, operate
 from kvtier.plan.resolve import Basis, Deployment, deployments
-from kvtier.plan.search import PlannedSize, gpus_for
+from kvtier.plan.search import PlannedSize, best, gpus_for, is_served
 from kvtier.plan.sensitivity import InputSensitivity, sensitivities
 from kvtier.plan.worth import (
     Choice,
@@ -73,14 +73,10 @@ class Variant:
     """Requests a second that the GPUs complete at most."""
     throughput_users: float
     """Users beyond which throughput does not grow."""
-    served_per_s: float
-    """Requests a second at the requested load: all of them, or the most that the GPUs complete."""
     point: OperatingPoint
-    """Operating point at the served load."""
+    """Operating point at the served load: the requested one, or the most that the GPUs complete."""
     ttft_s: float
     """Mean TTFT at the requested load; infinite where queues grow without end."""
-    ttft_p95_s: float
-    """The time that 95 % of the requests do not exceed, at the same load."""
     output_tokens_per_s: float
     gpus_least: int | None
     """GPUs that serve the requested load within the limits, at any size; None where no number of them is enough."""
@@ -106,24 +102,13 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTier:
-    """GPU memory or a tier, at the requested load on the hardware that it needs; else at the served load."""
+    """GPU memory or a tier of the inputs, and whether the plan recommends it."""
 
     name: str
     capacity_bytes: float
-    capacity_tokens: float
-    sessions: float
-    residence_s: float
-    """Time for which it keeps unused KV; the end of the table (years) where it keeps everything."""
-    found: float
-    """Share of all prompt tokens that come from here."""
-    hit_share: float
-    """The same at the highest load within all limits of the given GPUs."""
-    read_bytes_per_s: float
-    read_burst_bytes_per_s: float
-    provided_bytes_per_s: float
-    write_bytes_per_s: float
+    """On the hardware that the requested load needs, else on the given one."""
     worth_it: bool
-    """Whether the plan recommends it; GPU memory is always there."""
+    """GPU memory is always there."""
     why_not: str
     """Why it brings nothing beside the recommended tiers; empty where it is one of them."""
     pays_from_interval_s: float | None
@@ -154,21 +139,16 @@ class DriveLoad:
     """The load on the drives."""
 
     read_bytes_per_s: float
-    read_burst_bytes_per_s: float
     wanted_bytes_per_s: float
     """Reads if no hit were computed because its load is too slow."""
-    provided_bytes_per_s: float
     used: float
     """Share of their time: reads in bursts, and writes."""
     chunk_bytes: float
-    chunks_read_per_s: float
     depth: float
     """Mean number of commands in flight, over all drives."""
-    depth_burst: float
     written_bytes_per_day: float
     writes_per_day: float
     """Writes of a day, divided by the capacity of all drives."""
-    rated_writes_per_day: float
     life_years: float
     life_selective_years: float
     """The same if KV is written at its second use, not as soon as it is computed."""
@@ -274,35 +254,35 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
     variants = {it.tiers: _variant(inputs, it) for it in (*worth_buying(found), found[-1])}
     given = variants[found[-1].tiers]
     ways = tuple(variants[it.tiers] for it in worth_buying(found))
-    tiered, best = ways[0], ways[0].deployment
+    tiered, kept = ways[0], ways[0].deployment
     bought = [it for it in ways if it.tiers]
-    if not best.workload.is_any(max(it.users for it in found)):
+    if not kept.workload.is_any(max(it.users for it in found)):
         every = [_variant(inputs, it) for it in found]
         fewest = min(it.gpus_least or math.inf for it in every)
-        kept = smallest([it.tiers for it in every if it.gpus_least == fewest])
-        bought = [it for it in every if it.tiers and it.tiers in kept]
-    need, load = tiered.need, best.workload
-    shares = sorted({*HIT_SHARES, best.inputs.target.hit_share})
-    at_load, point = (need.deployment, need.point) if need else (best, tiered.point)
+        enough = smallest([it.tiers for it in every if it.gpus_least == fewest])
+        bought = [it for it in every if it.tiers and it.tiers in enough]
+    need, load = tiered.need, kept.workload
+    shares = sorted({*HIT_SHARES, kept.inputs.target.hit_share})
+    at_load, point = (need.deployment, need.point) if need else (kept, tiered.point)
     return Plan(
         choices=tuple(found),
         alone=alone,
         ways=ways,
         given=given,
         arms=(alone, *bought),
-        least_host_bytes=least_host_bytes(best),
+        least_host_bytes=least_host_bytes(kept),
         same_money=same_money(given.deployment),
-        tiers=tuple(_tiers(given, best)),
+        tiers=tuple(_tiers(given, found[-1].deployment, kept)),
         capacities=tuple(capacity(at_load, share) for share in shares),
-        drives=_drives(at_load, point) if any(it.name == "disk" for it in best.tiers) else None,
+        drives=_drives(at_load, point) if any(it.name == "disk" for it in kept.tiers) else None,
         break_evens=tuple(break_evens(given.deployment)),
-        used=used_shares(best, operate(best, load.requests_per_s, with_tiers=True)),
-        sensitivities=tuple(sensitivities(inputs, best)) if with_sensitivities else (),
+        used=used_shares(kept, operate(kept, load.requests_per_s, with_tiers=True)),
+        sensitivities=tuple(sensitivities(inputs, kept)) if with_sensitivities else (),
     )
 
 
 def _variant(inputs: Inputs, choice: Choice, *, with_tiers: bool = True) -> Variant:
-    deployment = choice.deployment
+    deployment = choice.for_load
     requested = deployment.workload.requests_per_s
     top = ceiling(deployment, with_tiers=with_tiers)
     at_ttft = next(it for it in top.serving if it.name in FIRST_TOKEN)
@@ -319,29 +299,29 @@ def _variant(inputs: Inputs, choice: Choice, *, with_tiers: bool = True) -> Vari
         users_at_ttft=at_ttft.users,
         throughput_per_s=most,
         throughput_users=in_users(deployment, most),
-        served_per_s=served,
         point=point,
         ttft_s=point.ttft_s if served == requested else math.inf,
-        ttft_p95_s=point.ttft_within_s(0.95) if served == requested else math.inf,
         output_tokens_per_s=served * deployment.workload.answer_tokens,
         gpus_least=least,
         gpus_needed=needed,
-        need=_need(inputs, choice, least),
+        need=_need(inputs, choice, top.binding.users, least),
         cost=cost(deployment, point, served_per_s=served),
         cost_at_most=cost(deployment, top.point, served_per_s=within) if is_any else None,
     )
 
 
-def _need(inputs: Inputs, choice: Choice, gpus: int | None) -> Need | None:
+def _need(inputs: Inputs, choice: Choice, users: float, gpus: int | None) -> Need | None:
     """The hardware for the requested load: the given one where it serves that load, else that of `gpus` GPUs."""
-    deployment, users = choice.deployment, choice.users
-    requested = deployment.workload.requests_per_s
-    if users < in_users(deployment, requested):
+    deployment, requested = choice.for_load, choice.for_load.workload.requests_per_s
+    load = in_users(deployment, requested)
+    if not is_served(load, users):
         if gpus is None:
             return None
         changed = inputs.change({"gpu.count": gpus}, "the GPUs for the requested load")
         sizes = [only(it, choice.tiers) for it in deployments(changed, deployment.basis)]
-        users, deployment = max(((most_users(it), it) for it in sizes), key=lambda it: it[0])
+        found = [most_users(it) for it in sizes]
+        deployment = best(sizes, found, load)
+        users = found[sizes.index(deployment)]
     point = operate(deployment, requested, with_tiers=bool(choice.tiers))
     years = life_years(deployment, point.write_bytes_per_s["disk"]) if "disk" in point.write_bytes_per_s else None
     at_load = cost(deployment, point, served_per_s=requested)
@@ -373,38 +353,22 @@ def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
     )
 
 
-def _tiers(given: Variant, best: Deployment) -> list[PlannedTier]:
-    """GPU memory and all tiers of the inputs; `best` has those that are recommended."""
-    need, kept = given.need, {GPU, *(it.name for it in best.tiers)}
-    deployment, point = (need.deployment, need.point) if need else (given.deployment, given.point)
-    beside = {it: only(given.deployment, kept | {it.name}) for it in given.deployment.tiers if it.name not in kept}
+def _tiers(given: Variant, whole: Deployment, best: Deployment) -> list[PlannedTier]:
+    """GPU memory and all tiers of the inputs, which `whole` has at the size for any load; `best` is recommended."""
+    kept = {GPU, *(it.name for it in best.tiers)}
+    deployment = given.need.deployment if given.need else given.deployment
+    beside = {it: only(whole, kept | {it.name}) for it in whole.tiers if it.name not in kept}
     reasons = {it.name: (why_not(deployed, it), pays_from(deployed, it)) for it, deployed in beside.items()}
-    session_tokens = deployment.workload.session_tokens
-    # A stored session has a snapshot of its states.
-    session_bytes = deployment.model.stored_bytes(session_tokens)
-    gpu = (GPU, deployment.kv_bytes * deployment.replicas, deployment.gpu_tokens * deployment.replicas, 0.0)
-    lower = [
-        (it.name, it.capacity_bytes, it.capacity_bytes / session_bytes * session_tokens, it.read_bytes_per_s)
-        for it in deployment.tiers
-    ]
+    sizes = {GPU: deployment.kv_bytes * deployment.replicas, **{it.name: it.capacity_bytes for it in deployment.tiers}}
     return [
         PlannedTier(
             name=name,
             capacity_bytes=capacity_bytes,
-            capacity_tokens=tokens,
-            sessions=tokens / session_tokens,
-            residence_s=point.residence_s[name],
-            found=point.found[name],
-            hit_share=given.ceiling.point.found[name],
-            read_bytes_per_s=point.read_bytes_per_s.get(name, 0.0),
-            read_burst_bytes_per_s=point.read_bytes_per_s.get(name, 0.0) * deployment.inputs.target.burst,
-            provided_bytes_per_s=provided,
-            write_bytes_per_s=point.write_bytes_per_s.get(name, 0.0),
             worth_it=name in kept,
-            why_not=reasons[name][0] if name in reasons else "",
-            pays_from_interval_s=reasons[name][1] if name in reasons else None,
+            why_not=reasons.get(name, ("", None))[0],
+            pays_from_interval_s=reasons.get(name, ("", None))[1],
         )
-        for name, capacity_bytes, tokens, provided in (gpu, *lower)
+        for name, capacity_bytes in sizes.items()
     ]
 
 
@@ -431,17 +395,12 @@ def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
     written_per_day = written * 86_400 * inputs.traffic.day_share
     return DriveLoad(
         read_bytes_per_s=read,
-        read_burst_bytes_per_s=read * target.burst,
         wanted_bytes_per_s=wanted,
-        provided_bytes_per_s=disk.count * disk.read_bytes_per_s,
         used=time_used / disk.count,
         chunk_bytes=chunk_bytes,
-        chunks_read_per_s=read / chunk_bytes,
         depth=depth,
-        depth_burst=depth * target.burst,
         written_bytes_per_day=written_per_day,
         writes_per_day=written_per_day / (disk.count * disk.capacity_bytes),
-        rated_writes_per_day=disk.drive_writes_per_day,
         life_years=years,
         life_selective_years=selective_years,
         write_policy=policy,
@@ -455,11 +414,10 @@ def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
 def to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values: bytes, seconds, tokens, rates a second, shares from 0 to 1; infinity is null."""
     deployment, load = plan.deployment, plan.deployment.workload
-    alone, tiered = plan.alone.users, plan.tiered.users
     document: dict[str, Any] = {
         "model": deployment.model.name,
-        "users_with_tiers": tiered,
-        "users_without_tiers": alone,
+        "users_with_tiers": plan.tiered.users,
+        "users_without_tiers": plan.alone.users,
         "users_with_all_tiers": plan.given.users,
         "is_overloaded": plan.is_overloaded,
         "choices": [_choice_json(it, plan.ways) for it in plan.choices],
@@ -486,8 +444,6 @@ def to_json(plan: Plan) -> dict[str, Any]:
         },
         "alone": _variant_json(plan.alone),
         "tiered": _variant_json(plan.tiered),
-        "users_ratio": tiered / alone if alone else None,
-        "binding": plan.binding.name,
         "next": plan.tiered.ceiling.next.name if plan.tiered.ceiling.next else None,
         "used": plan.used,
         "tiers": [asdict(it) for it in plan.tiers],
@@ -557,9 +513,8 @@ def _variant_json(variant: Variant) -> dict[str, Any]:
         "limits": [asdict(it) for it in variant.ceiling.limits],
         "throughput_requests_per_s": variant.throughput_per_s,
         "throughput_users": variant.throughput_users,
-        "served_requests_per_s": variant.served_per_s,
+        "served_requests_per_s": variant.point.requests_per_s,
         "ttft_s": variant.ttft_s,
-        "ttft_p95_s": variant.ttft_p95_s,
         "dp_attention": variant.deployment.inputs.model.dp_attention,
         "output_tokens_per_s": variant.output_tokens_per_s,
         "gpus_least": variant.gpus_least,

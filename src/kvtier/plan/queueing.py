@@ -29,7 +29,7 @@ _STORE_CLOSE = 1e-4
 _CHUNK_TOKENS = 8192
 """Tokens of a prompt that one step computes: vLLM's default on these GPUs."""
 _USE_MAX = 0.99
-"""Of a pipe by loads that the planner admits: at its whole bandwidth a queue would grow without end."""
+"""The most use of a pipe that the planner admits: at its whole bandwidth a queue would grow without end."""
 
 
 class PipeUse(NamedTuple):
@@ -216,8 +216,7 @@ def prefill_s(deployment: Deployment, computed_tokens: float, prompt_tokens: flo
 
 def step_s(deployment: Deployment, batch: float, session_tokens: float) -> float:
     """Seconds of a decode step of one server for `batch` requests."""
-    fixed_s, each_s = _fixed_s(deployment, batch), _each_s(deployment, session_tokens)
-    return max(fixed_s + batch * each_s, 2.0 * deployment.inputs.model.active_parameters * batch / deployment.flops)
+    return max(fixed_s + batch * each_s for fixed_s, each_s in _step_parts(deployment, batch, session_tokens))
 
 
 def decode_token_s(deployment: Deployment) -> float:
@@ -225,17 +224,18 @@ def decode_token_s(deployment: Deployment) -> float:
     return step_s(deployment, deployment.batch, deployment.workload.session_tokens) / deployment.batch
 
 
-def _fixed_s(deployment: Deployment, batch: float) -> float:
-    """Seconds of a step that its requests share: launches, exchanges, and the weights that such a batch reads."""
-    reading_s = deployment.step_weight_bytes(batch) / deployment.memory_bytes_per_s
-    return deployment.launch_s + deployment.exchange_s + reading_s
+def _step_parts(deployment: Deployment, batch: float, session_tokens: float) -> list[tuple[float, float]]:
+    """Seconds of a step that its requests share, and of each: where it reads longer, and where it computes longer.
 
-
-def _each_s(deployment: Deployment, session_tokens: float) -> float:
-    """Seconds of a step for each of its requests: reading its KV and exchanging its token."""
-    return (
-        deployment.model.delivered_bytes(session_tokens) / deployment.memory_bytes_per_s + deployment.token_exchange_s
-    )
+    It reads the weights of such a batch and every KV, beside launches. The exchange waits for either.
+    """
+    reading_s = deployment.launch_s + deployment.step_weight_bytes(batch) / deployment.memory_bytes_per_s
+    kv_s = deployment.model.delivered_bytes(session_tokens) / deployment.memory_bytes_per_s
+    computing_s = 2.0 * deployment.inputs.model.active_parameters / deployment.flops
+    return [
+        (shared_s + deployment.exchange_s, each_s + deployment.token_exchange_s)
+        for shared_s, each_s in ((reading_s, kv_s), (0.0, computing_s))
+    ]
 
 
 def fetch_s(deployment: Deployment, tier: str, tokens: float) -> float:
@@ -409,21 +409,19 @@ def _use_at_most(deployment: Deployment, stretch: float) -> float:
 def _tpot_s(deployment: Deployment, rate: float, service_s: float) -> float:
     """Time for each further token, at a load of `rate` requests a second on one server.
 
-    A step takes ``F(B) + B e`` (`step_s`) of the time without prefills. B is, by Little's law, the rate times the
-    tokens of an answer times this very time. With a constant F that is solved for it; the weights of experts grow with
-    B, so the solution is repeated from the full weights on, and falls to the fixed point.
+    A step takes the longer ``F(B) + B e`` (`step_s`) of the time without prefills. B is, by Little's law, the rate
+    times the tokens of an answer times this very time. With a constant F that is solved for it; the weights of experts
+    grow with B, so the solution is repeated from the full weights on, and falls to the fixed point.
     """
     load = deployment.workload
-    each_s = _each_s(deployment, load.session_tokens)
-    free = 1 - rate * service_s - rate * load.answer_tokens * each_s
-    if free <= 0:
-        return math.inf
     batch, tpot_s = math.inf, math.inf
     for _ in range(_TPOT_STEPS if deployment.expert_bytes else 1):
-        fixed_s = _fixed_s(deployment, batch)
-        before_s, tpot_s = tpot_s, max(fixed_s / free, fixed_s + each_s)
+        before_s, tpot_s = tpot_s, 0.0
+        for fixed_s, each_s in _step_parts(deployment, batch, load.session_tokens):
+            free = 1 - rate * service_s - rate * load.answer_tokens * each_s
+            tpot_s = max(tpot_s, fixed_s / free if free > 0 else math.inf, fixed_s + each_s)
         batch = max(rate * load.answer_tokens * tpot_s, 1.0)
-        if before_s - tpot_s < _TPOT_CLOSE * tpot_s:
+        if not before_s - tpot_s >= _TPOT_CLOSE * tpot_s:  # also where both are infinite
             break
     return tpot_s
 

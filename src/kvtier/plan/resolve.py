@@ -20,7 +20,7 @@ from kvtier.plan.workload import ReuseCurve, TraceSummary, Workload, workload
 from kvtier.size.capacity import WEIGHT_BYTES
 from kvtier.size.sizes import TP_MAX
 
-SEARCHED = "the smallest size that serves nearly the most users"
+SEARCHED = "the smallest size that serves the load and nearly the most users"
 """Origin of a `model.tp` that is not given."""
 _FROM_CATALOGUE = {
     "gpu": ("flops", "attention_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "exchange", "watts"),
@@ -36,7 +36,7 @@ _SERVER_GPUS = 8
 _UNKNOWN_EXCHANGE = "pcie5"
 """For a GPU that is not in the catalogue: every server has PCIe."""
 _ACTIVATION_BYTES = 2
-"""Of an element that GPUs exchange; experts get it in one byte (DeepEP) and return it in these."""
+"""Bytes of an element that GPUs exchange; experts get it in one byte (DeepEP) and return it in these."""
 
 
 @dataclass(slots=True)
@@ -58,6 +58,12 @@ def read_basis(inputs: Inputs) -> Basis:
     """
     ignored = [name.strip() for name in inputs.model.ignore.split(",") if name.strip()]
     found, trace = size.model(inputs.model.name, ignored), None
+    for name in ("traffic.trace_time_unit", "traffic.trace_window_s", "traffic.load"):
+        if name in inputs.origins and not inputs.traffic.trace:
+            raise ConfigError(
+                f"{name} = {inputs.value(name)!r} (from {inputs.origin(name)}): it is about a trace, and the plan has "
+                "none; allowed: with --trace FILE"
+            )
     if inputs.traffic.trace:
         from kvtier.plan.trace import read_trace  # noqa: PLC0415 - imports numpy and the trace readers
 
@@ -101,7 +107,7 @@ class Deployment:
     load_bytes_per_s: float
     """Load bandwidth of one server, in stored bytes."""
     weight_bytes: float
-    """Of one copy of the model."""
+    """Weights of one copy of the model."""
     dense_bytes: float
     """Weights on one server that each decode step reads."""
     expert_bytes: float
@@ -281,7 +287,8 @@ def _step_times(inputs: Inputs, experts: Experts, model: size.Model) -> tuple[fl
     """Seconds of a step for launches, for exchanges, and for what each token adds to the exchanges.
 
     GPUs that split each layer sum its attention and its MLP, an all-reduce each (Shoeybi et al., "Megatron-LM", 2019,
-    section 3). Those that share the experts only send tokens to them and back (DeepEP, 2025).
+    section 3). Those that share the experts only send tokens to them and back (DeepEP, 2025). Between hosts each GPU
+    sends its part of a sum, or one copy of a token to each of them, over a network adapter of its own.
     """
     gpu, tp, layers = inputs.gpu, inputs.model.tp, float(len(model.layers))
     if () in model.layers:  # where an MLP is a layer of its own, two are one of the others
@@ -290,13 +297,16 @@ def _step_times(inputs: Inputs, experts: Experts, model: size.Model) -> tuple[fl
     launch_s = layers * (gpu.layer_s + (gpu.expert_layer_s if experts.routed > 1 else 0.0))
     if tp == 1:
         return launch_s, 0.0, 0.0
-    waits_s = 2 * (gpu.exchange_wait_s + (gpu.host_latency_s if tp > inputs.host.gpus else 0.0))
+    near, hosts = min(tp, inputs.host.gpus), -(-tp // inputs.host.gpus)
+    waits_s = 2 * (gpu.exchange_wait_s + (gpu.host_latency_s if hosts > 1 else 0.0))
     if inputs.model.dp_attention:
-        fixed_s, copies = gpu.dispatch_s, min(experts.used, tp - 1)
-        sent_bytes = copies * width * (1 + _ACTIVATION_BYTES)
+        fixed_s, token_bytes = gpu.dispatch_s, width * (1 + _ACTIVATION_BYTES)
+        sent, sent_far = min(experts.used, tp - 1), min(experts.used, hosts - 1)
     else:
-        fixed_s, sent_bytes = 2 * gpu.exchange_latency_s, 2 * (2 * (tp - 1) / tp) * width * _ACTIVATION_BYTES
-    return launch_s, layers * (fixed_s + waits_s), layers * sent_bytes / gpu.exchange_bytes_per_s
+        fixed_s, token_bytes = 2 * gpu.exchange_latency_s, 2 * 2 * width * _ACTIVATION_BYTES
+        sent, sent_far = (near - 1) / near, (hosts - 1) / hosts / near
+    sent_s = sent / gpu.exchange_bytes_per_s + sent_far / gpu.adapter_bytes_per_s
+    return launch_s, layers * (fixed_s + waits_s), layers * token_bytes * sent_s
 
 
 def _model_cost(inputs: Inputs, basis: Basis) -> ModelCost:

@@ -15,9 +15,9 @@ from kvtier.plan.queueing import operate
 from kvtier.plan.resolve import SEARCHED, Deployment, deployments, resolve
 
 _ALMOST_NO_LOAD = 1e-9
-_CLOSE = 1e-9
+CLOSE = 1e-9
 NEARLY = 0.95
-"""Of the most users: a smaller size that serves them is preferred."""
+"""A smaller size that serves this share of the most users is preferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class PlannedSize:
 
 
 def search(sizes: list[Deployment]) -> tuple[list[PlannedSize], Deployment, Deployment]:
-    """The users at each size; the best deployment with tiers, and the best with GPU memory alone."""
+    """The users at each size, the best deployment for any load, and the best one for the requested load."""
     found = {with_tiers: [most_users(it, with_tiers=with_tiers) for it in sizes] for with_tiers in (True, False)}
     rows = [
         PlannedSize(
@@ -45,7 +45,8 @@ def search(sizes: list[Deployment]) -> tuple[list[PlannedSize], Deployment, Depl
         )
         for it, tiered, alone in zip(sizes, found[True], found[False], strict=True)
     ]
-    return rows, _best(sizes, found[True], with_tiers=True), _best(sizes, found[False], with_tiers=False)
+    load = sizes[0].workload
+    return rows, best(sizes, found[True]), best(sizes, found[True], load.requests_per_s * load.interval_s)
 
 
 def gpus_for(inputs: Inputs, deployment: Deployment, loads: list[float]) -> list[int | None]:
@@ -76,21 +77,31 @@ def gpus_for(inputs: Inputs, deployment: Deployment, loads: list[float]) -> list
         for tp, dp in reversed(sizes):
             copies = 1
             while copies * tp < best and (served := most(tp, dp, copies)):
-                if served >= load * (1 - _CLOSE):
+                if served >= load * (1 - CLOSE):
                     best = copies * tp
-                copies = max(copies + 1, math.ceil(copies * load / served * (1 - _CLOSE)))
+                copies = max(copies + 1, math.ceil(copies * load / served * (1 - CLOSE)))
         return best if best <= COUNT_MAX else None
 
     return [least(it) for it in loads]
 
 
-def _best(sizes: list[Deployment], users: list[float], *, with_tiers: bool) -> Deployment:
-    """The smallest size that serves nearly the most users; the same for any requested load.
+def best(sizes: list[Deployment], users: list[float], requested: float = 0.0) -> Deployment:
+    """The smallest size that serves nearly the most users, and the requested ones where any size serves those.
 
     Where none serves a user, it is the one with the shortest time to first token.
+
+    Args:
+        sizes: with the tiers to count with, the smallest first.
+        users: that each of them serves.
+        requested: the users to serve; 0: as many as possible.
     """
-    if len(sizes) == 1:
-        return sizes[0]
-    if most := max(users):
-        return next(it for it, served in zip(sizes, users, strict=True) if served >= NEARLY * most)
-    return min(sizes, key=lambda it: operate(it, _ALMOST_NO_LOAD, with_tiers=with_tiers).ttft_s)
+    most = max(users)
+    if not most:
+        return min(sizes, key=lambda it: operate(it, _ALMOST_NO_LOAD, with_tiers=True).ttft_s)
+    wanted = max(NEARLY * most, requested * (1 - CLOSE) if is_served(requested, most) else 0.0)
+    return next(it for it, served in zip(sizes, users, strict=True) if served >= wanted)
+
+
+def is_served(requested: float, users: float) -> bool:
+    """Whether the requested users are within the limits, but for the errors of a search."""
+    return users >= requested * (1 - CLOSE)

@@ -6,7 +6,7 @@ share. Paths are examples.
 
 from collections.abc import Iterator
 
-from kvtier.plan.answer import load_text, load_unit, shown_load, size_text
+from kvtier.plan.answer import in_words, load_text, shown_load, size_text
 from kvtier.plan.plan import DriveLoad, Plan
 from kvtier.plan.resolve import Deployment
 
@@ -60,12 +60,12 @@ def _budget(plan: Plan, drives: DriveLoad, deployment: Deployment) -> Iterator[s
     budget = int(rated * disk.rated_years / years / ranks) // _MIB * _MIB
     line = f"write_bytes_per_day = {budget} # of each of {ranks} ranks: the drives then last {years:g} years"
     most = plan.tiered.need.users if plan.tiered.need else plan.tiered.users
-    after, before = load_text(plan, drives.users), load_text(plan, most)
-    if after == before:
+    after, before = in_words(plan, drives.users), load_text(plan, most)
+    if load_text(plan, drives.users) == before:
         yield line
     else:
         yield f"# {line}"
-        yield f"# and serve {after} {load_unit(plan)}; without it {before} for {drives.life_years:.1f} years"
+        yield f"# and serve {after}; without it {before} for {drives.life_years:.1f} years"
 
 
 def _size(count: int) -> str:

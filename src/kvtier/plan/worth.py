@@ -17,16 +17,16 @@ from kvtier.plan.search import PlannedSize, search
 from kvtier.report.format import bytes_text, time_text
 
 LEAST_GAIN = 1.1
-"""A smaller ratio of users is no gain: the plan itself is off by as much."""
+"""A smaller ratio of users does not count as a gain: the plan itself is off by as much."""
 TIER_NAMES = {"gpu": "GPU memory", "host": "host memory", "disk": "local drives", "shared": "shared storage"}
 _NEARLY_ALL = 0.9
 _INTERVALS = tuple(4.0**step for step in range(1, 9))
 """Multiples of the interval between two queries at which a tier may pay."""
 _INTERVAL_MOST_S = 1e7
 _HALVINGS = 4
-"""Of the ratio of 4 between a multiple at which it pays and the one before: within a tenth."""
+"""They narrow the ratio of 4 between a multiple at which it pays and the one before to a tenth."""
 _HOST_HALVINGS = 9
-"""Of the ratio between host memory and one conversation, which is some 1,000: within 2 %."""
+"""They narrow the ratio between host memory and one conversation, which is some 1,000, to 2 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,11 @@ class Choice:
     sizes: tuple[PlannedSize, ...]
     """Every size that holds the model, the smallest first."""
     deployment: Deployment
+    """At the size for any load."""
+    for_load: Deployment
+    """At the size for the requested load: another one where only that serves it."""
     users: float
-    """Users within all limits."""
+    """Users within all limits at the size for any load."""
     life_years: float | None
     """Life of its drives at that load; None without drives."""
     price: float | None
@@ -73,7 +76,7 @@ def only(deployment: Deployment, names: Collection[str]) -> Deployment:
 
 
 def _choice(sizes: Sequence[Deployment], kept: tuple[str, ...]) -> Choice:
-    found, best, _ = search([only(it, kept) for it in sizes])
+    found, best, for_load = search([only(it, kept) for it in sizes])
     users, years = most_users(best), None
     if "disk" in kept:
         rate = users / best.workload.interval_s
@@ -84,6 +87,7 @@ def _choice(sizes: Sequence[Deployment], kept: tuple[str, ...]) -> Choice:
         tiers=kept,
         sizes=tuple(found),
         deployment=best,
+        for_load=for_load,
         users=users,
         life_years=years,
         price=sum(prices.values()) + worn(best, years) if all(prices.values()) else None,

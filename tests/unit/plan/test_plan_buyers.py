@@ -15,6 +15,7 @@ from kvtier.plan.read_inputs import load
 from kvtier.plan.report import needs_table, tables
 from kvtier.plan.resolve import resolve
 from kvtier.plan.settings import settings_toml
+from kvtier.report.format import digits, share_text
 
 USABLE = 0.92, 3_758_096_384
 """Share of GPU memory that the engine takes, and what activations and libraries take of it."""
@@ -157,8 +158,8 @@ def test_drives_with_few_hits_are_not_advised():
     """Host memory keeps KV for minutes, so 0.4 % of the tokens come from drives; 18 of them were advised."""
     plan = planned("llama-3.3-70b")
     disk, host = tier(plan, "disk"), tier(plan, "host")
-    assert disk.found < 0.005
-    assert disk.hit_share < 0.015
+    assert plan.given.need.point.found["disk"] < 0.005
+    assert plan.given.ceiling.point.found["disk"] < 0.015
     assert not disk.worth_it
     assert host.worth_it
     without = planned("llama-3.3-70b", "host=1TiB", model__tp=8)
@@ -233,7 +234,7 @@ def test_gpus_for_the_load_are_one_number_in_all_places():
     counts = [str(it.need.gpus) for it in plan.arms]
     assert counts == [str(alone), *[str(least)] * (len(counts) - 1)]
     assert needs_table(plan).rows[0] == ("GPUs", *counts)
-    assert all(f" {count} in " in request(plan) for count in counts)
+    assert all(f" {count} GPU" in request(plan) for count in counts)
 
 
 def test_a_drive_that_writes_too_slowly_drops_the_rest():
@@ -256,7 +257,7 @@ def test_without_reuse_no_tier_is_worth_it():
     document = to_json(plan)
     assert document["users_with_tiers"] == pytest.approx(document["users_without_tiers"])
     assert document["binding_limit"] == plan.binding.name
-    assert {"name", "hit_share", "why_not", "worth_it"} <= document["tiers"][1].keys()
+    assert {"name", "why_not", "worth_it"} <= document["tiers"][1].keys()
     assert [it["is_worth_buying"] for it in document["choices"]] == [True, False, False, False]
 
 
@@ -314,7 +315,7 @@ def test_drives_that_take_less_than_what_is_reused_give_fewer_hits():
         users.append(plan.given.users)
     assert users[0] > users[1] > users[2]
     assert users[2] == pytest.approx(plan.alone.users)
-    assert tier(plan, "disk").found == 0
+    assert plan.given.point.found["disk"] == 0
 
 
 def test_the_price_of_each_further_user_is_that_of_the_tiers_that_are_worth_it():
@@ -355,8 +356,8 @@ def test_cost_and_power_are_of_each_arm_at_its_own_largest_load():
         assert found.per_million_output_tokens == pytest.approx(per_hour / 3600 / (rate * 100) * 1e6)
     gains = table(plan, "Gains")
     assert f"{math.floor(plan.alone.users)} and {math.floor(plan.tiered.users)} users" in gains.title
-    power = next(row for row in gains.rows if row[0] == "power")
-    assert power[2] == f"{plan.tiered.cost_at_most.watts / 1000:.2f} kW"
+    power = next(row for row in gains.rows if row[0] == "power of a user, W")
+    assert power[2] == digits(plan.tiered.cost_at_most.watts / math.floor(plan.tiered.users))
 
 
 def test_the_smallest_host_memory_for_most_of_the_gain():
@@ -378,8 +379,8 @@ def test_an_overload_says_first_that_the_load_does_not_fit():
     plan = planned("llama-3.1-8b", "host=1TiB", gpu__name="l4", gpu__count=1, traffic__users=20)
     assert plan.is_overloaded
     least = plan.given.gpus_least
-    assert request(plan).startswith(f"20 users do not fit on 1 x l4: they need {plan.arms[-1].need.gpus} in ")
-    assert verdict(plan).startswith("On 1 x l4, less than one user is within 1 s")
+    assert request(plan).startswith(f"20 users do not fit on 1 x l4: they need {plan.arms[-1].need.gpus} GPU")
+    assert verdict(plan).startswith("On 1 x l4, not even one user gets a first token within 1 s on average, with or")
     assert "orth buying" not in verdict(plan)
     assert [it.worth_it for it in plan.tiers] == [True, False]
     assert plan.idle_tiers[0].why_not == "no load is within the limits, with it or without"
@@ -393,8 +394,8 @@ def test_an_overload_that_fits_in_part_names_the_users_and_the_gpus():
     plan = planned("llama-3.3-70b", "host=1TiB", traffic__users=300)
     least, alone = plan.tiered.gpus_least, plan.alone.gpus_least
     assert request(plan) == (
-        f"300 users do not fit on 8 x h100-sxm: they need {least} in {least // 8} hosts with host memory and {alone} "
-        f"in {alone // 8} hosts with GPU memory alone."
+        f"300 users do not fit on 8 x h100-sxm: they need {least} GPUs in {least // 8} hosts with host memory and "
+        f"{alone} GPUs in {alone // 8} hosts with GPU memory alone."
     )
     assert f"serve {math.floor(plan.tiered.users)} users with host memory" in verdict(plan)
     assert f"# for 300 users on {least} x h100-sxm" in settings_toml(plan)
@@ -443,7 +444,12 @@ def test_the_limit_is_a_mean_and_the_line_has_the_95th_percentile():
 
 def test_hits_and_residences_name_their_load_and_copies_their_meaning():
     plan = planned("llama-3.3-70b", "host=1TiB")
-    assert table(plan, "What the tiers").title == "What the tiers hold and find at 80 users"
+    found = {row[0]: row[1:] for row in needs_table(plan).rows}
+    point = plan.tiered.need.point
+    assert needs_table(plan).title == "What 80 users need"
+    assert found["host memory, s that unused KV stays"] == ("-", digits(point.residence_s["host"]))
+    assert found["host memory, prompt tokens found"] == ("-", share_text(point.found["host"]))
+    assert found["GPU memory, prompt tokens found"][1] == share_text(point.found["gpu"])
     mla = dict(circumstances(planned("deepseek-r1", model__weights="fp8", gpu__name="h200-sxm", model__tp=8)))
     assert "8 copies for ranks that cannot split it (software.copies = 1: a tier that all share has one)" in mla["KV"]
 
@@ -484,7 +490,6 @@ def test_all_that_a_buyer_needs_is_at_the_requested_load(count):
         assert users(same, *arm.tiers) == pytest.approx(arm.need.users)
     at_load = [it.title for it in tables(plan) if f"{count} users" in it.title]
     assert [it.partition(",")[0].split(f" {count}")[0] for it in at_load] == [
-        "What the tiers hold and find at",
         "KV for a share of the possible hits",
         "Limits of 8 x h100-sxm with host memory",
     ]  # fmt: skip
@@ -520,3 +525,15 @@ def test_a_limit_of_the_95th_percentile_replaces_that_of_the_mean_or_holds_besid
     assert "target.ttft_s" not in names
     with pytest.raises(ConfigError, match="allowed: a limit of one of them"):
         load(options={"target.ttft_s": "0"})
+
+
+def test_one_of_a_thing_is_written_in_the_singular():
+    """It was "1 users fit", "1 x h100-sxm serve 53", and "they need 8 in one host"."""
+    plan = planned("llama-3.1-8b", "host=64GiB", gpu__count=1, traffic__users=1)
+    assert request(plan) == "1 user fits on 1 x h100-sxm with GPU memory alone."
+    assert "1 x h100-sxm serves " in verdict(plan)
+    assert needs_table(plan).title == "What 1 user needs"
+    small = planned("llama-3.1-8b", gpu__name="l4", gpu__count=1, traffic__users=1)
+    assert re.match(r"1 user does not fit on 1 x l4: it needs \d+ GPUs in one host with ", request(small))
+    texts = [request(plan), verdict(plan), *conclusion(plan), heading(plan), *(it.title for it in tables(plan))]
+    assert [it for it in texts if re.search(r"\b1 (users|GPUs|hosts|copies)\b", it)] == []

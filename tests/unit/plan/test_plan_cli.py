@@ -37,6 +37,13 @@ def output(capsys, *arguments):
         ([MODEL, "--users", "-5"], "traffic.users = '-5' (from --users)"),
         ([MODEL, "--users", "1e99"], "traffic.users = '1e99' (from --users)"),
         ([MODEL, "--interval", "0"], "traffic.interval_s = '0' (from --interval)"),
+        ([MODEL, "--ttft", "0s"], "allowed: a limit of one of them"),
+        ([MODEL, "--ttft", "0.0"], "allowed: a limit of one of them"),
+        ([MODEL, "--ttft", "0"], "allowed: a limit of one of them"),
+        ([MODEL, "--ttft", "1us"], "target.ttft_s = '1us' (from --ttft)"),
+        ([MODEL, "--time-unit", "s"], "traffic.trace_time_unit = 's' (from --time-unit)"),
+        ([MODEL, "--set", "traffic.load=2"], "traffic.load = 2.0 (from --set traffic.load)"),
+        ([MODEL, "--set", "traffic.trace_window_s=60"], "traffic.trace_window_s = 60.0 (from --set"),
         ([MODEL, "--ttft", "soon"], "target.ttft_s = 'soon' (from --ttft)"),
         ([MODEL, "--reuse", "1.5"], "traffic.reuse = '1.5' (from --reuse)"),
         ([MODEL, "--reuse", "1"], "traffic.reuse = 1 (from --reuse)"),
@@ -96,7 +103,7 @@ def test_json_is_the_whole_plan(capsys):
         "help": "Peak FLOP/s of one GPU, dense, in the weights' format.",
     }
     assert plan["tiered"]["users_at_ttft"] > plan["alone"]["users_at_ttft"]
-    assert plan["binding"] == next(it["name"] for it in plan["tiered"]["limits"] if not it["is_reserve"])
+    assert plan["binding_limit"] == next(it["name"] for it in plan["tiered"]["limits"] if not it["is_reserve"])
     assert plan["alone"]["cost"]["per_hour"] is None
     assert {it["name"] for it in plan["sources"]} == {"h100-sxm", "nvlink4", "pm1753", "ddr5-4800"}
 
@@ -128,6 +135,8 @@ def test_the_text_fits_into_100_columns_and_begins_with_the_answer(capsys, argum
     lines = output(capsys, *arguments).splitlines()
     assert [line for line in lines if len(line) > 100] == []
     assert lines[0].startswith(("80 users fit on 8 x ", "1,000,000 users do not fit on 8 x "))
+    first = " ".join(lines[: lines.index("")])
+    assert re.search(r" with (GPU memory alone|host memory|local drives|shared storage)\b", first)
     answer, _, rest = "\n".join(lines).partition("\nWhat ")
     assert re.search(r" Within 1 s on average .* serve [\d,]+ users with ", " ".join(answer.split()))
     assert rest.startswith(("80 users need\n", "1,000,000 users need\n"))
@@ -144,14 +153,19 @@ def test_the_text_fits_into_100_columns_and_begins_with_the_answer(capsys, argum
         (("--tier", "host=1GiB"), "host memory holds 1.07 GB, less than one conversation"),
         (("--tier", "host=100GiB"), "host memory holds 107 GB, less than the 538 GB of GPU memory"),
         (("--tier", "host=0"), "The plan has no tiers."),
+        (
+            ("--tier", "host=1GiB", "--tier", "disk=4xpm1753", "--set", "disk.write_bytes_per_s=5e7"),
+            (
+                "No tier is worth buying: not host memory, because host memory holds 1.07 GB, less than one "
+                "conversation, and not local drives, because new KV is written too slowly, 2% of it in time."
+            ),
+        ),
     ],
 )
 def test_tiers_that_gain_nothing_are_named_with_the_reason(capsys, arguments, why):
     text = " ".join(output(capsys, MODEL, *arguments).split("What 80 users need")[0].split())
     assert "users with GPU memory alone. " in text
-    assert text.endswith(
-        f"No tier is worth buying, because {why}." if "--tier host=0" not in " ".join(arguments) else why
-    )
+    assert text.endswith(why if why.endswith(".") else f"No tier is worth buying, because {why}.")
 
 
 @pytest.mark.usefixtures("quick")
@@ -183,7 +197,7 @@ def test_the_size_that_serves_most_users_is_planned_for_each_arm(capsys):
     """With the fewest GPUs that hold the model it was 10 and 6 users."""
     plan = json.loads(output(capsys, "llama-3.3-70b", "--json"))
     assert (plan["tp_with_tiers"], plan["tp_without_tiers"]) == (8, 8)
-    assert plan["inputs"]["model.tp"]["from"] == "the smallest size that serves nearly the most users"
+    assert plan["inputs"]["model.tp"]["from"] == "the smallest size that serves the load and nearly the most users"
     by_tp = {it["tp"]: (int(it["users_without_tiers"]), int(it["users_with_tiers"])) for it in plan["sizes"]}
     assert by_tp == {2: (5, 9), 4: (39, 51), 8: (53, 66)}
     assert (int(plan["users_without_tiers"]), int(plan["users_with_tiers"])) == by_tp[8]

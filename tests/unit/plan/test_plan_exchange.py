@@ -10,7 +10,7 @@ from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.plan.answer import heading
 from kvtier.plan.hardware import catalogue
-from kvtier.plan.queueing import decode_token_s, prefill_s, step_s
+from kvtier.plan.queueing import decode_token_s, operate, prefill_s, step_s
 from kvtier.plan.resolve import resolve
 from kvtier.size import from_config, model, names
 
@@ -59,12 +59,12 @@ def test_a_size_larger_than_memory_needs_has_its_reason():
     assert heading(plan).endswith("TP 8, one copy (TP 4 serves 51 users, 15 fewer)")
 
 
-@pytest.mark.parametrize("users", [80, 530, 1000])
-def test_the_smallest_size_that_serves_nearly_the_most_is_taken_at_any_load(users):
+@pytest.mark.parametrize(("users", "size"), [(80, 2), (530, 4), (1000, 2)])
+def test_the_smallest_size_that_serves_nearly_the_most_is_taken_unless_only_a_larger_one_serves_the_load(users, size):
     """TP 2 serves 520 users of an 8B, TP 4 544, TP 1 427."""
     plan = planned("llama-3.1-8b", traffic__users=users)
     served = {it.tp: it.users_with_tiers for it in plan.sizes}
-    assert plan.deployment.inputs.model.tp == 2
+    assert plan.deployment.inputs.model.tp == size
     assert served[1] < 0.95 * max(served.values()) <= served[2] < served[4]
 
 
@@ -89,6 +89,14 @@ def test_gpus_of_several_hosts_exchange_more_slowly():
         for gpus in (16, 8)
     )
     assert far.exchange_s - near.exchange_s == pytest.approx(126 * 2 * 20e-6)
+    # In a host as 8 GPUs do; then each GPU's eighth goes to the other host and back by its adapter of 50 GB/s.
+    assert near.token_exchange_s == pytest.approx(126 * 2 * 2 * 15 / 16 * 32_768 / 281e9)
+    assert far.token_exchange_s == pytest.approx(126 * 2 * 2 * (7 / 8 / 281e9 + 1 / 2 / 8 / 50e9) * 32_768)
+    slow = deployed("llama-3.1-405b", gpu__count=16, model__tp=16, model__weights="fp8", gpu__adapter_bytes_per_s=5e9)
+    assert slow.token_exchange_s > 3 * far.token_exchange_s
+    # Of the 8 copies of a token one leaves the host, which sends it on to its GPUs.
+    spread = deployed("deepseek-r1", gpu__name="h200-sxm", gpu__count=16, model__tp=16, model__dp_attention=True)
+    assert spread.token_exchange_s == pytest.approx(58 * 7168 * 3 * (8 / 281e9 + 1 / 50e9) / 58 * 61)
 
 
 def test_data_parallel_attention_sends_tokens_to_their_experts():
@@ -111,6 +119,22 @@ def test_a_step_takes_as_long_as_its_launches_and_its_exchange():
     assert prefill_s(one, 10, 1000) == pytest.approx(32 * 40e-6)
     long = prefill_s(eight, 80_000, 80_000) - prefill_s(deployed(model__tp=8, **NO_EXCHANGE), 80_000, 80_000)
     assert long == pytest.approx(64 * (80_000 / 8192 * 12.7e-6 + 80_000 * 7 / 4 * 8192 / 281e9), rel=1e-3)
+
+
+def test_a_step_that_computes_longer_than_it_reads_exchanges_too():
+    """The exchange of a large batch hid behind its computing, and the time per token did not know the computing."""
+    fast = {"gpu__memory_bytes_per_s": 1e16, "model__tp": 8, **NO_LAUNCHES}
+    eight = deployed("llama-3.1-8b", **fast)
+    computing, sent = 2 * 8e9 / (8 * 989e12 * 0.5), 64 * 7 / 4 * 8192 / 281e9
+    assert step_s(eight, 500, 1000) == pytest.approx(64 * 12.7e-6 + 500 * (computing + sent), rel=1e-3)
+    for changes in (fast, {"model__tp": 8}):  # computing decides, or reading
+        one = deployed("llama-3.1-8b", traffic__answer_tokens=2000, **changes)
+        point = operate(one, 2.0, with_tiers=False)
+        batch = 2.0 * 2000 * point.tpot_s
+        assert batch > 2
+        assert point.tpot_s * (1 - 2.0 * point.prefill_s) == pytest.approx(
+            step_s(one, batch, one.workload.session_tokens)
+        )
 
 
 @pytest.fixture(scope="module")

@@ -215,7 +215,7 @@ def test_the_fewest_ranks_hold_the_longest_session_not_the_mean():
 )
 def test_extremes_are_planned_without_a_division_by_zero(changes):
     plan = planned(changes.pop("model", "llama-3.1-8b"), **changes)
-    assert plan.tiered.served_per_s > 0
+    assert plan.tiered.point.requests_per_s > 0
     assert max(plan.tiered.point.gpu_used, plan.alone.point.gpu_used) <= 1 + 1e-6  # it can be served
     assert plan.tiered.point.hit_rate <= 1
 
