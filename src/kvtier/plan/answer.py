@@ -350,8 +350,7 @@ def load_unit(plan: Plan) -> str:
 
 def whole(plan: Plan, load: float) -> float:
     """A load as `load_text` shows it, for ratios."""
-    is_counted = plan.deployment.workload.has_users and not math.isinf(load)
-    return float(math.floor(load + 1e-6)) if is_counted else load
+    return plan.deployment.workload.counted(load)
 
 
 def in_words(plan: Plan, load: float) -> str:

@@ -420,13 +420,13 @@ def _gains(plan: Plan) -> Table:
 
 
 def _sizes(plan: Plan) -> Table:
-    planned = {"GPU memory alone": plan.alone, "with tiers": plan.tiered}
+    planned = {"GPU memory alone": plan.alone}
+    planned |= {"with tiers": plan.tiered} if plan.deployment.tiers else {}
     rows = [
         (
             _size_name(size),
             str(size.copies),
-            load_text(plan, size.users_without_tiers),
-            load_text(plan, size.users_with_tiers),
+            *(load_text(plan, it) for it in (size.users_without_tiers, size.users_with_tiers)[: len(planned)]),
             ", ".join(
                 name for name, it in planned.items() if _size_name(it.deployment.inputs.model) == _size_name(size)
             ),
@@ -436,7 +436,7 @@ def _sizes(plan: Plan) -> Table:
     return Table(
         ("GPUs of a copy", "copies", *planned, "planned for"),
         rows,
-        numeric=4,
+        numeric=2 + len(planned),
         title="Users by size",
         note=f"{load_unit(plan).capitalize()} {within(plan)}. Among sizes that serve nearly as many (95 %), the "
         "smallest is planned; more GPUs of a copy exchange more.",

@@ -144,6 +144,10 @@ class Workload:
         later = (1 - self.first_share) * self.reusable_tokens
         return (self.first_share * self.prefix_tokens + later) / self.input_tokens
 
+    def counted(self, load: float) -> float:
+        """A load as people count it: whole users, or any queries a second."""
+        return float(math.floor(load + 1e-6)) if self.has_users and math.isfinite(load) else load
+
     def is_any(self, users: float) -> bool:
         """Whether a load in users is at least one user; where there are no users, any query."""
         return users >= 1 or (users > 0 and not self.has_users)

@@ -99,8 +99,9 @@ def worth_buying(found: Sequence[Choice]) -> list[Choice]:
 
     It is GPU memory alone where that serves nearly the most, or where nothing serves a user.
     """
-    most, load = max(it.users for it in found), found[0].deployment.workload
-    near = [it.tiers for it in found if load.is_any(it.users) and it.users * LEAST_GAIN >= most]
+    load = found[0].deployment.workload
+    users = {it.tiers: load.counted(it.users) for it in found}  # a part of a user is no reason to buy
+    near = [tiers for tiers, count in users.items() if load.is_any(count) and count * LEAST_GAIN >= max(users.values())]
     kept = smallest(near) or [()]
     best = [it for it in found if it.tiers in kept]
     return best if any(it.price is None for it in best) else sorted(best, key=lambda it: it.price or 0.0)

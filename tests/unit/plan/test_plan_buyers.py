@@ -261,6 +261,21 @@ def test_without_reuse_no_tier_is_worth_it():
     assert [it["is_worth_buying"] for it in document["choices"]] == [True, False, False, False]
 
 
+def test_a_part_of_a_user_is_no_reason_to_buy_a_tier():
+    prices = {"price.gpu": 2500, "price.server": 3000, "price.host_memory_per_gb": 6}
+    options = {"model.name": "llama-3.1-8b", "gpu.name": "l4", "gpu.count": 1, "traffic.users": 2, "target.ttft_s": 5}
+    plan = make_plan(load(options=options | {"host.capacity_bytes": 64 << 30, "disk.count": 0} | prices))
+    alone, host = users(plan), users(plan, "host")
+    assert 1.1 * alone < host < math.floor(alone) + 1, "more of a user, and not one more"
+    assert "No tier is worth buying" in verdict(plan)
+
+
+@pytest.mark.parametrize(("turns", "columns"), [(1, ["GPU memory alone"]), (10, ["GPU memory alone", "with tiers"])])
+def test_a_size_has_users_with_tiers_only_where_some_are_worth_it(turns, columns):
+    plan = planned("llama-3.3-70b", traffic__turns=turns, traffic__prefix_tokens=0)
+    assert list(table(plan, "Users by size").columns)[2:-1] == columns
+
+
 def test_sensitivities_stay_at_the_size_that_was_found():
     """A fifth more parameters raised the users from 10 to 62, since twice the GPUs held them."""
     plan = make_plan(load(options={"model.name": "llama-3.3-70b"}))
