@@ -90,7 +90,7 @@ class ModelCost:
 
     @property
     def delivered_ratio(self) -> float:
-        """The same over the stored bytes; above 1 where several ranks share a copy."""
+        """Bytes that all ranks receive, over the stored bytes; above 1 where several ranks share a copy."""
         return sum(it.delivered for it in self.spans) / self.token_bytes
 
     def stored_bytes(self, tokens: float) -> float:

@@ -71,7 +71,7 @@ def choices(sizes: Sequence[Deployment]) -> list[Choice]:
 
 
 def only(deployment: Deployment, names: Collection[str]) -> Deployment:
-    """The same deployment with no tiers but those of `names`."""
+    """The deployment without other tiers than `names`."""
     return deployment.without(*(it.name for it in deployment.tiers if it.name not in names))
 
 

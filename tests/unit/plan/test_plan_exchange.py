@@ -94,7 +94,7 @@ def test_gpus_of_several_hosts_exchange_more_slowly():
     assert far.token_exchange_s == pytest.approx(126 * 2 * 2 * (7 / 8 / 281e9 + 1 / 2 / 8 / 50e9) * 32_768)
     slow = deployed("llama-3.1-405b", gpu__count=16, model__tp=16, model__weights="fp8", gpu__adapter_bytes_per_s=5e9)
     assert slow.token_exchange_s > 3 * far.token_exchange_s
-    # Of the 8 copies of a token one leaves the host, which sends it on to its GPUs.
+    # One of the 8 copies of a token leaves the host, which sends it on to its GPUs.
     spread = deployed("deepseek-r1", gpu__name="h200-sxm", gpu__count=16, model__tp=16, model__dp_attention=True)
     assert spread.token_exchange_s == pytest.approx(58 * 7168 * 3 * (8 / 281e9 + 1 / 50e9) / 58 * 61)
 
