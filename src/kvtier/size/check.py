@@ -65,7 +65,7 @@ class Figure:
     step: float
     """What the last printed digit counts: 0.01 for 1.47."""
     rough: float
-    """Its digits without trailing zeros, which may be printed for their place alone: 10 for 150."""
+    """That step without trailing zeros, which may be printed for their place alone: 10 for 150."""
 
     def bytes(self, thousand: int | None = None) -> float:
         """The figure in bytes or things, read with a kilo of `thousand`, or as written."""
