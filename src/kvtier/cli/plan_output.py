@@ -50,10 +50,6 @@ def run(
     inputs = load(example=example or "", file=file, options=options | tier_options(tiers), sets=sets, probe=probe)
     if not inputs.model.name:
         raise ConfigError("no model is given; name one, such as `kvtier plan llama-3.1-8b`, or --example samsung")
-    if given.get("time_unit") and not inputs.traffic.trace:
-        raise ConfigError(
-            f"--time-unit {given['time_unit']} is the unit of a trace; allowed: together with --trace FILE"
-        )
 
     result = make_plan(inputs)
     for note in result.deployment.workload.notes:

@@ -66,7 +66,6 @@ def output(capsys, *arguments):
         ([MODEL, "--set", "gpu.flops_share"], "--set gpu.flops_share"),
         ([MODEL, "--example", "samsnug"], "samsung"),
         ([MODEL, "--trace", "nosuch.jsonl"], "nosuch.jsonl"),
-        ([MODEL, "--time-unit", "s"], "--time-unit s is the unit of a trace"),
         ([MODEL, "--file", "nosuch.toml"], "nosuch.toml"),
         ([MODEL, "--picture", "picture.pdf"], "--picture 'picture.pdf'"),
     ],
