@@ -49,6 +49,7 @@ def test_every_byte_is_right_in_any_order(run: Run) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("run", [run_vllm, run_transformers, run_held])
 def test_every_byte_is_right_in_thousands_of_orders(run: Run) -> None:
     for seed in range(SEEDS, NIGHTLY_SEEDS):
