@@ -18,7 +18,7 @@ COLOURS = {"host": "host", "directory": "shared", "disk": "disk"}
 FROM_DEVICE = 0.9
 """Share of the loaded bytes: when the device delivers less, a note says that a cache delivered the rest."""
 IMPOSSIBLE = 1.25
-"""Above this share of the ceiling a figure is no share of a limit. What is closer to 1 may be noise."""
+"""Above this share of the ceiling a figure cannot be a share of a limit. Noise explains smaller ones."""
 
 
 def io_report(result: IoResult) -> Report:

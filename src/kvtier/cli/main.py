@@ -48,7 +48,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """See `click.Group`."""
+        """Find the command that `args` begin with, or end with the nearest name."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             from kvtier.config.schema import near  # so that help starts quickly

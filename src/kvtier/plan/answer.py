@@ -31,13 +31,11 @@ def verdict(plan: Plan) -> str:
     point = operate(first.deployment, first.users / first.deployment.workload.interval_s, with_tiers=bool(ways))
     is_limited = plan.inputs.target.ttft_p95_s
     tail = "" if is_limited else f" (95 % within {time_text(point.ttft_within_s(0.95))})"
-    served = [
-        f"{load_text(plan, it.users)} with {names_text(it.tiers)} "
-        f"({ratio_text(whole(plan, it.users), whole(plan, alone.users))})".removesuffix(f" ({NONE})")
-        for it in ways
-    ]
-    served += [f"{load_text(plan, alone.users)} with {names_text(())}"]
-    served[0] = served[0].replace(load_text(plan, first.users), in_words(plan, first.users), 1)
+    served: list[str] = []
+    for it in (*ways, alone):
+        gain = NONE if it is alone else ratio_text(whole(plan, it.users), whole(plan, alone.users))
+        users = (load_text if served else in_words)(plan, it.users)
+        served.append(f"{users} with {names_text(it.tiers)}{'' if gain == NONE else f' ({gain})'}")
     limits = within(plan)
     serve, they = ("serves", "it serves") if plan.inputs.gpu.count == 1 else ("serve", "they serve")
     text = f"{limits[:1].upper()}{limits[1:]}{tail}, {gpus} {serve} {_series(served)}."

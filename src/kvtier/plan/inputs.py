@@ -239,7 +239,7 @@ class GpuInputs(SettingsSection):
         50e9,
         Number(1e6, 1e16),
         "Bytes a second of a GPU's network adapter, over which GPUs of several hosts exchange.",
-        "400 Gbit/s for each GPU of a DGX H100 (ConnectX-7), NVIDIA's data sheet",
+        "assumed: an adapter for each GPU, at the line rate of nic-400g in the catalogue",
     )
     watts: float = setting(0.0, Number(1, 1e5, _CATALOGUE), "Maximum power of one GPU.")
     flops_share: float = setting(0.5, Number(0.01, 1), "Share of the peak that prefill reaches (MFU).", "rule of thumb")

@@ -176,7 +176,7 @@ class Plan:
     arms: tuple[Variant, ...]
     """What to compare for the requested load: GPU memory alone, and each way that is worth buying.
 
-    Where the given GPUs serve nobody, these are the choices with which the load needs the fewest GPUs.
+    Where the given GPUs serve no user, these are the choices with which the load needs the fewest GPUs.
     """
     least_host_bytes: float | None
     """Host memory that brings 90 % of the users that all of it brings; None where it brings no users."""
@@ -251,9 +251,10 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
     """
     found = choices(list(deployments(inputs, basis)))
     alone = _variant(inputs, found[0], with_tiers=False)
-    variants = {it.tiers: _variant(inputs, it) for it in (*worth_buying(found), found[-1])}
+    best_choices = worth_buying(found)
+    variants = {it.tiers: _variant(inputs, it) for it in (*best_choices, found[-1])}
     given = variants[found[-1].tiers]
-    ways = tuple(variants[it.tiers] for it in worth_buying(found))
+    ways = tuple(variants[it.tiers] for it in best_choices)
     tiered, kept = ways[0], ways[0].deployment
     bought = [it for it in ways if it.tiers]
     if not kept.workload.is_any(max(it.users for it in found)):

@@ -371,9 +371,9 @@ def _choices(plan: Plan) -> Table:
         rows,
         numeric=5,
         title=f"Most {unit} with each choice of tiers on {gpus_text(plan, plan.inputs.gpu.count)}",
-        note=f"{unit.capitalize()} {within(plan)}. Drives last so many years at that load. Prices are in {currency}, "
-        f"with the drives that replace worn ones. To buy is what serves within {LEAST_GAIN - 1:.0%} of the most and of "
-        "which no part does.",
+        note=f"{unit.capitalize()} {within(plan)}. Each row has the life of its drives at its own load. Prices are in "
+        f"{currency}, with the drives that replace worn ones. To buy is what serves within "
+        f"{LEAST_GAIN - 1:.0%} of the most and of which no part does.",
     )
 
 

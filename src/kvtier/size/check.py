@@ -40,7 +40,9 @@ _COPIES_AT = (2, 4, 8, 16)
 """Tensor-parallel sizes whose copies a figure may include."""
 _PREFIXES = ("", "K", "M", "G", "T", "P", "E")
 _FIGURE = re.compile(
-    r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([kmgtpe]?i?) ?(b|bytes?|tokens?|users?|sessions?)", re.ASCII | re.IGNORECASE
+    r"((?:[0-9]{1,15}|[0-9]{1,3}(?:[,_][0-9]{3}){1,4})(?:\.[0-9]{1,9})?) ?([kmgtpe]?i?) ?"
+    r"(b|bytes?|tokens?|users?|sessions?)",
+    re.ASCII | re.IGNORECASE,
 )
 _DIGITS = {
     "exact": "",
@@ -78,12 +80,13 @@ def parse_figure(text: str) -> Figure:
     Raises:
         ConfigError: `text` is not a figure.
     """
-    found = _FIGURE.fullmatch(text.strip().replace(",", "").replace("_", ""))
-    if found is None or not float(found[1]):
+    found = _FIGURE.fullmatch(text.strip())
+    digits = found[1].replace(",", "").replace("_", "") if found else ""
+    if found is None or not float(digits):
         raise ConfigError(
             f"check: {text!r} is not a figure; write it like 150 KB, 0.33 GB or 144 KiB, 3M tokens, 12 users"
         )
-    digits, prefix, noun = found[1], found[2].upper(), found[3][0].lower()
+    prefix, noun = found[2].upper(), found[3][0].lower()
     decimals = len(digits.partition(".")[2])
     zeros = 0 if decimals else len(digits) - len(digits.rstrip("0"))
     return Figure(

@@ -140,7 +140,7 @@ class Servers:
             if self._down_until.get(node, 0.0) > now_s:
                 raise ServerDownError(f"{node} does not answer")
             if node in self._down_until:
-                self._down_until[node] = end_s + DOWN_S  # this thread tries it, and no other, until it tells
+                self._down_until[node] = end_s + DOWN_S  # this thread alone tries it, until it knows more
         try:
             return Wire(node, self._access, end_s)
         except (BrokenWireError, OSError):
