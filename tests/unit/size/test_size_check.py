@@ -101,7 +101,9 @@ def test_a_model_that_keeps_no_kv():
         assert found.text == "150 KB: no convention known here gives it; mine keeps no KV"
 
 
-@pytest.mark.parametrize("text", ["", "150", "KB", "-3 KB", "150 parsecs", "0 KB", "1e3 KB", "9" * 40 + " KB", "1,5 GB", "1_50 KB"])
+@pytest.mark.parametrize(
+    "text", ["", "150", "KB", "-3 KB", "150 parsecs", "0 KB", "1e3 KB", "9" * 40 + " KB", "1,5 GB", "1_50 KB"]
+)
 def test_a_text_that_is_not_a_size_is_refused(text):
     with pytest.raises(ConfigError, match=r"check: .*150 KB, 0\.33 GB or 144 KiB"):
         check(size.of("qwen3-8b"), text)
