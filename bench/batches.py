@@ -1,9 +1,9 @@
-"""Loads and stores of small and large objects through the mover: this tree and another commit's, in turns.
+"""Measures loads and stores of small and large objects through the mover, on this tree and another commit's in turn.
 
     python bench/batches.py --before 880d00b --dir DIR --record bench/records/batches.json
 
-Each side is a process with a full disk store of its own. A round asks both for a store and a load; who begins changes
-with the round. ADR 22 quotes the record.
+Each side is a process with a full disk store of its own. A round asks both for a store and a load, and the sides take
+turns to go first. ADR 22 quotes the record.
 """
 
 import argparse
@@ -17,23 +17,23 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.bench.io_workloads import FullTier
-from kvtier.bench.record import RecordedSetting, make_record
 from kvtier.report.output import write_json
+from kvtier.tools.bench.io_workloads import FullTier
+from kvtier.tools.probe.record import RecordedSetting, make_record
 
 TOP = Path(__file__).parents[1]
 SIZES = (64 << 10, 512 << 10, 4 << 20, 32 << 20)
 THREADS = (4, 8)
-"""Read threads, and as many write threads."""
+"""Numbers of read threads, and of write threads."""
 STREAMS = 8
 SIDES = ("before", "now")
 OPS = ("store", "load")
 
 
 def serve(root: Path, kind: str, size: int, count: int, threads: int, seed: int) -> None:
-    """One side: for each line of the input, ``store`` or ``load``, a line with seconds and CPU seconds."""
+    """Serve as one side. For each input line, ``store`` or ``load``, print a line with seconds and CPU seconds."""
     tier = FullTier(kind, root, size, count, threads, streams=STREAMS, seed=seed)
-    for _ in range(2):  # the second replaces the first, as later ones do
+    for _ in range(2):  # the second replaces the first, as all later ones do
         tier.store()
     print("ready", flush=True)
     for line in sys.stdin:
@@ -53,7 +53,7 @@ class Side:
         self._line()
 
     def ask(self, op: str) -> list[float]:
-        """Seconds and CPU seconds of one store or load."""
+        """Run one store or load. Return its seconds and CPU seconds."""
         assert self._process.stdin is not None
         print(op, file=self._process.stdin, flush=True)
         return json.loads(self._line())
@@ -73,8 +73,8 @@ class Side:
 def measure(
     sources: dict[str, Path], folder: Path, size: int, threads: int, given: argparse.Namespace
 ) -> list[dict[str, object]]:
-    """The rows of one object size and number of threads."""
-    from kvtier.bench.ratio import ratio  # noqa: PLC0415 - the other commit, which serves with this script, may lack it
+    """Measure the rows of one object size and number of threads."""
+    from kvtier.tools.bench.repeats import ratio  # noqa: PLC0415 - the other commit, which serves with this script, may lack it
 
     count = max(4, given.sample_bytes // size)
     options = ["--tier", given.tier, "--size", str(size), "--count", str(count)]
@@ -92,7 +92,7 @@ def measure(
         before, now = (taken[op, name] for name in SIDES)
         row: dict[str, object] = {"op": op, "object_bytes": size, "threads": threads, "objects": count}
         for at, what in enumerate(("seconds", "cpu_s")):
-            # Above 1 now is faster, or takes less CPU time.
+            # Above 1, this tree is faster or takes less CPU time.
             row[f"{what}_ratio"], row[f"{what}_ratio_span"] = ratio([it[at] for it in before], [it[at] for it in now])
             for name in SIDES:
                 row[f"{what}_{name}"] = round(statistics.median(each[at] for each in taken[op, name]), 5)

@@ -1,4 +1,4 @@
-"""What the drive sees of kvtier's disk and directory tiers and of LMCache's file backend, under one load.
+"""Shows what the drive sees of kvtier's disk and directory tiers and of LMCache's file backend, under one load.
 
     python3 -m venv peer && peer/bin/pip install lmcache==0.5.6 torch
     python bench/characterize.py --lmcache peer/bin/python --dir DIR --record bench/records/characterize.json \
@@ -6,9 +6,10 @@
 
 Each backend is a process of its own that runs the conversations of `bench/parts/object_load.py`, while the kernel's
 block layer is captured (`kvtier characterize`). It needs root. kvtier's tiers are full and replace victims, and verify
-what they load. LMCache's native file backend runs in its best configuration: O_DIRECT, aligned memory in huge pages, as
-many workers as kvtier has threads; then once more in its default, the page cache. Each repetition begins with another
-backend. `python bench/tables.py` makes the table of docs/internals/measurements.md from the record.
+what they load. LMCache's native file backend runs in its best configuration: O_DIRECT, aligned memory in huge pages,
+and as many workers as kvtier has threads. Then it runs in its default configuration with the page cache. Each
+repetition starts with another backend. `python bench/tables.py` makes the table of docs/internals/measurements.md from
+the record.
 """
 
 import os
@@ -31,31 +32,31 @@ from bench.parts.command import run as run_script
 from bench.parts.object_load import ObjectLoad
 from bench.parts.samsung_io import paper_table
 
-from kvtier.bench.fio import HUGE_PAGES
-from kvtier.bench.record import make_record
-from kvtier.characterize.capture import CaptureSettings
-from kvtier.characterize.capture import run as capture
-from kvtier.characterize.events import NO_PROCESS, IoLayer, IoTrace, transfers
-from kvtier.characterize.measures import IoMeasures, measure
-from kvtier.characterize.objects import ObjectLog, WriteAmplification, read_objects, write_amplification
-from kvtier.cli.options import Bytes, WorkDirectory, tell_written
-from kvtier.cli.signals import ended_by_signals
+from kvtier.cli.options import tell_written
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
-from kvtier.report.chart import Axis, Chart, Curve, write_charts
 from kvtier.report.output import print_json, progress, write_json
 from kvtier.report.table import Table, print_table
+from kvtier.tools.bench.io import HUGE_PAGES
+from kvtier.tools.characterize.capture import CaptureSettings
+from kvtier.tools.characterize.capture import run as capture
+from kvtier.tools.characterize.events import NO_PROCESS, IoLayer, IoTrace, transfers
+from kvtier.tools.characterize.measures import IoMeasures, measure
+from kvtier.tools.characterize.recordings import ObjectLog, WriteAmplification, read_objects, write_amplification
+from kvtier.tools.charts.chart import Axis, Chart, Curve, write_charts
+from kvtier.tools.options import Bytes, WorkDirectory, ended_by_signals
+from kvtier.tools.probe.record import make_record
 
 PARTS = Path(__file__).parent / "parts"
 DEADLINE_S = 900.0
 ARMS = ("disk", "directory", "lmcache", "lmcache, page cache")
 QUIET = ("LMCACHE_TRACK_USAGE=false", "LMCACHE_LOG_LEVEL=ERROR", "LMCACHE_DISABLE_BANNER=1")
 POINTS_MAX = 1500
-"""Requests of one arm in the picture; of more, every n-th."""
+"""The most requests of one arm in the picture. If there are more, every n-th is drawn."""
 SIZE_INCHES = (4.2, 3.4)
-"""Of one map."""
+"""Size of one map."""
 MARGIN = 3
-"""The load's objects twice, since kvtier's tiers are full, and room to spare."""
+"""Space needed, as a multiple of the load's objects. kvtier's tiers are full, so they need it twice, and a reserve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Objects:
     writes: int
     gb_per_s: float
     read_ms: dict[str, float]
-    """``p50`` and ``p99`` of one object; in LMCache an object ends with its call, of up to four objects."""
+    """``p50`` and ``p99`` of one object. In LMCache an object ends with its call, which has up to four objects."""
     write_ms: dict[str, float]
 
 
@@ -80,12 +81,12 @@ class ArmRow:
     seconds: float
     objects: Objects
     device: IoMeasures
-    """What the device saw of the backend's process."""
+    """What the device saw from the backend's process."""
     amplification: WriteAmplification
     requests_per_object: float
-    """Of the device."""
+    """Requests of the device, per object."""
     later_bytes: int
-    """Written to the device by the process and by kernel threads after the load, when the file systems were synced."""
+    """Bytes that the process and kernel threads wrote after the load, while the file systems were synced."""
 
 
 def measure_arms(
@@ -105,21 +106,21 @@ def measure_arms(
 
     Args:
         lmcache: Python of LMCache's environment.
-        directory: on the drive in question; all files go to a temporary directory in it.
+        directory: a directory on the drive to measure; all files go to a temporary directory in it.
         sizes: payload bytes of an object.
         arms: names of `ARMS`.
-        streams: conversations at once.
-        turns: of a conversation.
-        conversations: of a stream.
+        streams: number of conversations at once.
+        turns: number of turns of a conversation.
+        conversations: number of conversations of a stream.
         threads: kvtier's threads, and LMCache's workers.
-        repeats: repetitions.
+        repeats: number of repetitions.
         tick: called with 1 after each arm of each size.
 
     Returns:
         The rows, and for each arm and size the requests of the device in its last repetition.
 
     Raises:
-        ConfigError: no right to capture, too little room, or a backend failed.
+        ConfigError: the right to capture is missing, there is too little room, or a backend failed.
     """
     rows: list[ArmRow] = []
     requests: dict[tuple[str, int], np.ndarray] = {}
@@ -167,7 +168,7 @@ def _captured(command: Sequence[str], directory: Path) -> IoTrace:
 
 
 def during(trace: IoTrace, other: IoTrace) -> IoTrace:
-    """`trace` without what was issued before `other` began, or after it ended."""
+    """Return `trace` without requests issued before `other` began or after it ended."""
     offset_s = other.began_s - trace.began_s
     issued_s = trace.requests["issued_s"]
     kept = trace.requests[(issued_s >= offset_s) & (issued_s <= offset_s + other.seconds)].copy()
@@ -177,11 +178,11 @@ def during(trace: IoTrace, other: IoTrace) -> IoTrace:
 
 
 def arm_row(arm: str, repetition: int, size: int, seen: IoTrace, log: ObjectLog) -> ArmRow:
-    """What one arm measured.
+    """Return what one arm measured.
 
     Args:
-        arm: its name.
-        repetition: its number, from 0.
+        arm: name of the arm.
+        repetition: number of the repetition, from 0.
         size: payload bytes of an object.
         seen: the capture, from before the load until after it.
         log: the load's journal.
@@ -190,7 +191,7 @@ def arm_row(arm: str, repetition: int, size: int, seen: IoTrace, log: ObjectLog)
     took_ms = (objects["completed_s"] - objects["issued_s"]) * 1e3
     is_write = objects["is_write"]
     while_it_ran = during(seen, log.trace)
-    # Without any request of the device the next layer above would be measured.
+    # If the device had no request, the layer above would be measured.
     device = measure(replace(while_it_ran, requests=while_it_ran.at(IoLayer.DEVICE)))
     writes = transfers(seen.at(IoLayer.DEVICE))
     writes = writes[writes["is_write"] & (writes["issued_s"] > log.trace.began_s - seen.began_s + log.trace.seconds)]
@@ -219,14 +220,14 @@ def _percentiles(values: np.ndarray) -> dict[str, float]:
 
 
 def without_gaps(rows: np.ndarray) -> np.ndarray:
-    """For each request how many bytes below its first one any of the requests has."""
+    """Return for each request the number of bytes below its first byte that any request covers."""
     order = np.argsort(rows["position"], kind="stable")
     begin = rows["position"][order].astype(np.int64)
     reach = np.maximum.accumulate(begin + rows["bytes"][order].astype(np.int64))
     above = np.concatenate([begin[:1], np.maximum(begin[1:], reach[:-1])])
     new = np.maximum(reach - above, 0)
     below = np.empty(len(rows), np.int64)
-    # What overlaps an earlier request begins below the end of what is counted so far.
+    # A request that overlaps an earlier one begins below the end of what is counted so far.
     below[order] = np.cumsum(new) - new - np.maximum(above - begin, 0)
     return below
 
@@ -244,7 +245,7 @@ def _map(heading: str, rows: np.ndarray) -> Chart:
 
 
 def draw_maps(path: Path, requests: dict[tuple[str, int], np.ndarray], size: int) -> None:
-    """Addresses over time of the arms with direct I/O, beside each other.
+    """Draw addresses over time of the arms with direct I/O, side by side.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -280,7 +281,7 @@ def table(rows: Sequence[ArmRow]) -> Table:
 
 
 def as_results(rows: Sequence[ArmRow]) -> dict[str, Any]:
-    """The rows for a record, without what is over time or of single processes."""
+    """Return the rows for a record, without figures over time or of single processes."""
     found: list[dict[str, Any]] = []
     for row in rows:
         fields = asdict(row)

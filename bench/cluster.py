@@ -1,10 +1,11 @@
-"""Cluster stores on loopback: a raw socket, `kvtier bench tier` and LMCache's backend for the same store, in turn.
+"""Measures cluster stores on loopback: a raw socket, `kvtier bench tier` and LMCache's backend for the store, in turn.
 
     python3 -m venv peer && peer/bin/pip install lmcache==0.5.6 torch mooncake-transfer-engine-non-cuda==0.3.13.post1
     python bench/cluster.py --lmcache peer/bin/lmcache --record-dir bench/records [--kind valkey]
 
-The servers are those of `tests/cluster`, one node of each. Each repeat measures all paths of a size and number in
-flight, in an order that turns. LMCache's workers are as many as kvtier has in flight; it does not verify what it loads.
+The servers come from `tests/cluster`, with one node of each. Each repeat measures all paths of a size and number in
+flight, in an order that rotates. LMCache has as many workers as kvtier has in flight, and does not verify what it
+loads.
 """
 
 import json
@@ -30,22 +31,20 @@ from bench.peer import bench_l2, durations_ms, rates, run_lmcache
 from tests.cluster.mooncake_store import MooncakeStore
 from tests.cluster.valkey_bed import Server, install
 
-from kvtier.bench.ratio import Span, ratio, ratio_text
-from kvtier.bench.record import make_record
-from kvtier.bench.repeats import repeated
-from kvtier.bench.tier_paths import SESSION_NAMES, SMALL_BYTES, ClientPath, new_names
-from kvtier.cli.options import Bytes
-from kvtier.cli.signals import ended_by_signals
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.report.output import progress, write_json
 from kvtier.report.table import Table, print_table
+from kvtier.tools.bench.repeats import Span, ratio, ratio_text, repeated
+from kvtier.tools.bench.tier_paths import SESSION_NAMES, SMALL_BYTES, ClientPath, new_names
+from kvtier.tools.options import Bytes, ended_by_signals
+from kvtier.tools.probe.record import make_record
 
 SOCKET, LMCACHE = "socket", "lmcache"
 VALKEY_BYTES = "6gb"
 MOONCAKE_BYTES = 4 << 30
 MOONCAKE_FLAGS = ("--default_kv_lease_ttl=10m", "--client_ttl=60")
-"""A load of the library fails when its lease ends meanwhile. The master forgets nodes that a busy machine delays."""
+"""Long limits: the library's load fails if its lease ends before, and the master forgets nodes that are delayed."""
 DEADLINE_S = 600.0
 ROUND_TRIPS = 100
 MOONCAKE_DRIVER = Path(__file__).resolve().parent / "parts" / "lmcache_mooncake.py"
@@ -53,20 +52,20 @@ MOONCAKE_DRIVER = Path(__file__).resolve().parent / "parts" / "lmcache_mooncake.
 
 @dataclass(frozen=True, slots=True)
 class ClusterRow:
-    """One path, operation, size and number in flight. GB is 10^9 bytes of payload."""
+    """The figures of one path, operation, size and number in flight. A GB is 10^9 bytes of payload."""
 
     path: str
-    """``socket``, the raw one; ``raw``, ``tier`` and ``session`` of `kvtier bench tier`; ``lmcache``."""
+    """``socket`` (raw), ``raw``, ``tier`` or ``session`` from `kvtier bench tier`, or ``lmcache``."""
     op: str
     chunk_bytes: int
     in_flight: int
-    """Names asked at once, for a lookup."""
+    """For a lookup, the number of names asked for at once."""
     gb_per_s: float | None
-    """Median; None for a lookup."""
+    """Median. None for a lookup."""
     ms: float | None
-    """Median of a lookup; None for the others."""
+    """Median of a lookup. None for other operations."""
     ratio: float | None
-    """To the socket; None for a lookup."""
+    """Ratio to the socket. None for a lookup."""
     ratio_span: Span | None
     samples: tuple[float, ...]
     """GB/s or ms of each repeat."""
@@ -76,10 +75,9 @@ class Store(NamedTuple):
     """A running store."""
 
     tier: str
-    """As `kvtier bench tier` takes it."""
+    """The tier, as `kvtier bench tier` takes it."""
     lmcache: Callable[[int, int, int], str]
-    """Runs LMCache with a size in bytes, a number of objects and how many of them at once; the output of its
-    benchmark."""
+    """Runs LMCache with a size in bytes, a number of objects and how many at once. Returns its benchmark's output."""
 
 
 @contextmanager
@@ -136,11 +134,11 @@ def measure(
 
     Args:
         store: the store.
-        socket: the ceiling.
+        socket: the socket that is the ceiling.
         sizes: bytes of an object.
-        in_flight: objects at once.
+        in_flight: numbers of objects at once.
         repeats: samples per row.
-        sample_bytes: bytes moved by one sample at least; two objects for each in flight always.
+        sample_bytes: least bytes that one sample moves. It has at least two objects for each in flight.
         tick: called after each repeat.
 
     Raises:
@@ -205,7 +203,7 @@ def _kvtier(tier: str, size: int, in_flight: int, sample_bytes: int) -> dict[tup
 
 
 def _bench_tier(tier: str, *options: object) -> list[dict[str, Any]]:
-    """Rows of one repeat."""
+    """Return the rows of one repeat."""
     command = [sys.executable, "-m", "kvtier.cli.main", "bench", "tier", tier, "--repeats", "1", "--json"]
     done = subprocess.run(
         [*command, *map(str, options)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
@@ -221,7 +219,7 @@ def _lmcache(store: Store, size: int, count: int, in_flight: int) -> dict[tuple[
 
 
 def _lookups(store: Store, socket: Loopback, repeats: int, tick: Callable[[], None]) -> list[ClusterRow]:
-    """Lookups of objects that are all there, by path. The socket has round trips without payload."""
+    """Measure lookups of stored objects by each path. The socket makes round trips without payload."""
     found: dict[tuple[str, int], list[float]] = {}
     for _ in range(repeats):
         started_s = time.perf_counter()

@@ -1,9 +1,9 @@
-"""What the choice between raw and coded objects gains, by the bandwidth of the tier's link.
+"""Measures what the choice between raw and coded objects gains, by the bandwidth of the tier's link.
 
     python bench/codec_choice.py --record bench/records/codec_choice.json
 
-A mover writes objects to a tier in memory and reads them again. The tier's link is throttled, for all threads together.
-The objects hold the KV of SmolLM2 in bf16; its packages must be installed. The arms take turns: raw objects only, a
+A mover writes objects to a tier in memory and reads them again. The tier's link is throttled for all threads together.
+The objects have the KV of SmolLM2 in bf16, so its packages must be installed. The arms take turns: raw objects only, a
 codec always, and the codec where kvtier chooses it. Each turn writes new objects, so an arm that chooses decides anew.
 """
 
@@ -26,21 +26,21 @@ from bench.parts.command import record_option, recorded_settings
 from bench.parts.command import run as run_script
 from tests.memory_tier import ThrottledTier
 
-from kvtier.bench.codec import CHUNK_TOKENS, Frame, kv_frames
-from kvtier.bench.record import make_record
 from kvtier.cli.options import tell_written
 from kvtier.codec.frame import frame_bytes
 from kvtier.codec.registry import by_name
-from kvtier.demo.model import PRETRAINED, pretrained_kv
-from kvtier.demo.trace import choose_sessions, read_trace
 from kvtier.layout import GroupLayout, History, KvLayout, Run
 from kvtier.report.output import write_json
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.codec_choice import CodecChoice
+from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.stored_forms import StoredForm
+from kvtier.runtime.tier_codecs import StoredForm
 from kvtier.testing.host_copier import HostCopier
+from kvtier.tools.bench.codec import CHUNK_TOKENS, Frame, kv_frames
+from kvtier.tools.demo.model import PRETRAINED, choose_sessions, pretrained_kv, read_trace
+from kvtier.tools.probe.record import make_record
 from kvtier.types import ChunkKey, Direction, Outcome, Transfer
 
 ARMS = {
@@ -50,33 +50,33 @@ ARMS = {
     "chosen": ("split", True),
     "chosen2": ("split2", True),
 }
-"""Codec, and whether kvtier chooses."""
+"""The codec of each arm, and whether kvtier chooses."""
 OBJECTS = (8, 32)
-"""Fewest and most objects of a turn. Of a fast link they are read several times."""
+"""Fewest and most objects of a turn. On a fast link they are read several times."""
 TURN_S = 0.6
-"""About the time in which a turn reads raw objects."""
+"""About the time that a turn takes to read raw objects."""
 NOISE = 0.02
-"""An ideal gain below this share is not told from noise."""
+"""An ideal gain below this share cannot be distinguished from noise."""
 WARM_UP = 2
-"""Turns that do not count. An arm that chooses measures in them."""
+"""Turns that do not count, in which a choosing arm measures."""
 DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class RateRow:
-    """One bandwidth. Times are medians of a turn's reads."""
+    """The figures for one bandwidth. Times are medians of a turn's reads."""
 
     gb_per_s: float
     seconds: dict[str, float]
-    """By arm."""
+    """Seconds by arm."""
     coded: dict[str, float]
     """Share of the objects that an arm wrote coded."""
     loss: dict[str, float]
-    """By how much a choosing arm takes longer than raw."""
+    """How much longer a choosing arm takes than raw."""
     mean_loss: dict[str, float]
-    """The same of the means, in which a turn with a wrong choice counts."""
+    """The same for means, in which a turn with a wrong choice counts."""
     gain_share: dict[str, float | None]
-    """Gain of a choosing arm, divided by that of the better of raw and its codec; None: that is less than `NOISE`."""
+    """Gain of a choosing arm, divided by the gain of the better of raw and codec. None if that is below `NOISE`."""
     samples: dict[str, list[float]]
 
 
@@ -88,24 +88,26 @@ class ArmRun:
         self._arena, self._size = arena, frame_bytes(layout.groups[0])
         self.tier = ThrottledTier("below", bytes_per_s=bytes_per_s, capacity_bytes=(OBJECTS[1] + 1) * self._size)
         self._mover = Mover(
-            layout=layout,
-            model=bytes(16),
-            arena=arena,
-            copier=HostCopier(layout, [[np.zeros((1, size), np.uint8) for size in layout.groups[0].layer_bytes]]),
-            tiers={"below": self.tier},
-            forms={
-                "below": StoredForm(
-                    by_name(codec),
-                    choice=CodecChoice(by_name(codec), Threads().read, Threads().write) if chooses else None,
-                )
-            },
+            CommandRunner(
+                layout=layout,
+                model=bytes(16),
+                arena=arena,
+                copier=HostCopier(layout, [[np.zeros((1, size), np.uint8) for size in layout.groups[0].layer_bytes]]),
+                tiers={"below": self.tier},
+                forms={
+                    "below": StoredForm(
+                        by_name(codec),
+                        choice=CodecChoice(by_name(codec), Threads().read, Threads().write) if chooses else None,
+                    )
+                },
+            )
         )
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._mover.complete_to(self._done.put)
         self.written = self.coded = 0
 
     def turn(self, number: int, objects: int, passes: int) -> float:
-        """Write new objects, and read them `passes` times; seconds of the reads."""
+        """Write new objects, and read them `passes` times. Return the seconds of the reads."""
         keys = [ChunkKey(f"{number}.{slot}".encode().ljust(32)) for slot in range(objects)]
         stored = self._move(Direction.DEMOTE, keys)
         self.written += objects
@@ -134,7 +136,7 @@ class ArmRun:
 
 
 def layout_of(frame: Frame) -> KvLayout:
-    """A layer has its keys, then its values."""
+    """Return a layout whose layers have their keys first and then their values."""
     size = len(frame[0])
     runs = (Run("keys", "bf16", size), Run("values", "bf16", size))
     layers = len(frame) // 2
@@ -142,7 +144,7 @@ def layout_of(frame: Frame) -> KvLayout:
 
 
 def measured(rate: float, layout: KvLayout, arena: Arena, frames: Sequence[Frame], repeats: int) -> RateRow:
-    """All arms at `rate` GB/s, in turn."""
+    """Measure all arms at `rate` GB/s, in turn."""
     objects = min(OBJECTS[1], max(OBJECTS[0], math.ceil(rate * 1e9 * TURN_S / frame_bytes(layout.groups[0]))))
     passes = max(1, round(rate * 1e9 * TURN_S / (objects * frame_bytes(layout.groups[0]))))
     payloads = [np.concatenate(frame) for frame in frames]

@@ -1,4 +1,4 @@
-"""Time and memory to open a disk store of ten million objects and to look up 512 names.
+"""Measures time and memory to open a disk store of ten million objects and to look up 512 names.
 
     python bench/disk_index.py --dir DIR --record bench/records/index.json
 
@@ -17,16 +17,16 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.bench.record import RecordedSetting, make_record
 from kvtier.report.output import write_json
 from kvtier.tier.disk.format import BLOCK_BYTES, ENTRY, Header, pack_blocks, pack_header
 from kvtier.tier.disk.tier import DiskTier
+from kvtier.tools.probe.record import RecordedSetting, make_record
 from kvtier.types import ObjectName
 
 SEGMENT_BYTES = 1 << 30
 OBJECTS_PER_SEGMENT = 220_000
 OBJECT_BYTES = 20 << 10
-"""Capacity per object: the index allows one object per 16 KiB."""
+"""Capacity per object. The index allows one object per 16 KiB."""
 NAMES = 512
 LOOKUPS = 200
 NEVER_S = 3600.0
@@ -87,7 +87,7 @@ def _names(draw: np.random.Generator, count: int) -> np.ndarray:
 
 
 def main() -> None:
-    """Create the store in another process, whose memory does not count; measure; write the record."""
+    """Create the store in another process, whose memory does not count. Measure, and write the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the drive in question")
     parser.add_argument("--objects", type=int, default=10_000_000)

@@ -1,15 +1,15 @@
-"""What a third tier does to the time to first token, by its bandwidth, in virtual time.
+"""Measures in virtual time how a third tier affects the time to first token, by the tier's bandwidth.
 
     python bench/further_tier.py TRACES... --speeds 0.1,0.3,1,3,10 --record FILE
 
-Each trace is replayed with host memory and a disk, and with a further tier that holds everything. The disk and the
-links of the GPUs have default speeds. The further tier is remote: each round of a lookup takes its latency. Capacities
-are shares of the trace's distinct tokens; host memory holds at least the longest prompt. A busy replay is chaotic:
-another size by one percent changes the mean by some percent. So each figure is the mean over several sizes within two
-percent, and has its standard error.
+Each trace is replayed with host memory and a disk, and with a further tier that has room for everything. The disk and
+the links of the GPUs have default speeds. The further tier is remote, so each round of a lookup takes its latency.
+Capacities are shares of the trace's distinct tokens, and host memory has room for at least the longest prompt. A busy
+replay is chaotic: a size that differs by one percent changes the mean by some percent. So each figure is the mean over
+several sizes within two percent, and has its standard error.
 
 `--writes` sets the write bandwidth and `--latency` the latency of the further tier. With `--writes 1000 --latency
-100us` nothing but its reads can cost time, so the rest is the planner's.
+100us` only its reads can cost time, so the planner causes the rest.
 """
 
 import statistics
@@ -26,19 +26,19 @@ import click
 from bench.parts.command import record_option, recorded_settings, taken
 from bench.parts.command import run as run_script
 
-from kvtier import size
-from kvtier.bench.record import make_record
-from kvtier.replay.results import TieredResult
-from kvtier.replay.tier_spec import find_parts, parse_tier, prefill_of
-from kvtier.replay.tiered import TieredSetup, sweep_tiers
 from kvtier.report.output import write_json
-from kvtier.trace.arrays import TraceArrays, read_arrays
-from kvtier.trace.open import open_trace
+from kvtier.tools import size
+from kvtier.tools.probe.record import make_record
+from kvtier.tools.replay.results import TieredResult
+from kvtier.tools.replay.tier_spec import find_parts, parse_tier, prefill_of
+from kvtier.tools.replay.tiered import TieredSetup, sweep_tiers
+from kvtier.tools.trace.arrays import TraceArrays, read_arrays
+from kvtier.tools.trace.formats.base import open_trace
 
 SPREAD = 0.02
-"""Sizes of host memory differ by this share at most."""
+"""Sizes of host memory differ by at most this share."""
 PROMPTS = 1
-"""Longest prompts that host memory holds at least."""
+"""Host memory has room for at least this many of the longest prompts."""
 DISK_PER_HOST = 2
 FURTHER = 1.1
 """Capacity of the further tier as a share of the distinct tokens."""
@@ -46,7 +46,7 @@ FURTHER = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A trace with a further tier of one bandwidth; times are means over sizes."""
+    """A trace with a further tier of one bandwidth. Times are means over sizes."""
 
     trace: str
     gb_per_s: float
@@ -57,7 +57,7 @@ class Row:
     """Standard error of `ratio`."""
     loads: dict[str, float]
     trials: dict[str, float]
-    """By the slowest tier of a load; with the further tier."""
+    """Trials with the further tier, by the slowest tier of a load."""
     loads_without_it: dict[str, float]
     trials_without_it: dict[str, float]
     dropped_chunks: float
@@ -73,23 +73,23 @@ def _speeds(_context: click.Context, _option: click.Parameter, text: str) -> tup
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is replayed."""
+    """What to replay."""
 
     speeds: tuple[float, ...]
     """Read bandwidths of the further tier, in GB/s."""
     writes: float | None
-    """Its write bandwidth in GB/s; None: as its reads."""
+    """Write bandwidth of the further tier in GB/s. None: the same as its reads."""
     latency: str
     host: float
     disk: float
-    """Capacities as shares of the distinct tokens."""
+    """Capacities are shares of the distinct tokens."""
     sizes: int
     model: str
     gpu: str
 
 
 def setups(trace: TraceArrays, options: Options) -> dict[float | None, list[TieredSetup]]:
-    """The setups of each bandwidth of the further tier (None: without one), for several sizes of host memory."""
+    """Return the setups of each bandwidth of the further tier (None: no tier), for several sizes of host memory."""
     token_bytes, parts = size.of(options.model).bytes_per_token_stored, find_parts(options.gpu, "--gpu", "gpu")
     distinct = trace.block_count * trace.block_tokens
     host_tokens = max(options.host * distinct, PROMPTS * int(trace.input_tokens.max()))
@@ -117,7 +117,7 @@ def _kib(size_bytes: float) -> str:
 
 
 def compared(trace: str, speed: float, without: Sequence[TieredResult], with_it: Sequence[TieredResult]) -> Row:
-    """The row of one bandwidth."""
+    """Return the row of one bandwidth."""
     ratios = [more.ttft.mean_s / less.ttft.mean_s for less, more in zip(without, with_it, strict=True)]
     before_s, after_s = (statistics.fmean(it.ttft.mean_s for it in results) for results in (without, with_it))
     return Row(

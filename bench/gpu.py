@@ -1,10 +1,10 @@
 """The GPU tests and benchmarks, from the source tree: ``python bench/gpu.py [slice …]``.
 
 Each slice is a process with a time limit and writes its record while it runs; a failed slice does not stop the others.
-Without arguments all slices run, the tests first; ``ttft`` names all whose names begin so. A slice with a complete
-record is not run again, an interrupted one is continued. ``--list`` shows them. Records go to bench/records, or to
-``--out``. ``--quick`` runs the same programs on the CPU with a tiny model, in a minute. ``--simulated`` runs the first
-slices with a tiny model on a simulated CUDA device.
+Without arguments all slices run, the tests first. A name such as ``ttft`` selects all slices that start with it. A
+slice with a complete record is not run again, and an interrupted one is continued. ``--list`` shows the slices.
+Records go to bench/records, or to ``--out``. ``--quick`` runs the same programs on the CPU with a tiny model, in a
+minute. ``--simulated`` runs the first slices with a tiny model on a simulated CUDA device.
 """
 
 import argparse
@@ -44,11 +44,11 @@ class Options:
     limit_s: float
     again: bool
     is_dry: bool
-    """Tests that are skipped for want of a GPU are no failure."""
+    """Whether tests that are skipped for lack of a GPU are no failure."""
 
 
 def main() -> int:
-    """Run the chosen slices; 0 if all succeeded."""
+    """Run the chosen slices. Return 0 if all succeeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slices", nargs="*", metavar="SLICE", help=f"of {', '.join(SLICES)}; quick: {', '.join(QUICK)}")
     parser.add_argument("--quick", action="store_true", help="on the CPU with a tiny model; records to bench/quick-out")
@@ -81,7 +81,7 @@ def main() -> int:
     for name in missing(WANTED):
         print(f"missing: {name}; its part is left out", file=sys.stderr)
     out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the slice under way ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the current slice ends too
     remove_leftovers(out)
     until_s = time.monotonic() + (given.within or float("inf"))
     outcomes: dict[str, list[str]] = {}
@@ -94,17 +94,17 @@ def main() -> int:
 
 
 def missing(names: tuple[str, ...]) -> list[str]:
-    """Modules that cannot be found."""
+    """Return the modules that cannot be found."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def record_of(name: str, out: Path) -> Path:
-    """The record of a slice."""
+    """Return the path of a slice's record."""
     return out / f"gpu_{name.replace('-', '_')}.json"
 
 
 def state_of(name: str, the_slice: Slice, out: Path) -> str:
-    """``complete``, ``begun``, ``none``, or ``of other options``, of the slice's record."""
+    """Return the state of the slice's record: ``complete``, ``begun``, ``none``, or ``of other options``."""
     path = record_of(name, out)
     if not path.exists():
         return "none"
@@ -146,7 +146,7 @@ def show(slices: dict[str, Slice], out: Path, rates: Rates, limit_s: float) -> N
 
 
 def remove_leftovers(out: Path) -> None:
-    """Remove the drafts and temporary folders of runs that were killed; a slice fills up to 40 GiB."""
+    """Remove the drafts and temporary folders of killed runs. A slice fills up to 40 GiB."""
     for draft in out.glob(".gpu_*.json.*"):
         draft.unlink(missing_ok=True)
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
@@ -156,7 +156,7 @@ def remove_leftovers(out: Path) -> None:
 
 
 def reason_against(the_slice: Slice) -> str | None:
-    """Why a slice cannot run here, if it cannot."""
+    """Say why a slice cannot run here. None if it can."""
     lacking = missing((*the_slice.modules, *(("pytest",) if the_slice.is_tests else ())))
     if lacking:
         return f"{', '.join(lacking)} not installed"
@@ -169,7 +169,7 @@ def reason_against(the_slice: Slice) -> str | None:
 
 
 def available_bytes() -> int:
-    """Host memory that is available, within the limit of a container."""
+    """Return the available host memory, within the limit of a container."""
     from kvtier.config.machine_checks import memory_bytes  # noqa: PLC0415 - `missing` comes first
 
     facts = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -178,7 +178,7 @@ def available_bytes() -> int:
 
 
 def command_of(name: str, the_slice: Slice, out: Path) -> list[str]:
-    """The command of one slice, with its output files."""
+    """Return the command of one slice, with its output files."""
     command = [*the_slice.under, sys.executable, *the_slice.program]
     if the_slice.is_tests:
         return command
@@ -189,7 +189,7 @@ def command_of(name: str, the_slice: Slice, out: Path) -> list[str]:
 
 
 def run(name: str, the_slice: Slice, options: Options) -> str:
-    """Run one slice; returns ``succeeded``, ``failed``, ``stopped``, ``complete before`` or ``left out``."""
+    """Run one slice. Return ``succeeded``, ``failed``, ``stopped``, ``complete before`` or ``left out``."""
     record = record_of(name, options.out)
     if options.again:
         record.unlink(missing_ok=True)
@@ -210,7 +210,7 @@ def run(name: str, the_slice: Slice, options: Options) -> str:
         command += ["--dir", folder] if the_slice.program[0] == "bench/vllm.py" else []
         print(f"== {name}: {' '.join(command)}", flush=True)
         began = time.monotonic()
-        # What a stopped slice leaves behind is below `folder`.
+        # A stopped slice leaves its files below `folder`.
         code = end_of(command, environment_of(the_slice) | {"TMPDIR": folder}, options.limit_s)
         ended = f"ended with {code}" if code is not None else "stopped; the record has the results so far,"
         print(f"== {name}: {ended} after {time.monotonic() - began:.0f} s", flush=True)
@@ -226,13 +226,13 @@ def run(name: str, the_slice: Slice, options: Options) -> str:
 
 
 def environment_of(the_slice: Slice) -> dict[str, str]:
-    """The environment of a slice's process."""
+    """Return the environment of a slice's process."""
     found = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(TOP / "src"), os.environ.get("PYTHONPATH", "")])),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    if the_slice.under:  # every tensor is an allocation of its own, so that an access beyond it is seen
+    if the_slice.under:  # every tensor is an allocation of its own, so that an access beyond it is detected
         found["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     elif not the_slice.modules:  # vLLM's connectors refuse it
         found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -242,7 +242,7 @@ def environment_of(the_slice: Slice) -> dict[str, str]:
 
 
 def end_of(command: list[str], environment: dict[str, str], limit_s: float) -> int | None:
-    """The exit code of a command; None if it was stopped, with all processes of its group."""
+    """Return the exit code of a command. None if it was stopped, with all processes of its group."""
     with subprocess.Popen(
         command,
         cwd=TOP,
@@ -264,17 +264,17 @@ def end_of(command: list[str], environment: dict[str, str], limit_s: float) -> i
 
 
 def _follow() -> None:
-    """End with the process that started this one, even if it is killed; a shell's background jobs ignore SIGINT."""
+    """End with the process that started this one, even if that is killed. A shell's background jobs ignore SIGINT."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def keep_tests(name: str, the_slice: Slice, record: Path, report: Path, code: int | None, *, is_dry: bool) -> str:
     """Write the record of a run of tests. It is complete if tests passed, and none failed or was skipped."""
-    from kvtier.bench.record import make_record  # noqa: PLC0415 - `missing` comes first
+    from kvtier.tools.probe.record import make_record  # noqa: PLC0415 - `missing` comes first
 
     cases = list(ET.parse(report).iter("testcase")) if report.exists() else []  # noqa: S314 - pytest's own
-    cases = [it for it in cases if it.get("name")]  # the one that was under way has no name
+    cases = [it for it in cases if it.get("name")]  # an unfinished case has no name
     by_kind = {kind: [it for it in cases if it.find(kind) is not None] for kind in ("failure", "error", "skipped")}
     bad = [*by_kind["failure"], *by_kind["error"]]
     passed = len(cases) - len(bad) - len(by_kind["skipped"])
@@ -295,7 +295,7 @@ def keep_tests(name: str, the_slice: Slice, record: Path, report: Path, code: in
     write(record, made | {"command": list(the_slice.program)})
     if results["is_complete"]:
         return "succeeded"
-    # Without a GPU most tests are skipped, which is all that the smoke test asks.
+    # Without a GPU most tests are skipped, and the smoke test asks for no more.
     return "stopped" if code is None else "skipped" if code == 0 and is_dry else "failed"
 
 

@@ -1,4 +1,4 @@
-"""What hints of requests are worth on vLLM: a tool call, a shared document, a sub-agent that ends.
+"""Measures what hints of requests are worth on vLLM: a tool call, a shared document, a sub-agent that ends.
 
     .venv-vllm/bin/python bench/hints.py --record bench/records/hints.json     (--quick: a smoke test)
 
@@ -9,8 +9,9 @@
     subagent   conversations wait while a sub-agent works and ends: without a hint, with `next_turn` nobody, and with
                `priority` low. Then other work comes. Measured: tokens of the conversations that are still there
 
-All arms of a case have one engine and host memory, and prompts of their own. The order of the arms changes with each
-round. The engine's own cache is emptied before what is measured. The planner is off: what is there is loaded.
+All arms of a case share one engine and host memory, and have prompts of their own. The order of the arms changes with
+each round. The engine's own cache is emptied before each measurement. The planner is off, so everything that is stored
+is loaded.
 """
 
 import argparse
@@ -37,8 +38,8 @@ from models import CONFIGS, make_checkpoint  # noqa: E402
 from settings import CHUNK, connector, whole  # noqa: E402
 from throttle import RATE  # noqa: E402
 
-from kvtier.bench.record import RecordedSetting, make_record  # noqa: E402
 from kvtier.report.output import write_json  # noqa: E402
+from kvtier.tools.probe.record import RecordedSetting, make_record  # noqa: E402
 
 DTYPE = dtype_of("cpu")
 VALUE_BYTES = 2 if DTYPE == "bfloat16" else 4
@@ -53,16 +54,16 @@ class Sizes:
     model: str
     prompt_tokens: int
     host_chunks: int
-    """Slots of host memory, about."""
+    """Approximate number of slots in host memory."""
     others: int
-    """Prompts that need the room."""
+    """Number of other prompts that need the room."""
     tool_s: float
     rounds: int
     read_bytes_per_s: int
 
     @property
     def host_bytes(self) -> int:
-        """Host memory."""
+        """Bytes of host memory."""
         fields = CONFIGS[self.model]
         per_token = 2 * fields["num_hidden_layers"] * fields["num_key_value_heads"] * fields["head_dim"] * VALUE_BYTES
         return self.host_chunks * CHUNK * per_token + (1 << 20)
@@ -81,13 +82,13 @@ class Prompts:
         self._tokens, self._next = sizes.prompt_tokens, seed * 100_000
 
     def new(self, tokens: int = 0) -> list[int]:
-        """Another prompt."""
+        """Return a new prompt."""
         self._next += 1
         return prompt(tokens or self._tokens, self._next)
 
 
 def tool(engine: Engine, sizes: Sizes, prompts: Prompts, arms: Sequence[str]) -> list[Row]:
-    """One round: a conversation of each arm calls a tool, others come, and both go on."""
+    """Run one round: a conversation of each arm calls a tool, others come, and both continue."""
     hints = {"none": {}, "prefetch": {"prefetch_in_s": sizes.tool_s}}
     waiting = {arm: prompts.new() for arm in arms}
     ended_s: dict[str, float] = {}
@@ -107,7 +108,7 @@ def tool(engine: Engine, sizes: Sizes, prompts: Prompts, arms: Sequence[str]) ->
 
 
 def document(engine: Engine, sizes: Sizes, prompts: Prompts, arms: Sequence[str]) -> list[Row]:
-    """One round: a document of each arm, others, and a question about each."""
+    """Run one round: a document of each arm, other prompts, and a question about each document."""
     hints = {"none": {}, "retain": {"retain_s": 600}}
     documents = {arm: prompts.new() for arm in arms}
     for arm, tokens in documents.items():
@@ -117,13 +118,13 @@ def document(engine: Engine, sizes: Sizes, prompts: Prompts, arms: Sequence[str]
     rows: list[Row] = []
     for arm, tokens in documents.items():
         engine.forget()
-        answer = _ask(engine, tokens + prompts.new(TURN_TOKENS), store=False)  # else the next question finds it
+        answer = _ask(engine, tokens + prompts.new(TURN_TOKENS), store=False)  # else the next question would find it
         rows.append(_row(arm, answer))
     return rows
 
 
 def subagent(engine: Engine, sizes: Sizes, prompts: Prompts, arms: Sequence[str]) -> list[Row]:
-    """For each arm in turn: two conversations, a sub-agent of two prompts that ends, other work, and the next turns."""
+    """For each arm, run two conversations, a sub-agent of two prompts that ends, other work, and the next turns."""
     hints = {"none": {}, "nobody": {"next_turn": "nobody"}, "low": {"priority": "low"}}
     rows: list[Row] = []
     for arm in arms:
@@ -157,7 +158,7 @@ CASES = {
 
 
 def _ask(engine: Engine, tokens: list[int], **hints: object) -> Answer:
-    """The first token."""
+    """Ask for the first token."""
     answer = engine.ask(Ask(tokens, count=1, logprobs=None, transfer=hints or None))[0]
     engine.drain()
     return answer
@@ -177,10 +178,10 @@ def _engine(case: Case, sizes: Sizes, checkpoint: Path, root: Path) -> Iterator[
 
 
 def measure(name: str, sizes: Sizes, checkpoint: Path, root: Path, seed: int) -> tuple[dict[str, Any], list[Row]]:
-    """All rounds of one case."""
+    """Run all rounds of one case."""
     case, prompts, rows = CASES[name], Prompts(sizes, seed), list[Row]()
     with _engine(case, sizes, checkpoint, root) as engine:
-        for _ in range(1 + sizes.host_chunks * CHUNK // sizes.prompt_tokens):  # host memory is full
+        for _ in range(1 + sizes.host_chunks * CHUNK // sizes.prompt_tokens):  # fill host memory
             _ask(engine, prompts.new())
         engine.forget()
         for number in range(sizes.rounds):

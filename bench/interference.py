@@ -1,13 +1,13 @@
-"""How much longer a step of pure Python takes while the disk tier moves objects at full rate.
+"""Measures how much longer a step of pure Python takes while the disk tier moves objects at full rate.
 
     python bench/interference.py DIR --chunk-bytes 4194304        # DIR on the drive in question; prints JSON lines
 
-A step is a fixed amount of Python work, 0.5 ms on an idle machine, like the host code between two kernel launches of an
-engine. It holds the GIL, which the tier's threads also need for microseconds around each system call. Samples beside
+A step is a fixed amount of Python work, 0.5 ms on an idle machine, like an engine's host code between two kernel
+launches. It holds the GIL, which the tier's threads also need for microseconds around each system call. Samples beside
 the tier alternate with samples alone, because machines drift.
 
 A step that the kernel preempted measures other processes. The thread's count of involuntary context switches finds
-such steps; the `undisturbed` figures exclude them. ADR 8 quotes the results; there is no record.
+such steps, and the `undisturbed` figures exclude them. ADR 8 quotes the results. There is no record.
 """
 
 import json
@@ -28,12 +28,12 @@ if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
 import click
 from bench.parts.command import run as run_script
 
-from kvtier.bench.io_workloads import FullTier
-from kvtier.cli.options import WorkDirectory
+from kvtier.tools.bench.io_workloads import FullTier
+from kvtier.tools.options import WorkDirectory
 
 STEP_S = 0.5e-3
 STEPS = 2000
-"""Steps of one sample: enough for a 99th percentile."""
+"""Steps in one sample, enough for a 99th percentile."""
 
 DEADLINE_S = 120.0
 SAMPLE_BYTES = 256 << 20
@@ -45,14 +45,14 @@ class Steps(NamedTuple):
     p50_ms: float
     p99_ms: float
     undisturbed_p99_ms: float
-    """Of steps without preemption; of all steps if every one was preempted."""
+    """99th percentile of steps without preemption, or of all steps if every one was preempted."""
     undisturbed: float
     """Share of steps without preemption."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interference:
-    """Medians over the samples. A rise is from a sample alone to the next one beside the tier."""
+    """Medians over the samples. A rise compares a sample alone with the next one beside the tier."""
 
     alone: Steps
     beside: Steps
@@ -64,7 +64,7 @@ def measure(move: Callable[[threading.Event], None], *, repeats: int = 5, steps:
     """Alternate samples alone and beside `move`.
 
     Args:
-        move: moves objects until the event is set; called in its own thread.
+        move: moves objects in its own thread until the event is set.
         repeats: pairs of samples.
         steps: steps per sample.
     """
@@ -91,7 +91,7 @@ def measure(move: Callable[[threading.Event], None], *, repeats: int = 5, steps:
 
 
 def _calibrated() -> int:
-    """Iterations of the loop that take `STEP_S` without disturbance."""
+    """Return how many iterations of the loop take `STEP_S` without disturbance."""
     loops = 1000
     fastest = min(_step(loops)[0] for _ in range(200))
     return max(1, round(loops * STEP_S / fastest))
@@ -105,7 +105,7 @@ def _sample(loops: int, steps: int) -> Steps:
 
 
 def _step(loops: int) -> tuple[float, bool]:
-    """Seconds, and whether the kernel preempted the step."""
+    """Run a step. Return its seconds, and whether the kernel preempted it."""
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
     start = time.perf_counter()
     total = 0

@@ -1,4 +1,4 @@
-"""Links of a GPU with kvtier's copies: bandwidth, time to page-lock host memory, and what a product next to them loses.
+"""Measures a GPU's links with kvtier's copies: bandwidth, time to page-lock host memory, and a product's slow-down.
 
     python bench/links.py --record bench/records/links.json
     python bench/links.py --device cpu --lock 64MiB --order 64 --repeats 2     # the same steps on the CPU
@@ -7,7 +7,7 @@
     lock       time to page-lock host memory in the background, and the longest wait of another driver call meanwhile
     product    bf16 matrix products alone, next to plain copies and next to kvtier's, both ways at once
 
-The record (--record) is rewritten after each part; --resume continues it. Imports torch.
+The record (--record) is rewritten after each part, and --resume continues it. Imports torch.
 """
 
 import contextlib
@@ -42,17 +42,18 @@ from bench.parts.command import run as run_script
 from bench.parts.links import CopyBed, CudaDevice, Device, address_of, copies
 from bench.parts.models import check_device, device_name
 
-from kvtier.bench.record import make_record
-from kvtier.cli.options import Bytes, tell_written
+from kvtier.cli.options import tell_written
 from kvtier.device.page_lock import CudaRegistrar, Lock
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, write_json
 from kvtier.runtime.arena import page_aligned
+from kvtier.tools.options import Bytes
+from kvtier.tools.probe.record import make_record
 
 SLOT_BYTES = 32 << 20
-"""A chunk of 256 tokens with 128 KiB each; memory is locked in parts of whole slots."""
+"""Bytes of a chunk of 256 tokens with 128 KiB each. Memory is locked in parts of whole slots."""
 SHARE_MAX = 0.03
-"""Target: of the product's time."""
+"""Target: copies should cost at most this share of the product's time."""
 _LOCK_S = 300.0
 _BEGIN_S = 60.0
 
@@ -71,22 +72,22 @@ class LinkSettings:
 
 
 class CpuDevice:
-    """The CPU in place of a device: the same steps, not the same speed."""
+    """The CPU in place of a device, with the same steps but another speed."""
 
     name = "cpu"
 
     def registrar(self) -> CudaRegistrar:
-        """See `Device`."""
+        """Return a stand-in for the driver."""
         return _Toucher()
 
     def settle(self) -> None:
-        """See `Device`."""
+        """Do nothing, because all work has ended."""
 
     def settle_current(self) -> None:
-        """See `Device`."""
+        """Do nothing, because all work has ended."""
 
     def beside(self, _number: int) -> AbstractContextManager[object]:
-        """See `Device`."""
+        """Return a context that does nothing, because the CPU has no streams."""
         return nullcontext()
 
 
@@ -103,13 +104,13 @@ class _Toucher(CudaRegistrar):
 
 
 def measure_copies(device: Device, settings: LinkSettings) -> object:
-    """GB/s of each link, and its share of a plain copy."""
+    """Measure the GB/s of each link, and its share of a plain copy."""
     with CopyBed(device, settings.link_chunks) as bed:
         return [{**asdict(it), "ratio": round(it.ratio, 4)} for it in copies(device, bed, settings.repeats)]
 
 
 def measure_lock(device: Device, settings: LinkSettings) -> object:
-    """Seconds to page-lock fresh host memory, while a small tensor is copied to the device again and again.
+    """Measure the seconds to page-lock fresh host memory, while a small tensor is copied to the device repeatedly.
 
     Raises:
         ConfigError: not all of the memory could be locked in time.
@@ -126,7 +127,7 @@ def measure_lock(device: Device, settings: LinkSettings) -> object:
         waits_s.append(time.perf_counter() - before)
         lock.ended.wait(1e-3)
     seconds, locked = time.perf_counter() - began, lock.locked_bytes
-    with suppress(RuntimeError):  # a driver that hangs is reported below
+    with suppress(RuntimeError):  # the code below reports a driver that hangs
         lock.unlock()
     if locked < settings.lock_bytes:
         raise ConfigError(
@@ -142,7 +143,7 @@ def measure_lock(device: Device, settings: LinkSettings) -> object:
 
 
 def measure_product(device: Device, settings: LinkSettings) -> object:
-    """Seconds of matrix products, alone and next to copies both ways; medians of the ratios within each repeat."""
+    """Measure matrix products alone and next to copies both ways. Ratios are medians over repeats."""
     left, right = (
         torch.randn(settings.order, settings.order, dtype=torch.float32).to(device.name, torch.bfloat16)
         for _ in range(2)
@@ -179,7 +180,7 @@ def measure_product(device: Device, settings: LinkSettings) -> object:
                     row[name] = multiply()
                 row |= {f"{name}_gb_per_s": 2 * bed.size_bytes * each / 1e9 for each in rate}
             rows.append(row)
-    rows = rows[1:]  # the first warms up
+    rows = rows[1:]  # the first row warms up
     found: dict[str, float] = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     for name in ("plain", "kvtier"):
         found[f"{name}_slowdown"] = statistics.median(row[name] / row["alone"] - 1 for row in rows)
@@ -188,10 +189,10 @@ def measure_product(device: Device, settings: LinkSettings) -> object:
 
 @contextlib.contextmanager
 def _again(act: Callable[[], None] | None) -> Iterator[list[float]]:
-    """Repeat `act` in a thread during the block; afterwards the list has how often a second it ran.
+    """Repeat `act` in a thread during the block. Afterwards the list has its calls per second.
 
     Raises:
-        RuntimeError: the thread failed, or ended no call.
+        RuntimeError: the thread failed, or completed no call.
     """
     rate: list[float] = []
     if act is None:

@@ -1,4 +1,4 @@
-"""Conversations of several users whose KV does not fit on the device, with and without kvtier.
+"""Measures conversations of several users whose KV does not fit on the device, with and without kvtier.
 
     python bench/multiturn.py --record bench/records/multiturn.json          # llama-3.1-8b on a GPU
     python bench/multiturn.py --quick         # a smoke test on the CPU
@@ -7,10 +7,10 @@
     host        kvtier with host memory
     host+disk   kvtier with the same host memory and a directory below it
 
-All arms get the same prompts with the same pauses and continue with the same answers: those of the first arm, which
-the other arms' answers are compared with. The arms take turns at each number of users, and each repeat begins with
-another arm, so that drift affects all of them. `parts/server.py` describes the server. The record (--record) is
-rewritten after each run; --resume continues it with the first workload that not all arms have run. Imports torch.
+All arms get the same prompts with the same pauses. They continue with the first arm's answers, with which their own
+answers are compared. The arms take turns at each number of users, and each repeat starts with another arm, so that
+drift affects all of them. `parts/server.py` describes the server. The record (--record) is rewritten after each run,
+and --resume continues it with the first workload that not all arms have run. Imports torch.
 """
 
 import sys
@@ -44,20 +44,21 @@ from bench.parts.server import Answers, Server
 from bench.parts.turns import ARMS, DISK, HOST, RECOMPUTE, ArmRun, ArmSummary, MultiturnResult
 from bench.parts.workload import Workload, WorkloadSpec, draw
 
-from kvtier.bench.record import make_record
-from kvtier.cli.options import Bytes, tell_written
+from kvtier.cli.options import tell_written
 from kvtier.connect.transformers import Attachment
 from kvtier.connect.transformers.support import inspect_cache
 from kvtier.errors import ConfigError
 from kvtier.report.output import check_chart, print_json, progress, write_json
 from kvtier.report.table import Table, print_table
+from kvtier.tools.options import Bytes
+from kvtier.tools.probe.record import make_record
 
 QUICK = {
     "shape": "small", "device": "cpu", "dtype": "float32", "users": "1,2,4,6", "rounds": 3, "system_tokens": 64,
     "history_tokens": 768, "question_tokens": 16, "answer_tokens": 6, "rate_per_user": 0.5, "budget_bytes": "12MiB",
     "host_bytes": "16MiB", "disk_bytes": "1GiB", "chunk_tokens": 64, "threads": 1,
 }  # fmt: skip
-"""Defaults with `--quick`: a model and lengths that show the effect on two cores."""
+"""Defaults of `--quick`: a model and lengths that show the effect on two cores."""
 _HELD_CALLS = 8
 """Calls whose KV stays on the device, outside the budget, until its new chunks are in host memory."""
 _WARM_TOKENS = 64
@@ -79,12 +80,12 @@ class MultiturnSettings:
     """KV budget of the device."""
     host_bytes: int
     disk_bytes: int
-    """0: without the arm that has a disk."""
+    """Capacity of the disk. 0: leave out the arm with a disk."""
     directory: Path | None = None
     chunk_tokens: int
     at_once: int = 32
     threads: int = 0
-    """Of the model on a CPU; 0: torch's default."""
+    """Threads of a model on the CPU. 0: torch's default."""
     repeats: int = 1
     seed: int = 1
 
@@ -94,7 +95,7 @@ class MultiturnSettings:
 
     @property
     def workloads(self) -> list[tuple[int, int]]:
-        """(users, repeat) of each workload, in order."""
+        """Return (users, repeat) of each workload, in order."""
         return [(users, repeat) for users in sorted(set(self.users)) for repeat in range(self.repeats)]
 
 
@@ -188,7 +189,7 @@ class MultiturnBenchmark:
         self._sensor, self._sensor_name = find_sensor(settings.device)
 
     def warm_up(self) -> None:
-        """One short conversation with each arm, to compile kernels and allocate memory."""
+        """Run one short conversation with each arm, to compile kernels and allocate memory."""
         spec = WorkloadSpec(
             rounds=2,
             system_tokens=_WARM_TOKENS,
@@ -200,7 +201,7 @@ class MultiturnBenchmark:
         )
         load = draw(spec, 2, self._model.config.vocab_size, self._settings.seed, _WARM_NUMBER)
         for kv in self._arms.values():
-            # Room for one of the two at a time, so that KV is evicted and restored.
+            # There is room for one of the two at a time, so that KV is evicted and restored.
             most = 2 * len(load.system) + load.conversations[0].tokens
             server = Server(self._model, most, kv, at_once=1, expected=None)
             server.serve(load)
@@ -209,7 +210,7 @@ class MultiturnBenchmark:
     def measure(
         self, users: int, repeat: int, number: int, tick: Tick, keep: Callable[[MultiturnResult], None]
     ) -> None:
-        """All arms with the same workload."""
+        """Run all arms with the same workload."""
         load = draw(self._settings.workload, users, self._model.config.vocab_size, self._settings.seed, number)
         names = list(self._arms)
         expected: Answers | None = None
@@ -220,7 +221,7 @@ class MultiturnBenchmark:
             keep(self._result)
 
     def _run(self, name: str, users: int, repeat: int, load: Workload, expected: Answers | None) -> Answers:
-        """One arm with one workload; returns the answers that the other arms are compared with."""
+        """Run one arm with one workload. Return the answers that the other arms' are compared with."""
         server = Server(
             self._model,
             self._result.budget_tokens,
@@ -335,7 +336,7 @@ def multiturn(record: Path | None, resume: bool, picture: Path | None, as_json: 
 
 
 def draw_picture(result: MultiturnResult, picture: Path | None) -> None:
-    """Draw what the record, which is complete and written by now, has."""
+    """Draw the record, which is complete and written by now."""
     if picture is not None:
         from bench.parts.pictures import draw_multiturn  # noqa: PLC0415 - needs matplotlib
 
@@ -374,7 +375,7 @@ COLUMNS = (
 
 
 def show(result: MultiturnResult) -> None:
-    """Print a row for each number of users and arm; TTFT is that of later turns, shares are of prompt tokens."""
+    """Print a row for each number of users and arm. TTFT is of later turns, and shares are of prompt tokens."""
     found = result.summaries()
     title = f"{result.shape}, {result.device}: {result.budget_tokens:,} tokens of KV fit on the device"
     print_table(Table(COLUMNS, [_row(it) for it in found], title=title, numeric=13))
@@ -410,7 +411,7 @@ def _row(it: ArmSummary) -> tuple[str, ...]:
 
 
 def _equality(it: ArmSummary) -> str:
-    """How the arm's answers compare with the first arm's."""
+    """Say how the arm's answers compare with the first arm's."""
     if it.equal_tokens is None or it.equal_first_tokens is None:
         return "-"
     if it.is_same:

@@ -1,10 +1,10 @@
-"""The object store over a `disk` tier, and fio, in turn in one run.
+"""Measures the object store over a `disk` tier, and fio, in turn in one run.
 
     python bench/objects.py --dir DIR --record bench/records/objects.json
 
 Objects are pages of 64 tokens of Llama-3.1-8B: K and V of 4 MiB each, in ordinary memory of the caller. The tier is
-full and replaces victims. One thread calls, with 128 objects a call. Bytes pass through the staging area and are
-sealed or verified within the timed part; fio copies and checks nothing.
+full and replaces victims. One thread calls, with 128 objects per call. Bytes pass through the staging area and are
+packed or verified within the timed part. fio copies and checks nothing.
 """
 
 import hashlib
@@ -25,20 +25,20 @@ import numpy as np
 from bench.parts.command import record_option, recorded_settings
 from bench.parts.command import run as run_script
 
-from kvtier.bench.fio import Fio, has_fio
-from kvtier.bench.ratio import Span, ratio, ratio_text
-from kvtier.bench.record import make_record
-from kvtier.cli.options import Bytes, WorkDirectory, tell_written
-from kvtier.cli.signals import ended_by_signals
+from kvtier.cli.options import tell_written
 from kvtier.config.sections import Config, HostConfig
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.report.output import print_json, progress, write_json
 from kvtier.report.table import Table, print_table
-from kvtier.runtime.object_store import ObjectStore
 from kvtier.runtime.open_objects import open_object_store
-from kvtier.tier.direct import can_direct
+from kvtier.runtime.tiered_object_store import ObjectStore
 from kvtier.tier.disk.kind import DiskSettings
+from kvtier.tier.files.direct import can_direct
+from kvtier.tools.bench.io import Fio, has_fio
+from kvtier.tools.bench.repeats import Span, ratio, ratio_text
+from kvtier.tools.options import Bytes, WorkDirectory, ended_by_signals
+from kvtier.tools.probe.record import make_record
 from kvtier.types import ChunkKey, ObjectBytes, ObjectId, Outcome
 
 PIECE_BYTES = 4 << 20
@@ -57,7 +57,7 @@ class ObjectsRow:
     """``put``, ``get``, ``memcpy``, ``leading_run`` or ``contains``."""
     gb_per_s: float | None
     ratio: float | None
-    """To fio."""
+    """Ratio to fio."""
     ratio_span: Span | None
     ms: float
     """Time of a call."""
@@ -78,12 +78,12 @@ def measure(
     """Measure every operation.
 
     Args:
-        directory: on the drive in question; all files go to a temporary directory in it.
-        objects: in one call.
+        directory: a directory on the drive to measure; all files go to a temporary directory in it.
+        objects: number of objects in one call.
         repeats: samples per row.
-        threads: fio's jobs.
-        tier_threads: the tier's read threads, and as many write threads. A thread seals or verifies between its
-            requests, so fio's depth needs more of them.
+        threads: number of fio's jobs.
+        tier_threads: number of the tier's read threads, and of its write threads. A thread packs or verifies between
+            its requests, so fio's depth needs more of them.
         staging_bytes: `host.staging_bytes`.
         tick: called before each repeat.
 

@@ -1,13 +1,13 @@
-"""Wheels for a machine without a package index: which ones a slice of `bench/gpu.py` needs there, and how they travel.
+"""Finds the wheels that a slice of `bench/gpu.py` needs on a machine without a package index, and packs them.
 
     python bench/pack.py vllm-ttft --installed freeze.txt --transfer 60MiB --transfer-seconds 30 --seconds 1500
     python bench/pack.py vllm-ttft --installed freeze.txt --out pack       # and download them, in parts of a transfer
 
 `freeze.txt` is the other machine's `pip freeze`. uv resolves the slice's requirements against it for that machine's
-Python and gives each wheel's size, so nothing is downloaded for the answer. A slice is refused, with the reason, if it
-needs another torch than the installed one, if a wheel for that Python is missing, or if it takes more time than there
-is. Models do not travel: the slices make them with random weights. Each transfer is a folder with `join.py`, to be run
-there with the name of a folder that stays.
+Python and gives each wheel's size, so the answer needs no download. A slice is refused, with the reason, if it needs
+another torch than the installed one, if a wheel for that Python is missing, or if there is too little time. Models
+need no transfer, because the slices make them with random weights. Each transfer is a folder with `join.py`, which is
+run there with the name of a permanent folder.
 """
 
 import hashlib
@@ -29,20 +29,20 @@ import click
 from bench.parts.command import run as run_script
 from bench.parts.gpu_slices import SLICES
 
-from kvtier.cli.options import Bytes
 from kvtier.errors import ConfigError
 from kvtier.report.table import Table, print_table
+from kvtier.tools.options import Bytes
 
 NEEDED = ("torch>=2.11", "transformers>=5.17", "triton>=3.6", "numpy>=1.26", "xxhash>=3.4", "click>=8.1", "rich>=13.7")
-"""By every slice."""
+"""Packages that every slice needs."""
 FIXED = ("torch", "triton")
-"""Packages that are not replaced unless the caller asks: the installed ones fit the machine's driver."""
+"""Packages that are replaced only if the caller asks, because the installed ones fit the machine's driver."""
 RESOLVE_S = 300.0
 DOWNLOAD_S = 3600.0
 JOIN = Path(__file__).parent / "parts" / "join.py"
 _ADDRESS = re.compile(r"\w+://\S+")
 _PART_BYTES = 1 << 20
-"""A smaller rest of a transfer stays empty, rather than taking a part of a wheel."""
+"""If less than this is left of a transfer, it stays empty instead of taking a part of a wheel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Wheel:
     name: str
     version: str
     size_bytes: int
-    """0: the index has no wheel of it for that Python."""
+    """0 if the index has no wheel of it for that Python."""
     installed: str = ""
-    """The version that the machine has, if it has another one."""
+    """The version on the machine, if it differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +62,20 @@ class Target:
     """The machine that the wheels go to."""
 
     installed: Mapping[str, str]
-    """Package to version."""
+    """Version by package."""
     python: str
     glibc: int
-    """Its minor version; of an x86_64 machine."""
+    """Minor version of glibc on the machine, which is x86_64."""
     transfer_bytes: int
     transfer_s: float
     seconds: float
 
     def transfers(self, wheels: Iterable[Wheel]) -> int:
-        """Transfers that the wheels take."""
+        """Return how many transfers the wheels take."""
         return -(-sum(it.size_bytes for it in wheels) // self.transfer_bytes)
 
     def refusals(self, wheels: Sequence[Wheel], fixed: Collection[str] = FIXED) -> list[str]:
-        """Why the wheels cannot travel; empty if they can. Packages that are `fixed` must not be replaced."""
+        """Say why the wheels cannot be transferred. Empty if they can. `fixed` packages must not be replaced."""
         found = [
             f"needs {it.name} {it.version}, and {it.installed} is installed"
             for it in wheels
@@ -94,30 +94,30 @@ class Target:
 
 
 def installed_of(freeze: str) -> dict[str, str]:
-    """Packages and versions of a `pip freeze`, without local parts such as ``+cu130``."""
+    """Return packages and versions of a `pip freeze`, without local parts such as ``+cu130``."""
     lines = (line.partition("#")[0].strip() for line in freeze.splitlines())
     pairs = (line.split("==") for line in lines if "==" in line)
     return {canonical(name): version.partition("+")[0] for name, version in pairs}
 
 
 def canonical(name: str) -> str:
-    """The name as an index spells it."""
+    """Return the name as an index spells it."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
 def resolve(
     requirements: Sequence[str], target: Target, *, overrides: Sequence[str] = (), keeps_installed: bool
 ) -> list[Wheel]:
-    """What must be brought beyond what is installed, largest first.
+    """Return the wheels that are needed beyond what is installed, largest first.
 
     Args:
-        requirements: of the slice.
+        requirements: requirements of the slice.
         target: the machine.
-        overrides: requirements that replace those of the packages, where an index lacks a version.
-        keeps_installed: with the installed packages as they are; False: with any.
+        overrides: requirements that replace those of the packages, if an index lacks a version.
+        keeps_installed: keep the installed packages as they are. False: allow any.
 
     Raises:
-        ConfigError: there is no solution, or no uv.
+        ConfigError: there is no solution, or uv is missing.
     """
     with tempfile.TemporaryDirectory(prefix="kvtier-pack-") as folder:
         place = Path(folder)
@@ -146,9 +146,9 @@ def resolve(
 
 
 def brought(lock: Mapping[str, list[dict[str, object]]], installed: Mapping[str, str]) -> list[Wheel]:
-    """The packages of a lock file that are not installed in that version, largest first.
+    """Return the packages of a lock file that are not installed in that version, largest first.
 
-    Of several wheels that fit, the largest counts.
+    If several wheels fit, the largest counts.
     """
     found: list[Wheel] = []
     for package in lock["packages"]:
@@ -161,9 +161,9 @@ def brought(lock: Mapping[str, list[dict[str, object]]], installed: Mapping[str,
 
 
 def split(wheels: Sequence[Path], out: Path, transfer_bytes: int) -> int:
-    """Lay out files as transfers, folders ``01``, ``02``… of `out`; returns their number.
+    """Lay out files as transfers, in folders ``01``, ``02``… of `out`. Return their number.
 
-    A file larger than what is left of a transfer is cut there, and goes on in the next one.
+    If a file is larger than what is left of a transfer, it is cut there and continues in the next one.
     """
     number, left = 1, transfer_bytes
     table: dict[str, dict[str, object]] = {}

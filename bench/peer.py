@@ -1,12 +1,12 @@
-"""LMCache's file backends, kvtier's tiers and fio, in turn in one run.
+"""Measures LMCache's file backends, kvtier's tiers and fio, in turn in one run.
 
     python3 -m venv peer && peer/bin/pip install lmcache==0.5.6 torch
     python bench/peer.py --lmcache peer/bin/lmcache --dir DIR --record bench/records/peer.json
 
 LMCache runs its own command, `lmcache bench l2`, from an environment of its own, in its best configuration: direct I/O,
-aligned buffers, as many workers as kvtier has threads. It does not verify what it loads; kvtier does, inside the timed
-part. kvtier's tiers are full and replace victims; LMCache writes new files without a cap. `python bench/tables.py`
-makes the table of docs/internals/measurements.md from the record.
+aligned buffers, as many workers as kvtier has threads. It does not verify what it loads. kvtier does, inside the timed
+part. kvtier's tiers are full and replace victims, while LMCache writes new files without a cap. `python
+bench/tables.py` makes the table of docs/internals/measurements.md from the record.
 """
 
 import json
@@ -27,17 +27,17 @@ import click
 from bench.parts.command import record_option, recorded_settings
 from bench.parts.command import run as run_script
 
-from kvtier.bench.fio import Fio, has_fio
-from kvtier.bench.io_workloads import FullTier
-from kvtier.bench.ratio import Span, ratio, ratio_text
-from kvtier.bench.record import make_record
-from kvtier.cli.options import Bytes, WorkDirectory, tell_written
-from kvtier.cli.signals import ended_by_signals
+from kvtier.cli.options import tell_written
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, progress, write_json
 from kvtier.report.table import Table, print_table
-from kvtier.tier.direct import can_direct
+from kvtier.tier.files.direct import can_direct
+from kvtier.tools.bench.io import Fio, has_fio
+from kvtier.tools.bench.io_workloads import FullTier
+from kvtier.tools.bench.repeats import Span, ratio, ratio_text
+from kvtier.tools.options import Bytes, WorkDirectory, ended_by_signals
+from kvtier.tools.probe.record import make_record
 
 BACKENDS = ("fs", "fs_native")
 DEADLINE_S = 600.0
@@ -54,7 +54,7 @@ class PeerRow:
     chunk_bytes: int
     gb_per_s: float
     ratio: float
-    """To fio."""
+    """Ratio to fio."""
     ratio_span: Span
     samples: tuple[float, ...]
     """GB/s of each repeat."""
@@ -74,9 +74,9 @@ def measure(
 
     Args:
         lmcache: the `lmcache` command.
-        directory: on the drive in question; all files go to a temporary directory in it.
+        directory: a directory on the drive to measure; all files go to a temporary directory in it.
         sizes: bytes of an object.
-        threads: kvtier's threads, LMCache's workers, fio's jobs.
+        threads: number of kvtier's threads, of LMCache's workers and of fio's jobs.
         repeats: samples per row.
         sample_bytes: bytes moved by one sample.
         tick: called before each repeat.
@@ -149,11 +149,11 @@ def _rows(
 
 
 def bench_l2(lmcache: Path, adapter: Mapping[str, object], output: Path, size: int, count: int, *further: str) -> str:
-    """The output of LMCache's own benchmark: one round of `count` objects after one of warm-up.
+    """Run LMCache's own benchmark: one round of `count` objects after a warm-up round. Return its output.
 
     Args:
         lmcache: the `lmcache` command.
-        adapter: its backend.
+        adapter: LMCache's backend.
         output: a file that it writes.
         size: bytes of an object.
         count: objects of a round, which are one call of the backend.
@@ -172,7 +172,7 @@ def bench_l2(lmcache: Path, adapter: Mapping[str, object], output: Path, size: i
 
 
 def run_lmcache(command: Sequence[str], output: Path) -> str:
-    """What `command`, which runs LMCache, writes to `output`.
+    """Run LMCache with `command`. Return what it writes to `output`.
 
     Raises:
         ConfigError: it fails.
@@ -191,7 +191,7 @@ def run_lmcache(command: Sequence[str], output: Path) -> str:
 
 
 def rates(text: str, size: int) -> dict[str, float]:
-    """GB/s of ``store`` and ``load`` in the output of `lmcache bench l2 --format json`.
+    """Parse the GB/s of ``store`` and ``load`` in the output of `lmcache bench l2 --format json`.
 
     Raises:
         ConfigError: the format is unknown, or an object was not stored or not found.
@@ -201,7 +201,7 @@ def rates(text: str, size: int) -> dict[str, float]:
 
 
 def durations_ms(text: str, ops: Sequence[str]) -> dict[str, tuple[int, float]]:
-    """Objects and milliseconds of a round of each operation, in the output of `lmcache bench l2 --format json`.
+    """Parse objects and milliseconds of a round of each operation, in the output of `lmcache bench l2 --format json`.
 
     Raises:
         ConfigError: the format is unknown, or an object was not stored or not found.

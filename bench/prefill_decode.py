@@ -1,11 +1,11 @@
-"""Prefill on one vLLM server, decode on another: from the end of the prefill to the first token.
+"""Measures prefill on one vLLM server and decode on another, from the end of the prefill to the first token.
 
     .venv-vllm/bin/python bench/prefill_decode.py --record bench/records/prefill_decode.json     (--quick: a smoke test)
 
-For each kind of shared tier, on loopback, two servers and prompts that are new each time. In turn: the decode server
-computes a prompt; the prefill server computes another one and the decode server goes on with it; the same request once
-more, whose KV the decode server then has itself; and the tier's raw client reads as many bytes in as many objects, with
-as many threads as the tier. The planner is off, so that every prompt is loaded.
+Each kind of shared tier, on loopback, has two servers and new prompts each time. Four measurements take turns. The
+decode server computes a prompt. The prefill server computes another one and the decode server continues it. The same
+request comes again, whose KV the decode server now has itself. The tier's raw client reads as many bytes in as many
+objects, with as many threads as the tier. The planner is off, so that every prompt is loaded.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from server import Server  # noqa: E402
 from settings import CHUNK, connector  # noqa: E402
 from tests.cluster import valkey_bed  # noqa: E402
 
-from kvtier.bench.record import RecordedSetting, make_record  # noqa: E402
 from kvtier.config.sections import Config  # noqa: E402
-from kvtier.connect.vllm.sides import settings_of  # noqa: E402
+from kvtier.connect.vllm.engine_setup import settings_of  # noqa: E402
 from kvtier.layout import GroupLayout, History, KvLayout  # noqa: E402
 from kvtier.report.output import write_json  # noqa: E402
 from kvtier.tier.base import RawClient  # noqa: E402
 from kvtier.tier.registry import TierContext, TierSettings, kind_of  # noqa: E402
+from kvtier.tools.probe.record import RecordedSetting, make_record  # noqa: E402
 from kvtier.types import ObjectName  # noqa: E402
 
 DTYPE = dtype_of("cpu")
@@ -63,7 +63,7 @@ class Sizes:
 
     @property
     def chunk_bytes(self) -> int:
-        """KV of a chunk."""
+        """Bytes of a chunk's KV."""
         fields = CONFIGS[self.model]
         per_token = 2 * fields["num_hidden_layers"] * fields["num_key_value_heads"] * fields["head_dim"] * VALUE_BYTES
         return CHUNK * per_token
@@ -82,8 +82,8 @@ class Raw:
     """The raw client of a tier, with objects of the size of a chunk.
 
     Args:
-        settings: of the tier.
-        sizes: of the run.
+        settings: settings of the tier.
+        sizes: sizes of the run.
     """
 
     def __init__(self, settings: TierSettings, sizes: Sizes) -> None:
@@ -95,7 +95,7 @@ class Raw:
         self._frames = [memoryview(bytearray(os.urandom(sizes.chunk_bytes))) for _ in range(sizes.chunks)]
 
     def read_s(self) -> float:
-        """Seconds to read the bytes of a prompt."""
+        """Return the seconds to read the bytes of a prompt."""
         names = [ObjectName(os.urandom(32)) for _ in self._frames]
         for name, frame in zip(names, self._frames, strict=True):
             self._client.put(name, frame)
@@ -115,7 +115,7 @@ class Raw:
 
 @contextmanager
 def shared_tier(kind: str, root: Path) -> Iterator[str]:
-    """The text of a shared tier of this kind."""
+    """Yield the text of a shared tier of this kind."""
     deadlines = "probe_deadline_s=5&transfer_deadline_s=60"
     if kind == "shared_directory":
         (root / "raw").mkdir()
@@ -131,7 +131,7 @@ def shared_tier(kind: str, root: Path) -> Iterator[str]:
 
 
 def measure(kind: str, sizes: Sizes, checkpoint: Path, root: Path, seed: int) -> tuple[dict[str, Any], list[Any]]:
-    """All repeats over one kind of tier."""
+    """Run all repeats over one kind of tier."""
     samples: list[dict[str, Any]] = []
     with ExitStack() as stack:
         tier = stack.enter_context(shared_tier(kind, root))
@@ -140,7 +140,7 @@ def measure(kind: str, sizes: Sizes, checkpoint: Path, root: Path, seed: int) ->
         )
         raw = Raw(settings_of({"tiers": [tier], "store.secret": SECRET}, Config()).tiers[0], sizes)
         stack.callback(raw.close)
-        _answer(there, prompt(sizes.prompt_tokens, seed), {})  # the first forward allocates
+        _answer(there, prompt(sizes.prompt_tokens, seed), {})  # the first forward pass allocates
         _handed_on(here, there, prompt(sizes.prompt_tokens, seed + 1))
         for number in range(sizes.repeats):
             tokens = prompt(sizes.prompt_tokens, seed + 1000 + number)
@@ -163,7 +163,7 @@ def _server(role: str, tier: str, sizes: Sizes, checkpoint: Path, root: Path) ->
     given = connector(None, **extra) | {"kv_role": {"prefill": "kv_producer", "decode": "kv_consumer"}[role]}
     sized = ["--dtype", DTYPE, "--max-model-len", "8192", "--kv-cache-memory-bytes", str(512 << 20)]
     sized += ["--max-num-batched-tokens", str(sizes.step_tokens)]
-    # Half of the cores for each.
+    # Each server gets half of the cores.
     cores = sorted(os.sched_getaffinity(0))
     middle = len(cores) // 2
     mine = cores[:middle] if role == "prefill" else cores[middle:]
@@ -172,7 +172,7 @@ def _server(role: str, tier: str, sizes: Sizes, checkpoint: Path, root: Path) ->
 
 
 def _handed_on(here: Server, there: Server, tokens: list[int]) -> dict[str, float]:
-    """A prefill, and the first token on the other server."""
+    """Measure a prefill, and the first token on the other server."""
     began_s = time.perf_counter()
     asked = {"prompt": tokens, "max_tokens": 1, "kv_transfer_params": WANTED}
     announced = here.post("/v1/completions", asked)["kv_transfer_params"]
@@ -181,7 +181,7 @@ def _handed_on(here: Server, there: Server, tokens: list[int]) -> dict[str, floa
 
 
 def _answer(server: Server, tokens: list[int], announced: dict[str, Any]) -> float:
-    """Seconds to the first and only token."""
+    """Return the seconds to the first and only token."""
     began_s = time.perf_counter()
     server.complete(tokens, 1, kv_transfer_params=announced or None)
     return time.perf_counter() - began_s

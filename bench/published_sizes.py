@@ -1,4 +1,4 @@
-"""KV sizes that others have published, judged cell by cell: the tables of ``parts/published_sizes.toml``.
+"""Judges KV sizes that others have published, cell by cell: the tables of ``parts/published_sizes.toml``.
 
     python bench/published_sizes.py
 

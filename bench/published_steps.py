@@ -1,10 +1,10 @@
-"""A plan's times of steps against published ones: decode steps, first tokens, and throughput at full load.
+"""Compares a plan's step times with published ones: decode steps, first tokens, and throughput at full load.
 
     python bench/published_steps.py
 
-The figures stand in ``parts/published_steps.toml``, each with its source. Those that set an input of the plan are
-called calibrated; the others were held out. InferenceX and the vendors keep so many requests in the engine, so each
-answer's steps also wait for the prompts of the others.
+The figures are in ``parts/published_steps.toml``, each with its source. Figures that set an input of the plan are
+called calibrated, and the others were held out. InferenceX and the vendors keep the number of requests in the engine
+constant, so each answer's steps also wait for the prompts of the others.
 """
 
 import sys
@@ -20,11 +20,11 @@ if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
 import click
 from bench.parts.command import run as run_script
 
-from kvtier.plan.queueing import prefill_s, step_s
-from kvtier.plan.read_inputs import load
-from kvtier.plan.resolve import Deployment, resolve
 from kvtier.report.format import digits
 from kvtier.report.table import Table, print_table
+from kvtier.tools.plan.queueing import prefill_s, step_s
+from kvtier.tools.plan.read_inputs import load
+from kvtier.tools.plan.resolve import Deployment, resolve
 
 TABLES = tomllib.loads((Path(__file__).parent / "parts" / "published_steps.toml").read_text(encoding="utf-8"))
 WHAT = {"tpot": "ms a token", "ttft": "ms to the first token", "rate": "tokens/s of a GPU"}
@@ -32,7 +32,7 @@ WHAT = {"tpot": "ms a token", "ttft": "ms to the first token", "rate": "tokens/s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedStep:
-    """One published figure, and the plan's."""
+    """One published figure and the plan's."""
 
     series: dict[str, Any]
     tp: int
@@ -46,12 +46,12 @@ class PublishedStep:
 
     @property
     def ratio(self) -> float:
-        """The plan's over the published figure; of a rate, the other way round: above 1 the plan is slower."""
+        """The plan's figure divided by the published one, or the inverse for a rate. Above 1 the plan is slower."""
         return self.published / self.predicted if self.what == "rate" else self.predicted / self.published
 
 
 def compare(**changes: object) -> Iterator[PublishedStep]:
-    """Every published figure; ``gpu__layer_s=1e-12`` changes an input of all plans."""
+    """Yield every published figure. A keyword such as ``gpu__layer_s=1e-12`` changes an input of all plans."""
     for series in TABLES["series"]:
         for key in ("calibrated", "held_out"):
             for tp, requests, prompt, answer, what, figure in series.get(key, ()):
@@ -84,13 +84,13 @@ def _predicted(deployment: Deployment, requests: int, prompt: int, answer: int, 
     if what == "ttft":
         return first_s * 1e3
     requests = requests or deployment.batch
-    # While an answer of so many tokens is made, every other request has one prompt computed.
+    # While one answer is generated, the engine computes one prompt of every other request.
     token_s = step_s(deployment, requests, prompt + answer / 2) + (requests - 1) * first_s / answer
     return requests / token_s / deployment.server_gpus if what == "rate" else token_s * 1e3
 
 
 def table(steps: list[PublishedStep]) -> Table:
-    """All figures, one a row."""
+    """Return the table of all figures, one per row."""
     rows = [
         (
             it.series["model"], it.series["gpu"], it.series["engine"], str(it.tp), str(it.requests or "full"),
@@ -104,7 +104,7 @@ def table(steps: list[PublishedStep]) -> Table:
 
 
 def summary(steps: list[PublishedStep]) -> list[tuple[str, ...]]:
-    """A row for each model, GPU, engine and kind of figure: the number of figures and the range of their ratios."""
+    """Return for each model, GPU, engine and kind of figure the number of figures and the range of their ratios."""
     groups: dict[tuple[str, ...], list[PublishedStep]] = {}
     for it in steps:
         how = "held out" if it.is_held_out else "calibrated"

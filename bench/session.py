@@ -1,4 +1,4 @@
-"""What a call of the session costs: lookups idle and beside a busy Python thread, loads of a chunk, many small objects.
+"""Measures a session's calls: lookups idle and beside a busy Python thread, loads of a chunk, many small objects.
 
     python bench/session.py --record bench/records/session.json
 
@@ -21,7 +21,6 @@ if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
 import numpy as np
 from tests.memory_tier import MemoryTier
 
-from kvtier.bench.record import RecordedSetting, make_record
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
 from kvtier.core.limits import TierRules
@@ -30,10 +29,12 @@ from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_evictor
 from kvtier.report.output import write_json
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import Tier
+from kvtier.tools.probe.record import RecordedSetting, make_record
 from kvtier.types import LoadDone, Place, Prefix, RequestId, StoreDone
 
 CHUNK_TOKENS = 16
@@ -45,22 +46,28 @@ OBJECT_CHUNKS = 16
 """Chunks of a request in the throughput of small objects."""
 CALLERS = (1, 2, 4)
 PAUSE_S = 0.002
-"""Between calls beside a busy thread, which takes the interpreter meanwhile, as when an engine waits for its device."""
+"""Pause between calls beside a busy thread, which then takes the interpreter, as when an engine awaits its device."""
 DEADLINE_S = 30.0
 
 
 def opened(cache: Cache, mover: Mover) -> Session:
-    """A session."""
+    """Open a session."""
     return Session(cache, mover)
 
 
 @contextmanager
 def session_of(slots: int, tier: Tier) -> Iterator[Session]:
-    """A session with a host memory of `slots` chunks and an engine of as many blocks, over `tier`."""
+    """Open a session over `tier`, with host memory for `slots` chunks and an engine of as many blocks."""
     engine = [np.zeros((slots, LAYER_BYTES), np.uint8) for _ in range(LAYERS)]
     arena = Arena(LAYOUT, (slots,))
     mover = Mover(
-        layout=LAYOUT, model=bytes(16), arena=arena, copier=HostCopier(LAYOUT, [engine]), tiers={"below": tier}
+        CommandRunner(
+            layout=LAYOUT,
+            model=bytes(16),
+            arena=arena,
+            copier=HostCopier(LAYOUT, [engine]),
+            tiers={"below": tier},
+        )
     )
     cache = Cache(
         layout=LAYOUT,
@@ -76,14 +83,14 @@ def session_of(slots: int, tier: Tier) -> Iterator[Session]:
 
 
 def prefix_of(chunks: int, seed: int) -> Prefix:
-    """A random prompt."""
+    """Return a random prompt."""
     chain = Chain(bytes(32), CHUNK_TOKENS)
     chain.extend(np.random.default_rng(seed).integers(0, 1000, chunks * CHUNK_TOKENS).tolist())
     return chain.prefix()
 
 
 def places_of(chunks: int, first: int = 0) -> list[Place]:
-    """Chunk n is in block `first` + n."""
+    """Return places in which chunk n is in block `first` + n."""
     return [Place(0, chunk, (first + chunk,)) for chunk in range(chunks)]
 
 
@@ -102,11 +109,11 @@ def _await(session: Session, kind: type, name: str) -> None:
 
 
 def lookups(chunks: int, repeats: int, pause_s: float = 0.0) -> list[float]:
-    """Microseconds of lookups of `chunks` chunks in host memory."""
+    """Measure the microseconds of lookups of `chunks` chunks in host memory."""
     prefix = prefix_of(chunks, 1)
     with session_of(chunks + 8, MemoryTier("below", capacity_bytes=1 << 30)) as session:
         stored(session, "seed", prefix, places_of(chunks))
-        time.sleep(0.5)  # the writes to the tier are over
+        time.sleep(0.5)  # wait for the writes to the tier
 
         def look_up(number: int) -> None:
             session.lookup(RequestId(f"l{number}"), prefix)
@@ -115,7 +122,7 @@ def lookups(chunks: int, repeats: int, pause_s: float = 0.0) -> list[float]:
 
 
 def loads(repeats: int, pause_s: float = 0.0) -> list[float]:
-    """Microseconds from the load of one chunk that only the tier holds to its event."""
+    """Measure the microseconds from the load of a chunk that only the tier has to its event."""
     tier = MemoryTier("below", capacity_bytes=1 << 30)
     prefixes = [prefix_of(1, seed) for seed in range(repeats)]
     with session_of(64, tier) as session:
@@ -144,7 +151,7 @@ def _timed(act: Callable[[int], None], repeats: int, pause_s: float) -> list[flo
 
 
 def objects_per_s(callers: int, seconds: float) -> float:
-    """Objects stored and loaded again per second by this number of threads, each with requests of its own."""
+    """Measure how many objects per second `callers` threads store and load again, each with its own requests."""
     events: dict[str, threading.Event] = {}
     count = [0] * callers
     slots = callers * OBJECT_CHUNKS * 4
@@ -186,7 +193,7 @@ def objects_per_s(callers: int, seconds: float) -> float:
 
 @contextmanager
 def busy_thread() -> Iterator[None]:
-    """A thread that runs Python code without a pause."""
+    """Run a thread that executes Python code without a pause."""
     is_over = threading.Event()
 
     def spin() -> None:
@@ -203,7 +210,7 @@ def busy_thread() -> Iterator[None]:
 
 
 def run(repeats: int, seconds: float) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Medians in microseconds and objects per second, and the samples."""
+    """Return medians in microseconds and objects per second, and the samples."""
     samples = {
         "lookup_1_us": lookups(1, repeats),
         f"lookup_{LONG_CHUNKS}_us": lookups(LONG_CHUNKS, repeats),

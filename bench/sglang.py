@@ -1,13 +1,13 @@
-"""kvtier's `disk` tier, HiCache's file backend, Mooncake and fio, in turn in one run, through SGLang's real controller.
+"""Measures kvtier's `disk` tier, HiCache's file backend, Mooncake and fio in turn, through SGLang's real controller.
 
     make .venv-sglang/.done
     .venv-sglang/bin/python bench/sglang.py --dir DIR --record bench/records/sglang.json
 
-A page holds 64 tokens of Llama 3.1 8B in 16-bit numbers: 8 MiB, of which keys and values are one half each. Pages move
-between HiCache's host memory and the backend on HiCache's own threads: no GPU is needed. kvtier's tier is full and
-replaces victims, and verifies what it reads; the others write new objects without a cap, and do not verify. HiCache's
-files are written to the page cache, and once more timed until the drive has them; reads come from the drive. Mooncake
-keeps the pages in the memory of another process, over TCP on loopback. `batch_exists` asks for 2,048 pages.
+A page has 64 tokens of Llama 3.1 8B in 16-bit numbers: 8 MiB, half keys and half values. Pages move between HiCache's
+host memory and the backend on HiCache's own threads, so no GPU is needed. kvtier's tier is full and replaces victims,
+and verifies what it reads. The others write new objects without a cap, and do not verify. HiCache's files are written
+to the page cache, and are also timed until the drive has them. Reads come from the drive. Mooncake keeps the pages in
+the memory of another process, over TCP on loopback. `batch_exists` asks for 2,048 pages.
 """
 
 import contextlib
@@ -32,24 +32,24 @@ import click
 from bench.parts.command import record_option, recorded_settings
 from bench.parts.command import run as run_script
 
-from kvtier.bench.fio import Fio, has_fio
-from kvtier.bench.ratio import Span, ratio, ratio_text
-from kvtier.bench.record import make_record
-from kvtier.cli.options import WorkDirectory, tell_written
-from kvtier.cli.signals import ended_by_signals
+from kvtier.cli.options import tell_written
 from kvtier.connect.sglang.installed import check_version, installed
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, progress, write_json
 from kvtier.report.table import Table, print_table
-from kvtier.tier.direct import can_direct
+from kvtier.tier.files.direct import can_direct
+from kvtier.tools.bench.io import Fio, has_fio
+from kvtier.tools.bench.repeats import Span, ratio, ratio_text
+from kvtier.tools.options import WorkDirectory, ended_by_signals
+from kvtier.tools.probe.record import make_record
 
 Untyped: TypeAlias = Any
-"""Objects of SGLang, and of `tests/sglang/engines.py` around them."""
+"""Objects of SGLang, and of `tests/sglang/engines.py`, which wraps them."""
 
 PAGE_TOKENS = 64
 LLAMA_8B = {"layers": 32, "heads": 8, "dim": 128}
 SMALL = {"layers": 1, "heads": 1, "dim": 8}
-"""Shape of the pages that `batch_exists` asks for: their size does not matter, and 2,048 of the others are 16 GiB."""
+"""Shape of the pages that `batch_exists` asks for. Their size does not matter, and 2,048 full pages take 16 GiB."""
 
 ASKED_PAGES = 2048
 ASKS = 20
@@ -73,30 +73,30 @@ sys.stdin.read()
 
 @dataclass(frozen=True, slots=True)
 class SglangRow:
-    """One system and operation. GB is 10^9 bytes of payload."""
+    """The figures of one system and operation. A GB is 10^9 bytes of payload."""
 
     system: str
     """``fio``, ``kvtier disk``, ``hicache file`` or ``mooncake``."""
     op: str
-    """``backup`` and ``prefetch``, until the controller has its answer; ``backup to the drive``, until it is there."""
+    """``backup`` and ``prefetch`` end with the controller's answer, ``backup to the drive`` when the data is there."""
     gb_per_s: float
     """Median."""
     ratio: float
-    """To fio."""
+    """Ratio to fio."""
     ratio_span: Span
     samples: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AskRow:
-    """`batch_exists` of `pages` pages that are stored."""
+    """The figures of `batch_exists` for `pages` stored pages."""
 
     system: str
     pages: int
     ms: float
     """Median of one call for all of them."""
     query_ms: float
-    """Median of the controller's query of that prompt, with its hashes, in calls of 128."""
+    """Median of the controller's query for that prompt, hashing included, in calls of 128."""
     samples_ms: tuple[float, ...]
 
 
@@ -108,11 +108,11 @@ class Arm(Protocol):
     """SGLang's name of the backend."""
 
     def settings(self, name: str, total_bytes: int) -> dict[str, Any]:
-        """The backend's configuration for a store of `total_bytes`."""
+        """Return the backend's configuration for a store of `total_bytes`."""
         ...
 
     def flush(self) -> bool:
-        """Bring what was acknowledged to the drive; whether that took anything."""
+        """Bring what was acknowledged to the drive. Return whether there was anything to do."""
         ...
 
     def forget(self, storage: Untyped) -> None:
@@ -130,7 +130,7 @@ class KvtierDisk:
     backend: str = "dynamic"
 
     def settings(self, name: str, total_bytes: int) -> dict[str, Any]:
-        """See `Arm`."""
+        """Return the configuration of a `disk` tier with that capacity."""
         tier = {
             "kind": "disk",
             "path": str(self.root / f"kvtier-{name}"),
@@ -141,11 +141,11 @@ class KvtierDisk:
         return {"tiers": [tier]}
 
     def flush(self) -> bool:
-        """See `Arm`. Direct I/O: the drive has it."""
+        """Do nothing, because with direct I/O the drive has everything."""
         return False
 
     def forget(self, storage: Untyped) -> None:
-        """See `Arm`. The tier replaces them."""
+        """Do nothing, because the tier replaces objects itself."""
 
 
 @dataclass
@@ -158,14 +158,14 @@ class HiCacheFiles:
     _places: list[Path] = field(default_factory=list[Path])
 
     def settings(self, name: str, total_bytes: int) -> dict[str, Any]:
-        """See `Arm`."""
+        """Return the configuration, which has no size."""
         del total_bytes
         place = self.root / f"hicache-{name}"
         self._places.append(place)
         return {"file_storage_path": str(place)}
 
     def flush(self) -> bool:
-        """See `Arm`. Also empties the page cache, so that reads come from the drive."""
+        """Sync, and empty the page cache, so that reads come from the drive."""
         for path in self._files():
             handle = os.open(path, os.O_RDONLY)
             try:
@@ -176,7 +176,7 @@ class HiCacheFiles:
         return True
 
     def forget(self, storage: Untyped) -> None:
-        """See `Arm`."""
+        """Remove all objects."""
         storage.clear()
 
     def _files(self) -> Iterator[Path]:
@@ -192,7 +192,7 @@ class Mooncake:
     backend: str = "mooncake"
 
     def settings(self, name: str, total_bytes: int) -> dict[str, Any]:
-        """See `Arm`."""
+        """Return the configuration, which depends on neither argument."""
         del name, total_bytes
         return {
             "master_server_address": f"127.0.0.1:{self.port}",
@@ -204,17 +204,17 @@ class Mooncake:
         }
 
     def flush(self) -> bool:
-        """See `Arm`."""
+        """Do nothing, because the objects stay in memory."""
         return False
 
     def forget(self, storage: Untyped) -> None:
-        """See `Arm`. Also objects with a lease, which Mooncake would not replace."""
+        """Remove all objects, even those with a lease, which Mooncake would not replace."""
         storage.store.remove_all(force=True)
 
 
 @contextlib.contextmanager
 def mooncake(folder: Path, memory_bytes: int) -> Generator[Mooncake]:
-    """A master, and a process with the memory.
+    """Start a master, and a process with the memory.
 
     Raises:
         ConfigError: Mooncake is missing, or does not start.
@@ -234,7 +234,7 @@ def mooncake(folder: Path, memory_bytes: int) -> Generator[Mooncake]:
             _wait_for(port)
             node = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
             assert node.stdout is not None
-            lines = iter(node.stdout.readline, "")  # Mooncake prints there, too
+            lines = iter(node.stdout.readline, "")  # Mooncake prints there too
             answer = next((line.strip() for line in lines if line.startswith(("ready", "setup:"))), "it ended")
             if answer != "ready":
                 raise ConfigError(f"Mooncake does not start: {answer}")
@@ -267,18 +267,18 @@ def _wait_for(port: int) -> None:
 
 
 def hicache() -> Untyped:
-    """`tests/sglang/engines.py`. Imports SGLang, which takes seconds."""
+    """Return the module `tests/sglang/engines.py`. It imports SGLang, which takes seconds."""
     importlib.import_module("torchvision_shim").install()
     return importlib.import_module("engines")
 
 
 def new_prompt(pages: int) -> list[int]:
-    """Tokens of a prompt that no store has."""
+    """Return the tokens of a prompt that no store has."""
     return [secrets.randbelow(1 << 31) for _ in range(pages)] * PAGE_TOKENS
 
 
 def backup(engine: Untyped, tokens: Sequence[int], keys: list[str], indices: Untyped) -> float:
-    """Seconds until the controller has stored a prompt.
+    """Return the seconds until the controller has stored a prompt.
 
     Raises:
         ConfigError: a page was not stored.
@@ -293,7 +293,7 @@ def backup(engine: Untyped, tokens: Sequence[int], keys: list[str], indices: Unt
 
 
 def query(engine: Untyped, tokens: Sequence[int]) -> tuple[Untyped, float]:
-    """The controller's operation for a stored prompt, and the seconds of its query.
+    """Return the controller's operation for a stored prompt, and the seconds of its query.
 
     Raises:
         ConfigError: a page was not found.
@@ -308,7 +308,7 @@ def query(engine: Untyped, tokens: Sequence[int]) -> tuple[Untyped, float]:
 
 
 def prefetch(engine: Untyped, tokens: Sequence[int], indices: Untyped) -> float:
-    """Seconds until the controller has read a stored prompt.
+    """Return the seconds until the controller has read a stored prompt.
 
     Raises:
         ConfigError: a page was not read.
@@ -331,7 +331,7 @@ def prefetch(engine: Untyped, tokens: Sequence[int], indices: Untyped) -> float:
 
 @dataclass
 class Station:
-    """One arm at work, on host memory that all arms share."""
+    """Runs one arm on host memory that all arms share."""
 
     arm: Arm
     engine: Untyped
@@ -340,7 +340,7 @@ class Station:
     total_bytes: int
 
     def sample(self, pages: int, wanted: Sequence[Untyped] | None) -> dict[str, float]:
-        """GB/s of each operation, for a new prompt; `wanted` holds the pages to compare with."""
+        """Return the GB/s of each operation for a new prompt. `wanted` has the pages to compare with."""
         self.arm.forget(self.engine.storage)
         tokens = new_prompt(pages)
         keys = self.chain(tokens, PAGE_TOKENS)
@@ -388,7 +388,7 @@ def speeds(
             stations.append(Station(arm, engine, indices, engines.chain, total_bytes))
         wanted = stations[0].engine.pages(stations[0].indices)
         ceiling.measure("store")
-        for station in stations:  # the first also compares bytes, and fills what has a cap
+        for station in stations:  # this first round also compares bytes, and fills stores that have a cap
             tick(f"first {station.arm.system}")
             for _ in range(3):
                 station.sample(pages, wanted)

@@ -1,8 +1,8 @@
-"""`kvtier bench tier` on real shared stores, which it starts on loopback (`tests/shared`): one record for each kind.
+"""Runs `kvtier bench tier` on real shared stores, which it starts on loopback (`tests/shared`). Each has a record.
 
     python bench/shared.py [--kind s3] [--repeats 5] [--record-dir bench/records]
 
-CephFS is mounted twice: one mount stores, the other loads. `bench/records/tier_KIND.json` are its records.
+CephFS is mounted twice: one mount stores, and the other loads. The records are `bench/records/tier_KIND.json`.
 """
 
 import subprocess
@@ -19,12 +19,12 @@ from tests.shared.ceph import Ceph, install  # noqa: E402
 
 KINDS = ("s3", "shared_directory")
 DATA_BYTES = 8 << 30
-"""What the cluster may hold; deleted objects count for some seconds."""
+"""Capacity of the cluster. Deleted objects count for some seconds."""
 DEADLINE_S = 3600.0
 
 
 def _arguments(kind: str, ceph: Ceph) -> list[str]:
-    """The tier, as `kvtier bench tier` takes it."""
+    """Return the tier as `kvtier bench tier` takes it."""
     if kind == "s3":
         access = ceph.s3()
         keys = f"access_key_id={access.access_key}&secret_access_key={access.secret_key}"
@@ -42,7 +42,7 @@ def main(kinds: tuple[str, ...], repeats: int, record_dir: Path | None) -> None:
     """Measure shared kinds next to their raw clients."""
     install()
     for kind in kinds:
-        # A cluster for each: its object store is in memory.
+        # Each kind gets its own cluster, whose object store is in memory.
         with tempfile.TemporaryDirectory(prefix="kvtier-ceph-") as root:
             ceph = Ceph(Path(root), DATA_BYTES)
             try:

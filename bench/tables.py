@@ -1,6 +1,6 @@
 """Write the tables and pictures of the documents, from records and a plan: `python bench/tables.py`.
 
-With `--check` the documents are only compared.
+With `--check` it only compares the documents.
 """
 
 import json
@@ -18,17 +18,18 @@ if __name__ == "__main__":
 from bench.parts.compared import COMPARED, compared
 from bench.parts.samsung_plan import PublishedFigure, compare, figure_row
 from bench.parts.seen_table import seen_table
+from bench.parts.served_picture import write_picture
 from bench.parts.short_tables import SERVED, SHORT
 from bench.published_steps import compare as published_steps
 from bench.published_steps import summary
 
-from kvtier.bench.ratio import ratio, ratio_text
-from kvtier.bench.serve.answer import ServeRecord, answer
-from kvtier.bench.serve.report import arms_table, work_table, write_picture
 from kvtier.config.value_types import size_text
-from kvtier.plan.plan import make_plan
-from kvtier.plan.read_inputs import load
-from kvtier.plan.report import plan_report
+from kvtier.tools.bench.repeats import ratio, ratio_text
+from kvtier.tools.bench.serve.answer import ServeRecord, answer
+from kvtier.tools.bench.serve.report import arms_table, work_table
+from kvtier.tools.plan.plan import make_plan
+from kvtier.tools.plan.read_inputs import load
+from kvtier.tools.plan.report import plan_report
 
 TOP = Path(__file__).parents[1]
 RECORDS = TOP / "bench" / "records"
@@ -38,10 +39,13 @@ PLAN_PICTURE = TOP / "docs" / "images" / "plan.png"
 DOCUMENTS = (
     TOP / "docs" / "adr" / "0008-a-disk-tier-of-segments.md",
     TOP / "docs" / "benchmarks.md",
+    TOP / "docs" / "lossy.md",
     TOP / "docs" / "internals" / "measurements.md",
+    TOP / "docs" / "internals" / "vllm-inside.md",
+    TOP / "docs" / "tiers.md",
     TOP / "README.md",
 )
-"""Documents with tables from records."""
+"""Documents with tables from records, and one with a table of the connector's."""
 CEILINGS = """The ceiling is memcpy with as many threads, or fio with buffers in huge pages, which overwrites its files
 like a full store. CPU is that of all threads; with small objects Python's cost per object dominates."""
 EXAMPLE_HEAD = "| figure | published | plan | off | why |\n| --- | ---: | ---: | ---: | --- |"
@@ -49,12 +53,12 @@ STEPS_HEAD = (
     "| model | GPU | engine | figure | use | sizes | figures | plan / published |\n" + "| --- " * 6 + "| ---: | ---: |"
 )
 UP = "{up}"
-"""In a link: the way from a document to the top."""
+"""In a link, stands for the path from a document to the top."""
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def demo(record: dict[str, Any]) -> str:
-    """Time to first token with and without, from `kvtier demo --record`."""
+    """Time to first token with and without kvtier, from `kvtier demo --record`."""
     results = record["results"]
     passes = results["passes"]
     means = {"none": "without kvtier", "cold": "with it, nothing stored", "warm": "with it, after a restart"}
@@ -162,11 +166,11 @@ def core(record: dict[str, Any]) -> str:
 
 
 OLD_COPIES = "not measured"
-"""In the record, native's stand-in copied page by page in Python. Its times say nothing of native."""
+"""In these records native's stand-in copied page by page in Python, so its times say nothing about native."""
 
 
 def vllm(record: dict[str, Any]) -> str:
-    """In vLLM, next to no connector and to its native tiering, from `bench/vllm.py --record`."""
+    """Arms in vLLM: no connector, native tiering and kvtier, from `bench/vllm.py --record`."""
     results, settings = record["results"], {name: it["value"] for name, it in record["settings"].items()}
     ttft, misses, large, talk = results["ttft"], results["misses"], results["large"], results["talk"]
     arms = ("none", "native", "kvtier")
@@ -397,7 +401,7 @@ def serve(record: dict[str, Any], name: str) -> str:
     """Arms of one served workload, from `kvtier bench serve --record`: the answer, then a line for each arm and R."""
     served = ServeRecord.of(record)
     speed, work = arms_table(served), work_table(served)
-    # A record of one load says it in its conditions.
+    # A record of one load states it in its conditions.
     begin = 1 if len({load for load, _ in served.points}) > 1 else 2
     shown = ["not computed", "read", "regret, ms"]
     if any(it.hits_by_session for it in served.results):
@@ -405,7 +409,7 @@ def serve(record: dict[str, Any], name: str) -> str:
     further = [work.columns.index(it) for it in shown]
     kept = [at for at, it in enumerate(speed.columns) if at >= begin and it != "requests/s"]
     columns = [*(speed.columns[at] for at in kept), *shown]
-    # The columns of the first table are those of the others.
+    # The first table explains the columns, which are the same in all tables.
     notes = f" {speed.note} {work.note}" if name == next(iter(SERVED)) else ""
     lines = [
         f"{answer(served)}{notes} {_link(name)}",
@@ -513,6 +517,27 @@ def codec(record: dict[str, Any]) -> str:
     )
 
 
+def quality(record: dict[str, Any]) -> str:
+    """What the lossy classes change, from `kvtier bench quality --record`, in what bf16 arithmetic changes."""
+    names, rows = ("quality_smollm2", "quality_qwen"), dict[tuple[str, str], dict[str, str]]()
+    for row in (it for name in names for it in _read(name)["results"]):
+        of = rows.setdefault((row["model"], row["text"]), {})
+        of[row["codec"]] = f"{row['kl'] / row['noise_kl']:,.1f} N, {row['top1']:.1%}"
+    forms = list(dict.fromkeys(form for of in rows.values() for form in of))
+    kept = ", ".join(f"{it['codec']} {it['kept']} of {it['of']}" for it in record["tasks"])
+    growth = ", ".join(f"{it['codec']} {it['kl_by_turn'][-1] / it['kl_once']:.2f}" for it in record["turns"])
+    lines = [
+        f"| model | text, tokens | {' | '.join(f'`{it}`' for it in forms)} |",
+        "| --- " * 2 + "| ---: " * len(forms) + "|",
+        *(f"| {' | '.join((*key, *map(of.__getitem__, forms)))} |" for key, of in rows.items()),
+        "",
+        f"Right answers of {record['results'][0]['model']} that stay right: {kept}.",
+        f"KL of the eighth turn, if each is computed behind restored KV, over that of KV stored once: {growth}.",
+        "",
+    ]  # fmt: skip
+    return "\n".join((*lines, *map(_link, names)))
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "codec": codec,
@@ -522,6 +547,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "core": core,
     "codec_choice": codec_choice,
     "hints": hints,
+    "quality": quality,
     "disk": disk,
     "peer": peer,
     "characterize": characterize,
@@ -536,12 +562,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-RECORD_OF = {"disk": "io", "compared": "serve_dell"}
-"""Table to record, where the names differ."""
+RECORD_OF = {"disk": "io", "compared": "serve_dell", "quality": "quality_smollm2"}
+"""The record of each table whose name differs."""
 
 
 def rendered(document: Path, text: str) -> str:
-    """`text` of `document` with every marked table made from its record."""
+    """Return `text` of `document`, with every marked table made from its record."""
     up = "../" * (len(document.relative_to(TOP).parts) - 1)
 
     def fill(match: re.Match[str]) -> str:
@@ -553,7 +579,7 @@ def rendered(document: Path, text: str) -> str:
 
 
 def with_worked_example(text: str, figures: Sequence[PublishedFigure]) -> str:
-    """`text` of docs/planning.md with the tables of the worked example made from its plan."""
+    """Return `text` of docs/planning.md, with the tables of the worked example made from its plan."""
 
     def fill(match: re.Match[str]) -> str:
         rows = (f"| {' | '.join(figure_row(it))} |" for it in figures if it.how == match[2])
@@ -569,7 +595,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _link(name: str) -> str:
-    """The record, and where and when it was made."""
+    """Return a link to the record, with where and when it was made."""
     record = _read(name)
     machine, given = record["machine"], []
     for setting, it in record["settings"].items():
@@ -582,7 +608,7 @@ def _link(name: str) -> str:
 
 
 def _stamps(record: dict[str, Any]) -> str:
-    """When the record was made and of which commit; of each part, where parts were made at different times."""
+    """Return when and at which commit the record was made, for each part if the parts differ."""
     results = record["results"]
     parts = results["made"] if isinstance(results, dict) and "made" in results else {"": record}
     found: dict[str, list[str]] = {}
@@ -614,7 +640,7 @@ def _of_ceiling(row: dict[str, Any]) -> str:
 
 
 def _speed(row: dict[str, Any], base: dict[str, Any]) -> str:
-    """The speed, and its ratio to another row's."""
+    """Return the speed and its ratio to another row's."""
     against = ratio(row["samples"], base["samples"])
     return f"{row['gb_per_s']:.2f}: {ratio_text(*against)}"
 

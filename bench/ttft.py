@@ -1,4 +1,4 @@
-"""Time to first token by context length: computed, and restored from each tier.
+"""Measures time to first token by context length: computed, and restored from each tier.
 
     python bench/ttft.py --record bench/records/ttft.json                       # llama-3.1-8b on a GPU
     python bench/ttft.py --shape tiny --device cpu --dtype float32 --contexts 64,128 --chunk-tokens 16
@@ -10,9 +10,9 @@
     split k     the leading share k restored from host memory, the rest computed
 
 Samples of recompute and host alternate, so that drift affects both. The first tokens of every restored call are
-compared with the recomputed ones; of a split, those of its first call. A sample counts only if the call's report says
-that all KV came from the tier. The record (--record) is rewritten after each sample; --resume continues it with the
-next. The picture is drawn last, from the record. Imports torch.
+compared with the recomputed ones. A split compares only its first call. A sample counts only if the call's report says
+that all KV came from the tier. The record (--record) is rewritten after each sample, and --resume continues it with
+the next. The picture is drawn last, from the record. Imports torch.
 """
 
 import logging
@@ -50,8 +50,7 @@ from bench.parts.models import attach_locked, build, check_device, device_name, 
 from bench.parts.planner import PlannerChoice, choices
 from transformers import StoppingCriteria
 
-from kvtier.bench.record import make_record
-from kvtier.cli.options import Bytes, tell_written
+from kvtier.cli.options import tell_written
 from kvtier.connect.transformers import Attachment
 from kvtier.connect.transformers.call import FirstToken
 from kvtier.connect.transformers.support import inspect_cache
@@ -59,18 +58,20 @@ from kvtier.errors import ConfigError
 from kvtier.report.output import check_chart, print_json, progress, write_json
 from kvtier.report.table import Table, print_table
 from kvtier.runtime.arena import chunk_bytes
+from kvtier.tools.options import Bytes
+from kvtier.tools.probe.record import make_record
 
 logger = logging.getLogger(__name__)
 
 FIRST_TOKENS = 4
-"""Generated and compared in each call; only the first is timed."""
+"""Number of tokens generated and compared in each call. Only the first is timed."""
 SPLITS = (0.25, 0.5, 0.75)
 REGRETS = {"host, tried": ("host", True), "host, every split": ("host", False), "disk, every split": ("disk", False)}
-"""Name to (tier, measured): the sets of splits that the planner's choice is compared with."""
+"""(tier, measured) by name: the sets of splits that the planner's choice is compared with."""
 _FLUSH_S = 300.0
 _JOIN_S = 600.0
 _DISK_HOST_CHUNKS = 16
-"""Host slots of the disk arm: a window to stream through."""
+"""Host slots of the disk arm, a window to stream through."""
 
 Tick = Callable[[str], None]
 
@@ -102,17 +103,17 @@ class TtftSettings:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The samples of one arm at one context length. An interrupted run has fewer of them than it was to take."""
+    """The samples of one arm at one context length. An interrupted run has fewer than it should."""
 
     name: str
     context: int
     restored_tokens: int
     ttft_s: tuple[float, ...]
     load_s: tuple[float, ...]
-    """Part of `ttft_s` in which the model waited for KV."""
+    """The part of `ttft_s` in which the model waited for KV."""
     restored_bytes: int
     same_tokens: bool
-    """Whether every call began with the recomputed tokens."""
+    """Whether every call started with the recomputed tokens."""
 
     @property
     def median_s(self) -> float:
@@ -126,14 +127,14 @@ class Decoding:
 
     context: int
     alone_ms: float | None
-    """None: no token was generated meanwhile."""
+    """None if no token was generated meanwhile."""
     beside_recompute_ms: float | None
     beside_restore_ms: float | None
 
 
 @dataclass(slots=True)
 class TtftResult:
-    """The result; it grows while the benchmark runs."""
+    """The result, which grows while the benchmark runs."""
 
     shape: str
     device: str
@@ -143,12 +144,12 @@ class TtftResult:
     decoding: list[Decoding] = field(default_factory=list[Decoding])
     links: list[LinkSpeed] = field(default_factory=list[LinkSpeed])
     skipped: list[str] = field(default_factory=list[str])
-    """What was not measured, with the reason."""
+    """What was not measured, and why."""
     measured: list[int] = field(default_factory=list[int])
-    """Contexts that are done, those without memory among them."""
+    """Contexts that are done, including those for which memory was too small."""
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Take all samples of `record`."""
+        """Add all samples of `record`."""
         results = record["results"]
         self.measured += results["measured"]
         self.skipped += results["skipped"]
@@ -159,11 +160,11 @@ class TtftResult:
         self.decoding += [Decoding(**it) for it in results["decoding"]]
 
     def arm(self, name: str, context: int) -> Arm | None:
-        """The arm of that name at that context length, if it was measured."""
+        """Return the arm of that name at that context length, if it was measured."""
         return next((arm for arm in self.arms if (arm.name, arm.context) == (name, context)), None)
 
     def put(self, arm: Arm) -> None:
-        """Take an arm with its samples so far."""
+        """Add or replace an arm, with its samples so far."""
         names = [(it.name, it.context) for it in self.arms]
         if (arm.name, arm.context) in names:
             self.arms[names.index((arm.name, arm.context))] = arm
@@ -176,11 +177,11 @@ class TtftResult:
             self.skipped.append(reason)
 
     def medians(self, name: str) -> list[tuple[int, float]]:
-        """(context, median seconds) of an arm."""
+        """Return (context, median seconds) of an arm."""
         return [(arm.context, arm.median_s) for arm in self.arms if arm.name == name]
 
     def crossover(self, name: str) -> int | None:
-        """The shortest context from which on `name` is never slower than computing; None if it always is."""
+        """Return the shortest context from which on `name` is never slower than computing. None if there is none."""
         computed, shortest = dict(self.medians("recompute")), None
         for context, seconds in sorted(self.medians(name), reverse=True):
             if context not in computed:
@@ -191,7 +192,7 @@ class TtftResult:
         return shortest
 
     def summary(self) -> dict[str, Any]:
-        """The record's results, without the samples."""
+        """Return the record's results, without the samples."""
         names = dict.fromkeys(arm.name for arm in self.arms)
         return {
             "shape": self.shape,
@@ -295,10 +296,10 @@ class TtftBenchmark:
         self._disk.close(5.0)
 
     def measure(self, context: int) -> None:
-        """Take the samples of one context length that are missing."""
-        # One token longer: the chunk that holds the last token of a prompt is never loaded.
+        """Take the missing samples of one context length."""
+        # The prompt is one token longer, because the chunk with a prompt's last token is never loaded.
         prompt = self._prompt(context, 0)
-        self._measure_whole(context, prompt, self._first(prompt))  # which also warms up
+        self._measure_whole(context, prompt, self._first(prompt))  # this also warms up
         self._measure_disk(context)
         self._measure_splits(context)
         if self._settings.with_decode and all(it.context != context for it in self.result.decoding):
@@ -319,7 +320,7 @@ class TtftBenchmark:
         self._end(plain, stored, host)
 
     def _measure_disk(self, context: int) -> None:
-        """Prompts in turn, enough of them that host memory never holds the next one."""
+        """Use so many prompts in turn that host memory never has the next one."""
         size = -(-context // self._layout.chunk_tokens) * chunk_bytes(self._layout)
         count = 2 + int(1.5 * self._disk_host_bytes / size)
         if count * size > self._settings.disk_bytes:
@@ -338,7 +339,7 @@ class TtftBenchmark:
         self._end(samples)
 
     def _measure_splits(self, context: int) -> None:
-        """Prompts whose leading part is stored: the splits that the planner can choose from."""
+        """Use prompts whose leading part is stored, for the splits that the planner can choose from."""
         found: dict[int, float] = {}
         for arm in ("recompute", "host"):
             measured = self.result.arm(arm, context)
@@ -368,7 +369,7 @@ class TtftBenchmark:
     def _measure_decoding(self, context: int, prompt: torch.Tensor) -> None:
         other = self._prompt(min(512, context), 4000)
         calls = self._settings.repeats
-        self._store(self._host, prompt, None)  # the splits may have taken its place
+        self._store(self._host, prompt, None)  # the splits may have evicted it
         restored = _Samples("beside a decode", context)
         alone = self._decoding(other, lambda: None, calls=0)
         beside_plain = self._decoding(other, lambda: self._first(prompt), calls=calls)
@@ -381,7 +382,7 @@ class TtftBenchmark:
         self.result.decoding.append(Decoding(context, alone, beside_plain, beside_restore))
 
     def _decoding(self, other: torch.Tensor, act: Callable[[], object], calls: int) -> float | None:
-        """Mean milliseconds per token of `other`, which decodes in a thread while `act` is called; None without one."""
+        """Return mean ms per token of `other`, which decodes in a thread while `act` runs. None without a token."""
         clock = _TokenClock(64 if calls == 0 else 1 << 20)
 
         def decode() -> None:
@@ -407,7 +408,7 @@ class TtftBenchmark:
         return 1e3 * statistics.mean(gaps) if gaps else None
 
     def _prompt(self, tokens: int, number: int) -> torch.Tensor:
-        """[1, tokens + 1]: the same tokens for the same `number`."""
+        """Return a prompt of shape [1, tokens + 1]. The same `number` gives the same tokens."""
         draw = torch.Generator().manual_seed(self._settings.seed * 1_000_003 + number * 7919 + tokens)
         size = int(self._model.config.get_text_config(decoder=True).vocab_size)
         found = torch.randint(1, size, (1, tokens + 1), generator=draw)
@@ -445,7 +446,7 @@ class TtftBenchmark:
         place: str = "",
         tokens: int | None = None,
     ) -> None:
-        """Generate with kvtier; the sample counts if `tokens` tokens came from `place`."""
+        """Generate with kvtier. The sample counts if `tokens` tokens came from `place`."""
         found = kv.generate(prompt, **self._arguments(prompt))
         report = kv.last
         if report.uncached_reason:
@@ -458,7 +459,7 @@ class TtftBenchmark:
         samples.add(report.ttft_s, report.load_s, report.restored_tokens, is_same)
 
     def _samples(self, name: str, context: int) -> "_Samples":
-        """The samples of an arm that the record has."""
+        """Return the record's samples of an arm."""
         found, arm = _Samples(name, context), self.result.arm(name, context)
         if arm is not None:
             found.ttft_s, found.load_s = list(arm.ttft_s), list(arm.load_s)
@@ -503,7 +504,7 @@ class _Samples:
 
 
 class _TokenClock(StoppingCriteria):
-    """Time of each token; ends the generation when `stop` is set."""
+    """Notes the time of each token, and ends the generation when `stop` is set."""
 
     def __init__(self, tokens: int) -> None:
         self.times: list[float] = []
@@ -554,7 +555,7 @@ def ttft(record: Path | None, resume: bool, picture: Path | None, as_json: bool,
         click.echo(f"{record}: complete, nothing is left to measure")
         draw(earlier["results"], picture)
         return
-    # Git and the driver are asked once: the record is rewritten often.
+    # Git and the driver are asked only once, because the record is rewritten often.
     made = make_record("ttft", settings=recorded, seed=settings.seed, results={}, directory=settings.directory)
 
     def keep(result: TtftResult) -> None:

@@ -1,4 +1,4 @@
-"""vLLM with no connector, with its native tiering and with kvtier, in one run.
+"""Measures vLLM without a connector, with its native tiering and with kvtier, in one run.
 
     .venv-vllm/bin/python bench/vllm.py --record bench/records/vllm.json     (--quick: a smoke test of a minute)
 
@@ -6,8 +6,8 @@ Parts: time to first token of a long prompt as a miss, from host memory, and fro
 miss; a prompt larger than host memory; a prompt whose stored files are damaged; growing conversations under memory
 pressure; conversations with pauses that fit host memory; and a slowed-down directory, where loading must never take
 longer than computing. On a CPU vLLM computes on one core, its default on a small machine. `--device cuda` takes the
-layers of an 8B model and an engine as vLLM is by default. LMCache is another arm where it is installed. The record is
-written after each arm; --resume continues it. `python bench/tables.py` makes tables of docs/benchmarks.md and
+layers of an 8B model and vLLM's default engine. LMCache is another arm if it is installed. The record is written after
+each arm, and --resume continues it. `python bench/tables.py` makes tables of docs/benchmarks.md and
 docs/internals/measurements.md from it.
 """
 
@@ -49,12 +49,12 @@ from judge import prompt  # noqa: E402
 from models import make_checkpoint  # noqa: E402
 from sizes import FULL, GPU, QUICK, Sizes  # noqa: E402
 
-from kvtier.bench.record import RecordedSetting, commit, gpus, make_record, processor  # noqa: E402
 from kvtier.errors import KvError  # noqa: E402
 from kvtier.report.output import write_json  # noqa: E402
+from kvtier.tools.probe.record import RecordedSetting, commit, gpus, make_record, processor  # noqa: E402
 
 FACTORS = (0.1, 0.8, 1.25, 2.0, 10.0)
-"""Load time of a prompt from the slowed directory over its compute time."""
+"""Load times of a prompt from the slowed directory, divided by its compute time."""
 
 RESAMPLES = 10_000
 
@@ -62,7 +62,7 @@ Samples = list[dict[str, Any]]
 
 
 def first_tokens(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
-    """Time to first token: a miss, then from host memory, then from disk in a new process."""
+    """Measure TTFT of a miss, then from host memory, then from disk in a new process."""
     prompts = [prompt(bench.sizes.prompt_tokens, seed + number) for number in range(bench.sizes.prompts)]
     samples = bench.rows
     for arm in bench.left(ARMS):
@@ -108,9 +108,9 @@ def _timed(engine: Engine, tokens: list[int], arm: str, kind: str) -> dict[str, 
 
 
 def misses(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
-    """The extra cost of a miss: every prompt goes to every arm, in random order.
+    """Measure the extra cost of a miss. Every prompt goes to every arm, in random order.
 
-    Measured as elapsed time, and more exactly as CPU time: of the process, and of the connector's own code.
+    The cost is measured as elapsed time, and more exactly as CPU time of the process and of the connector's own code.
     """
     sizes, samples = bench.sizes, []
     draw = random.Random(seed)  # noqa: S311 - seeded on purpose
@@ -153,7 +153,7 @@ def misses(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
 
 
 def interval(ratios: list[float], draw: random.Random) -> dict[str, float]:
-    """The median of ratios with a 95 % bootstrap interval."""
+    """Return the median of ratios with a 95 % bootstrap interval."""
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
     return {
         "ratio": statistics.median(ratios),
@@ -163,14 +163,14 @@ def interval(ratios: list[float], draw: random.Random) -> dict[str, float]:
 
 
 def larger_than_host(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
-    """A prompt whose KV exceeds host memory, repeated in a new process."""
+    """Repeat a prompt whose KV exceeds host memory in a new process."""
     sizes, samples = bench.sizes, []
     tokens = prompt(sizes.prompt_tokens, seed)
     results: dict[str, Any] = {"host_bytes": sizes.small_host_bytes}
     for arm in ARMS[1:]:
         directory = bench.store(arm, "ttft")
         if not stored_bytes(directory):
-            # Store it with enough host memory; `first_tokens` may have done so already.
+            # Store it with enough host memory, which `first_tokens` may already have done.
             with bench.engine(arm, directory) as engine:
                 ask(engine, tokens)
                 settle(engine, directory)
@@ -183,7 +183,7 @@ def larger_than_host(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
 
 
 def damaged(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
-    """A prompt whose stored files each have 4 KiB of inverted bytes, repeated in a new process."""
+    """Repeat a prompt in a new process, after 4 KiB of each of its stored files were inverted."""
     tokens = prompt(bench.sizes.prompt_tokens, seed + 6000)
     for arm in bench.left(ARMS[1:]):
         directory = bench.store(arm, "damaged")
@@ -209,7 +209,7 @@ def _by_arm(rows: Samples) -> dict[str, Any]:
 
 
 def salted(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
-    """A stored prompt under its own salt, under another one and without one: only the first may be restored."""
+    """Repeat a stored prompt under its own salt, another one and none. Only the first may be restored."""
     tokens = prompt(bench.sizes.prompt_tokens, seed + 7000)
     for arm in bench.left(ARMS[1:]):
         directory = bench.store(arm, "salted")
@@ -229,7 +229,7 @@ def salted(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
 
 
 def conversations(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
-    """Growing conversations, all at once, in an engine that cannot hold them all."""
+    """Run growing conversations all at once, in an engine that has no room for all."""
     sizes = bench.sizes
     arms = (*ARMS, PROTECTED)
     for repeat in range(sizes.talks):
@@ -275,7 +275,7 @@ def _talk(bench: Bench, arm: str, directory: Path, seed: int) -> dict[str, Any]:
 
 
 def thinking(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:
-    """Conversations with pauses whose KV fits host memory: kvtier and native tiering alternate, with new stores."""
+    """Run conversations with pauses whose KV fits in host memory. kvtier and native alternate, with new stores."""
     sizes, samples, pairs = bench.sizes, [], []
     texts = [
         [
@@ -303,7 +303,7 @@ def thinking(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:
 
 
 def throttled(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:
-    """Prompts loaded from a directory slowed to several rates, next to computing them, in alternating order."""
+    """Load prompts from a directory slowed to several rates, and compute them, in alternating order."""
     from throttle import RATE  # noqa: PLC0415
 
     sizes, samples = bench.sizes, []
@@ -395,7 +395,7 @@ def main() -> None:
     parts = [part for part in asked if earlier is None or part not in made]
 
     def keep() -> None:
-        """Write the record: all parts so far, and the rows of the one under way."""
+        """Write the record: all parts so far, and the rows of the current part."""
         if given.record is not None:
             results["measured"] = list(made)
             results["is_complete"], results["continues"] = set(asked) <= made.keys(), continued(earlier)
@@ -441,7 +441,7 @@ def _settings(sizes: Sizes, device: str, source: str) -> dict[str, RecordedSetti
 
 
 def _kept(path: Path | None) -> tuple[dict[str, Any], Samples]:
-    """The parts of an earlier record that this run leaves out; each has its own time, commit and sizes."""
+    """Return an earlier record's parts that this run leaves out. Each has its own time, commit and sizes."""
     if path is None or not path.exists():
         return {}, []
     known = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Questions about documents of this repository, and when two answers to one of them are the same."""
+"""Makes questions about documents of this repository, and decides when two answers to one are the same."""
 
 import math
 import re
@@ -8,14 +8,15 @@ from typing import Any, NamedTuple, Protocol
 
 DOCUMENTS = Path(__file__).parents[1]
 SHORTEST, LONGEST, TEXTS, QUESTIONS = 1000, 7000, 10, 5
-"""Tokens of the shortest and the longest text; texts, and questions about each."""
+"""Tokens of the shortest and the longest text, number of texts, and number of questions about each."""
 
 ROUNDING = 2e-4
-"""Of a difference of two log probabilities, in float32. Other batches change one by 6e-5 at most (measured)."""
+"""Rounding error of a difference of two log probabilities in float32. Other batches were measured to change one by at
+most 6e-5."""
 TIES = 2
-"""Of 50 answers, how many may differ where two tokens are equally likely."""
+"""How many of 50 answers may differ where two tokens are equally likely."""
 ENOUGH = 0.95
-"""Of the tokens that could be restored, the share that must be."""
+"""Share of the restorable tokens that must be restored."""
 
 
 class Said(Protocol):
@@ -28,20 +29,20 @@ class Said(Protocol):
 
 
 class Comparison(NamedTuple):
-    """Answers that were compared with those of a reference."""
+    """The result of comparing answers with a reference's."""
 
     equal: int
     ties: list[int]
-    """Positions of those that take another token where the reference's two are equally likely."""
+    """Positions of answers that take another token where two tokens of the reference are equally likely."""
     changed: list[int]
-    """Positions of all other different ones."""
+    """Positions of all other answers that differ."""
 
 
 def questions_by_text(tokenizer: Any) -> list[list[list[int]]]:
-    """Prompts of a chat model, as tokens: for each text, from the shortest on, its questions.
+    """Return prompts for a chat model as tokens: the questions of each text, from the shortest text on.
 
-    The lengths are a geometric series. A text is the beginning of a document: the shortest one that has as many tokens
-    and is not used by a longer text. A question asks about a heading or a name in the text.
+    The lengths are a geometric series. A text is the start of the shortest document that has enough tokens and that no
+    longer text uses. A question asks about a heading or a name in the text.
     """
     files = sorted([*DOCUMENTS.glob("*.md"), *(DOCUMENTS / "docs").rglob("*.md")])
     documents = sorted((tokenizer.encode(file.read_text("utf-8")) for file in files), key=len)
@@ -61,7 +62,7 @@ def questions_by_text(tokenizer: Any) -> list[list[list[int]]]:
 
 
 def compare(answers: Sequence[Said], wanted: Sequence[Said]) -> Comparison:
-    """Compare `answers` with those of a reference, `wanted`, and print the result."""
+    """Compare `answers` with a reference's, `wanted`, and print the result."""
     lost = [_likelier(*pair) for pair in zip(answers, wanted, strict=True)]
     ties = [place for place, it in enumerate(lost) if it is not None and it <= ROUNDING]
     changed = [place for place, it in enumerate(lost) if it is not None and it > ROUNDING]
@@ -71,14 +72,14 @@ def compare(answers: Sequence[Said], wanted: Sequence[Said]) -> Comparison:
 
 
 def assert_same(answers: Sequence[Said], wanted: Sequence[Said]) -> None:
-    """Assert that no answer is changed, and that few differ at a tie."""
+    """Assert that no answer has changed, and that few differ at a tie."""
     found = compare(answers, wanted)
     assert not found.changed
     assert len(found.ties) <= TIES
 
 
 def _likelier(answer: Said, wanted: Said) -> float | None:
-    """How much likelier the wanted token is, where the two first differ: a difference of log probabilities."""
+    """Return how much likelier the wanted token is at the first difference, as a difference of log probabilities."""
     for token, other, row in zip(answer.tokens, wanted.tokens, wanted.logprobs, strict=False):
         if token != other:
             known = dict(row)

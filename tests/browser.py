@@ -1,4 +1,4 @@
-"""Pages in a real browser: what Chromium makes of a file or an address, as text, and how wide it is."""
+"""Renders pages in a real browser: what Chromium makes of a file or an address, as text, and how wide it is."""
 
 import shutil
 import subprocess
@@ -23,7 +23,7 @@ QUIET = (
 
 
 def chromium() -> str:
-    """The browser's path; a test that calls this without one is skipped."""
+    """Return the browser's path. Without a browser the calling test is skipped."""
     found = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if found is None:
         pytest.skip(f"needs a browser: {', '.join(PROGRAMS)}")
@@ -31,21 +31,21 @@ def chromium() -> str:
 
 
 def rendered(page: Path | str, *, settle_s: float = 0.0) -> str:
-    """The document after it was loaded and drawn, as HTML. `page` is a file or an address of this machine.
+    """Return the document as HTML after it was loaded and drawn. `page` is a file or an address of this machine.
 
-    `settle_s`: time that the page's own timers see pass before that, for one that asks a server for what it shows.
+    `settle_s`: time that passes for the page's own timers before that, if the page asks a server for its content.
     """
     settle = [f"--virtual-time-budget={settle_s * 1000:.0f}"] if settle_s else []
     return _run(page, "--dump-dom", "--window-size=1280,1000", *settle).decode()
 
 
 def overflow(page: Path, *, width: int) -> int:
-    """Pixels by which an HTML file is wider than a window of `width`: what a reader must scroll sideways."""
+    """Return by how many pixels an HTML file is wider than a window of `width`, so that a reader must scroll."""
     return _measured(page, width, "root.scrollWidth - root.clientWidth")
 
 
 def broken_words(page: Path, *, width: int) -> int:
-    """Names in tables that a window of `width` breaks within a word."""
+    """Count the names in tables that a window of `width` breaks within a word."""
     longest = "Math.max(...cell.textContent.split(/[ -]+/).map(word => pen.measureText(word).width))"
     return _measured(
         page,
@@ -60,9 +60,9 @@ def broken_words(page: Path, *, width: int) -> int:
 
 
 def _measured(page: Path, width: int, script: str) -> int:
-    """Value of `script` about a page in a window of `width`; it has its `root`, its `frame`, and a `pen` to measure."""
+    """Run `script` on a page in a window of `width`. It has the page's `root`, its `frame`, and a `pen` to measure."""
     with tempfile.TemporaryDirectory(prefix="kvtier-page-") as folder:
-        # A window is at least 500 pixels wide; a frame may be narrower.
+        # A window is at least 500 pixels wide, but a frame may be narrower.
         frame = Path(folder, "frame.html")
         measure = (
             "const frame = document.getElementById('page'), root = frame.contentDocument.documentElement;"

@@ -1,6 +1,6 @@
 """Counts what the repository is made of: `python tests/census.py`, which prints JSON.
 
-Statements are `ast.stmt` nodes without docstrings. Tell-tale words are those that CONTRIBUTING asks to avoid for data.
+Statements are `ast.stmt` nodes without docstrings. CONTRIBUTING asks to avoid tell-tale words for data.
 """
 
 import ast
@@ -17,7 +17,7 @@ DOCUMENTS = ("README.md", "ARCHITECTURE.md", "FORMAT.md", "CONTRIBUTING.md", "do
 
 
 def statements(tree: ast.AST) -> int:
-    """Statements without docstrings."""
+    """Count statements without docstrings."""
     return sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in ast.walk(tree))
 
 
@@ -26,7 +26,7 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def tell_tale_words(root: Path = ROOT) -> tuple[Counter[str], Counter[str]]:
-    """Words by room of the package, and by document."""
+    """Count tell-tale words by room of the package, and by document."""
     rooms: Counter[str] = Counter()
     for path in sorted((root / "src" / "kvtier").rglob("*.py")):
         rooms[path.relative_to(root / "src" / "kvtier").parts[0]] += len(TELL_TALE.findall(path.read_text("utf-8")))
@@ -41,7 +41,7 @@ def tell_tale_words(root: Path = ROOT) -> tuple[Counter[str], Counter[str]]:
 
 
 def class_names() -> dict[str, list[str]]:
-    """Class names that `src` defines more than once, with their files."""
+    """Return the class names that `src` defines more than once, with their files."""
     places: defaultdict[str, list[str]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -51,7 +51,7 @@ def class_names() -> dict[str, list[str]]:
 
 
 def census() -> dict[str, object]:
-    """All counts."""
+    """Return all counts."""
     rooms, documents = tell_tale_words()
     return {
         "statements": {

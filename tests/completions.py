@@ -3,14 +3,14 @@
 from queue import SimpleQueue
 from typing import Any
 
-from kvtier.bench.io_workloads import taken
 from kvtier.runtime.executor import Completion
+from kvtier.tools.bench.io_workloads import taken
 
 RETRY_S = 0.005
 
 
 def taking(executor: Any) -> Any:
-    """`executor` with a method `take`, which flushes it and returns the completions since the last call.
+    """Return `executor` with a method `take`, which flushes it and returns the completions since the last call.
 
     It waits up to `wait_s` seconds for the first one, and returns early while a rank reads slowly.
     """

@@ -1,4 +1,4 @@
-"""Drives the real core step by step: the test is the engine, the mover and the clock."""
+"""Drives the real core step by step. The test is the engine, the mover and the clock."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +37,7 @@ Item = tuple[ChunkKey, int]
 
 
 def prefix_of(text: str) -> Prefix:
-    """One chunk for each letter of `text`."""
+    """Return a prefix with one chunk for each letter of `text`."""
     return Prefix(tuple(ChunkKey(text[: end + 1].encode()) for end in range(len(text))), CHUNK)
 
 
@@ -46,7 +46,7 @@ def key(text: str) -> ChunkKey:
 
 
 class Driver:
-    """A core, what it has ordered, and what its tiers hold. Time stands still unless a test moves `now_s`."""
+    """A core, its commands in flight, and the content of its tiers. Time stands still unless a test moves `now_s`."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Driver:
         self.layout = layout
         self.now_s = 0.0
         self.held: dict[str, set[Item]] = {it.name: set() for it in rules}
-        """What the tiers hold; used by `run` only."""
+        """The content of each tier. Only `run` uses it."""
         self.out: dict[int, Transfer] = {}
         self.probes: dict[int, Probe] = {}
         self.drops: list[Drop] = []
@@ -88,7 +88,7 @@ class Driver:
         self.events: list[Event] = []
         self.sent: list[Transfer] = []
         self.asked = dict.fromkeys(self.held, 0)
-        """Probes with names sent to each tier."""
+        """Number of probes with names that each tier got."""
 
     # ---- the engine ------------------------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Driver:
         chunks: object = None,
         conversation: str | None = None,
     ) -> None:
-        """Load everything that `tokens` (default: all full chunks) need, or only `chunks`."""
+        """Load everything that `tokens` needs (default: all full chunks), or only `chunks`."""
         from kvtier.core.prefix import needed_chunks
 
         tokens = len(prefix.keys) * CHUNK if tokens is None else tokens
@@ -129,7 +129,7 @@ class Driver:
         self._take()
 
     def store(self, request: str, prefix: Prefix, *places: tuple[int, int], conversation: str | None = None) -> None:
-        """Store the objects at `places` (group, chunk); by default all."""
+        """Store the objects at `places` (group, chunk). By default all."""
         everything = [(group, chunk) for chunk in range(len(prefix.keys)) for group in range(len(self.layout.groups))]
         asked = [Place(group, chunk, (chunk,)) for group, chunk in places or everything]
         self.cache.store(RequestId(request), prefix, asked, self.now_s, conversation)
@@ -181,7 +181,7 @@ class Driver:
     # ---- the mover -------------------------------------------------------------------------------------------------
 
     def going(self, direction: Direction, tier: str = "") -> list[Transfer]:
-        """Transfers of `direction` that are out, oldest first."""
+        """Return the transfers of `direction` in flight, oldest first."""
         return [one for one in self.out.values() if one.direction is direction and (not tier or one.tier == tier)]
 
     def answer(self, transfer: Transfer, outcome: Outcome = Outcome.DONE, *, is_fault: bool = False) -> None:
@@ -204,7 +204,7 @@ class Driver:
         directions: Sequence[Direction] = tuple(Direction),
         keep: Callable[[Transfer], bool] = lambda one: False,
     ) -> None:
-        """Answer all probes, and transfers in `directions` that are not to `keep`, until nothing is left to answer."""
+        """Answer all probes, and the transfers in `directions` except those to `keep`, until nothing is left."""
         while True:
             for probe in list(self.probes.values()):
                 self.tell(probe, [item in self.held[probe.tier] for item in probe.objects])
@@ -230,7 +230,7 @@ class Driver:
         self.run()
 
     def store_and_gather(self, request: str, prefix: Prefix, *places: tuple[int, int]) -> None:
-        """Store, and answer the gathers only: writes to tiers stay open."""
+        """Store, and answer only the gathers. Writes to tiers stay open."""
         self.store(request, prefix, *places)
         self.run(directions=[Direction.GATHER])
 
@@ -265,7 +265,7 @@ class Driver:
     # ---- what happened ---------------------------------------------------------------------------------------------
 
     def fill(self, tier: str, prefix: Prefix) -> None:
-        """`tier` holds every object of `prefix`."""
+        """Put every object of `prefix` into `tier`."""
         for chunk in range(len(prefix.keys)):
             for group in range(len(self.layout.groups)):
                 self.held[tier].add((prefix.keys[chunk], group))
@@ -285,5 +285,5 @@ class Driver:
         return taken
 
     def present(self) -> set[str]:
-        """Keys that are readable in host memory, group 0."""
+        """Keys that are readable in host memory, for group 0."""
         return {name.decode() for name in self.cache.host.readable[0]}

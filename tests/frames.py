@@ -1,4 +1,4 @@
-"""Frames changed behind kvtier's back, with checksums made right."""
+"""Changes frames behind kvtier's back, and corrects their checksums."""
 
 import struct
 from itertools import pairwise
@@ -6,12 +6,12 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
-from kvtier.codec.head import FIXED_BYTES, read_head
+from kvtier.codec.frame_header import FIXED_BYTES, read_head
 from kvtier.layout import align_up
 
 
 def patched(frame: bytes, at: int, code: str, value: int) -> bytes:
-    """`frame` with one number changed, and its header checksum made right."""
+    """Change one number of `frame`, and correct the header's checksum."""
     changed = bytearray(frame)
     struct.pack_into(f"<{code}", changed, at, value)
     (header_bytes,) = struct.unpack_from("<I", frame, 12)
@@ -21,7 +21,7 @@ def patched(frame: bytes, at: int, code: str, value: int) -> bytes:
 
 
 def of_codec(frame: bytes, number: int) -> bytes:
-    """`frame` as a codec of that id might have written it: its checksums match."""
+    """Return `frame` as a codec with that id might have written it, with matching checksums."""
     head = read_head(frame)
     table = head.table.copy()
     table["codec"], table["stored_bytes"] = number, table["raw_bytes"] - 1
@@ -35,7 +35,7 @@ def of_codec(frame: bytes, number: int) -> bytes:
 
 
 def rechecked(frame: bytes) -> bytes:
-    """All checksums made right: what a writer without the key can do."""
+    """Correct all checksums, as a writer without the key can do."""
     head = read_head(patched(frame, 8, "I", 3))
     changed = bytearray(frame)
     for row, section in enumerate(head.sections):

@@ -1,4 +1,4 @@
-"""What a request has left behind: its tokens and names, in each form that a file, an answer or a log may hold."""
+"""Finds what a request has left behind: its tokens and names, in each form for a file, an answer or a log."""
 
 import json
 from array import array
@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from kvtier.runtime.journal import NAME_BYTES
+from kvtier.runtime.observers.journal import NAME_BYTES
 
 RUN = 5
-"""Tokens of one form. Random prompts of a vocabulary of a thousand share no five in a row."""
+"""Number of tokens in one form. Random prompts from a vocabulary of a thousand share no five in a row."""
 RUNS = 3
-"""Forms of each kind that a prompt has, spread over it."""
+"""Number of forms of each kind for a prompt, spread over it."""
 
 
 def forms_of_tokens(tokens: Sequence[int]) -> dict[str, list[bytes]]:
-    """By kind: runs of tokens as numbers of 4 and 8 bytes, in JSON, and separated by spaces."""
+    """Return by kind runs of tokens as numbers of 4 and 8 bytes, in JSON, and separated by spaces."""
     starts = range(0, len(tokens) - RUN, max(1, len(tokens) // RUNS))
     runs = [list(tokens[start : start + RUN]) for start in starts]
     return {
@@ -28,24 +28,24 @@ def forms_of_tokens(tokens: Sequence[int]) -> dict[str, list[bytes]]:
 
 
 def forms_of_digests(kind: str, digests: Iterable[bytes]) -> dict[str, list[bytes]]:
-    """Digests as bytes and in hexadecimal."""
+    """Return digests as bytes and in hexadecimal."""
     given = list(digests)
     return {kind: given, f"{kind}, hex": [it.hex().encode() for it in given]}
 
 
 def journal_names(keys: Iterable[bytes], root: bytes) -> list[bytes]:
-    """How a journal names the chunks of the first KV group."""
+    """Return a journal's names for the chunks of the first KV group."""
     return [blake2b(it, key=root, digest_size=NAME_BYTES, salt=bytes(8)).hexdigest().encode() for it in keys]
 
 
 def contents(folder: Path, *but: Path) -> bytes:
-    """Names and bytes of all files below a folder, without those below `but`."""
+    """Return names and bytes of all files below a folder, except those below `but`."""
     paths = [path for path in sorted(folder.rglob("*")) if not any(path.is_relative_to(it) for it in but)]
     return b"\n".join(str(path).encode() + b"\n" + (path.read_bytes() if path.is_file() else b"") for path in paths)
 
 
 def left(forms: Mapping[str, Iterable[bytes]], places: Mapping[str, bytes]) -> dict[str, set[str]]:
-    """By place: the kinds of forms of which it holds one. A place with none is left out."""
+    """Return for each place the kinds of forms found there. A place without any is left out."""
     found = {
         place: {kind for kind, each in forms.items() if any(form in content for form in each)}
         for place, content in places.items()

@@ -1,4 +1,4 @@
-"""A tier in process memory, the reference for the behaviour of other tiers, and two that misbehave."""
+"""A tier in process memory, which is the reference for other tiers, and variants that are slow or misbehave."""
 
 import random
 import threading
@@ -13,7 +13,7 @@ from kvtier.types import ObjectName
 
 
 class MemoryTier(OneByOneTier):
-    """A dict of frames with a hard cap. One lock around everything, no I/O under it.
+    """A dict of frames with a hard cap. One lock protects everything, with no I/O under it.
 
     Args:
         name: the tier's name in metrics and errors.
@@ -33,12 +33,12 @@ class MemoryTier(OneByOneTier):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the frames take; never above `capacity_bytes`."""
+        """Bytes that the frames take. Never above `capacity_bytes`."""
         return self._used_bytes
 
     @property
     def object_count(self) -> int:
-        """Objects held."""
+        """Number of objects in the tier."""
         return len(self._frames)
 
     @property
@@ -47,42 +47,42 @@ class MemoryTier(OneByOneTier):
         return self._evictions
 
     def figures(self) -> Figures:
-        """See `Tier`."""
+        """Return the current figures."""
         return Figures(self.used_bytes, self.capacity_bytes, self.evictions)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether it is held now."""
+        """Return for each name whether the tier has it now."""
         with self._lock:
             self._check_open()
             return [name in self._frames for name in names]
 
     def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """Copy the frame's bytes from `offset` on into `into`; None when absent."""
+        """Copy the frame's bytes from `offset` on into `into`. None if absent."""
         with self._lock:
             self._check_open()
             found = self._frames.get(name)
             if found is None:
                 return None
             frame, about = found
-            self._evictor.touched(about.held(name))
+            self._evictor.touched(about.use(name))
         # The frame never changes, so it may be copied outside the lock.
         part = memoryview(frame)[offset : offset + into.nbytes]
         into.cast("B")[: part.nbytes] = part
         return part.nbytes
 
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
-        """Keep a copy of `frame`, evicting others where needed; False when it is larger than the whole tier."""
+        """Keep a copy of `frame`, and evict others if needed. False if it is larger than the whole tier."""
         with self._lock:
             self._check_open()
             found = self._frames.get(name)
             if found is not None:
-                self._evictor.added(about.held(name))
+                self._evictor.added(about.use(name))
                 return True
             if not self._make_room(self.capacity_bytes - frame.nbytes):
                 return False
             self._frames[name] = (bytes(frame), about)
             self._used_bytes += frame.nbytes
-            self._evictor.added(about.held(name))
+            self._evictor.added(about.use(name))
             return True
 
     def delete(self, name: ObjectName) -> None:
@@ -92,7 +92,7 @@ class MemoryTier(OneByOneTier):
             self._remove(name)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Every (name, frame bytes) held at the time of the call."""
+        """Return every (name, frame bytes) in the tier at the time of the call."""
         with self._lock:
             self._check_open()
             return iter([(name, len(frame)) for name, (frame, _) in self._frames.items()])
@@ -109,7 +109,7 @@ class MemoryTier(OneByOneTier):
             raise TierError(self.name, "is closed")
 
     def _make_room(self, target_bytes: int) -> bool:
-        """Evict until at most `target_bytes` are used; False when that cannot be."""
+        """Evict until at most `target_bytes` are used. False if that is impossible."""
         if target_bytes < 0:
             return False
         while self._used_bytes > target_bytes:
@@ -129,10 +129,10 @@ class MemoryTier(OneByOneTier):
 
 
 class ThrottledTier(MemoryTier):
-    """A link of a fixed bandwidth each way, which all threads share. Objects pass it one after the other.
+    """A tier behind a link of fixed bandwidth each way, which all threads share. Objects pass it one at a time.
 
     Args:
-        bytes_per_s: of each way. It may be changed.
+        bytes_per_s: bandwidth of each way, which may be changed.
         capacity_bytes: see `MemoryTier`.
     """
 
@@ -143,14 +143,14 @@ class ThrottledTier(MemoryTier):
         self._link = threading.Lock()
 
     def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """See `MemoryTier`."""
+        """Read as `MemoryTier` does, at the link's bandwidth."""
         start_s = time.perf_counter()
         count = super().read_one(name, into, offset)
         self._pass("read", start_s, count or 0)
         return count
 
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
-        """See `MemoryTier`."""
+        """Write as `MemoryTier` does, at the link's bandwidth."""
         self._pass("write", time.perf_counter(), frame.nbytes)
         return super().write_one(name, frame, about)
 
@@ -175,7 +175,7 @@ class GatedTier(MemoryTier):
         self.writes = 0
 
     def enter(self, method: str) -> None:
-        """Hang or fail here, as in `method`."""
+        """Hang or fail as `method` should."""
         if method in self.shut:
             self.hanging.add(method)
             self.hangs.set()
@@ -184,29 +184,29 @@ class GatedTier(MemoryTier):
             raise TierError(self.name, f"no {method}")
 
     def open_again(self) -> None:
-        """Neither hang nor fail."""
+        """Stop hanging and failing."""
         self.shut.clear()
         self.broken.clear()
         self.gate.set()
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """See `MemoryTier`."""
+        """Look up names, unless it hangs or fails."""
         self.enter("contains")
         return super().contains(names)
 
     def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """See `MemoryTier`."""
+        """Read an object, unless it hangs or fails."""
         self.enter("read")
         return super().read_one(name, into, offset)
 
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
-        """See `MemoryTier`."""
+        """Write an object, unless it hangs or fails."""
         self.enter("write")
         self.writes += 1
         return super().write_one(name, frame, about)
 
     def delete(self, name: ObjectName) -> None:
-        """See `MemoryTier`."""
+        """Delete an object, unless it hangs or fails."""
         self.enter("delete")
         super().delete(name)
 
@@ -228,16 +228,16 @@ class MischievousTier(MemoryTier):
         return roll
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Sometimes the reverse of what is held."""
+        """Look up names, and sometimes answer the opposite."""
         answers = super().contains(names)
         return [not it for it in answers] if 0.08 <= self._odd() < 0.15 else answers
 
     def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """Sometimes other bytes."""
+        """Read an object, and sometimes return other bytes."""
         roll = self._odd()
         count = super().read_one(name, into, offset)
         if count is None and 0.1 <= roll < 0.2:
-            return into.nbytes  # what an earlier object has left in the slot
+            return into.nbytes  # the slot keeps an earlier object's bytes
         if count and 0.2 <= roll < 0.3:
             into[self.chance.randrange(count)] ^= 1 << self.chance.randrange(8)
         if count and 0.3 <= roll < 0.35:
@@ -247,7 +247,7 @@ class MischievousTier(MemoryTier):
         return count
 
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
-        """Sometimes half of the bytes, or none."""
+        """Write an object, but sometimes only half of its bytes or none."""
         roll = self._odd()
         if 0.08 <= roll < 0.15:
             return False

@@ -1,11 +1,11 @@
-"""The figures of `Metrics` by their names in Prometheus."""
+"""Reads the figures of `Metrics` by their names in Prometheus."""
 
 from kvtier.observe.metric_definitions import MetricKind
 from kvtier.observe.metrics import Metrics
 
 
 def values_of(metrics: Metrics) -> dict[str, float]:
-    """Every series, such as ``kvtier_evictions_total{place="host"}``; a histogram's sum and count, without buckets."""
+    """Return every series, such as ``kvtier_evictions_total{place="host"}``. Histograms have sum and count only."""
     found: dict[str, float] = {}
     for metric, values, number, counts in metrics.series():
         pairs = ",".join(f'{label.name}="{value}"' for label, value in zip(metric.labels, values, strict=True))

@@ -1,4 +1,4 @@
-"""What every configuration of an object store must pass: `ObjectStoreContract`, with a `make_store` fixture."""
+"""`ObjectStoreContract`, which every configuration of an object store must pass, given a `make_store` fixture."""
 
 import hashlib
 import itertools
@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 
 from kvtier.errors import BadCallError
 from kvtier.layout import GroupLayout, History, KvLayout, State
-from kvtier.runtime.object_store import ObjectStore
+from kvtier.runtime.tiered_object_store import ObjectStore
 from kvtier.types import ChunkKey, ObjectBytes, ObjectId, Origin, Outcome
 
 LAYOUT = KvLayout(
@@ -29,7 +29,7 @@ LAYOUT = KvLayout(
 """The layout of the contract's stores."""
 
 STAGED = 8
-"""Objects of each group for which the contract's stores have staging memory; `STAGING_BYTES` in all."""
+"""Number of objects of each group that fit in the stores' staging memory, which has `STAGING_BYTES`."""
 
 STAGING_BYTES = STAGED * (4 * 4_096 + 4_096 + 5 * 4_096 + 4_096)
 
@@ -43,23 +43,23 @@ Pieces = tuple[npt.NDArray[np.uint8], ...]
 
 
 def object_id(number: int, group: int = 0) -> ObjectId:
-    """An object with a key that looks like a digest."""
+    """Return an object whose key looks like a digest."""
     return ObjectId(ChunkKey(hashlib.sha256(b"object %d" % number).digest()), group)
 
 
 def pieces_of(number: int, group: int = 0) -> Pieces:
-    """The bytes of `object_id(number, group)`."""
+    """Return the bytes of `object_id(number, group)`."""
     random_bytes = np.random.default_rng((number, group))
     return tuple(random_bytes.integers(0, 256, size, np.uint8) for size in LAYOUT.groups[group].layer_bytes)
 
 
 def empty_pieces(group: int = 0, fill: int = 0x5A) -> Pieces:
-    """Memory to read an object into."""
+    """Return memory to read an object into."""
     return tuple(np.full(size, fill, np.uint8) for size in LAYOUT.groups[group].layer_bytes)
 
 
 def put(store: ObjectStore, numbers: Sequence[int], group: int = 0, deadline_s: float = DEADLINE_S) -> list[Outcome]:
-    """Put objects, each with the one before it as its parent."""
+    """Put objects. The parent of each is the previous one."""
     writes = [
         ObjectBytes(
             object_id(number, group),
@@ -72,7 +72,7 @@ def put(store: ObjectStore, numbers: Sequence[int], group: int = 0, deadline_s: 
 
 
 def got(store: ObjectStore, numbers: Sequence[int], group: int = 0, deadline_s: float = DEADLINE_S) -> list[Outcome]:
-    """Get objects, and check every byte: those that were put, or, where it is not DONE, those that were there."""
+    """Get objects, and check every byte. Without DONE the memory must be unchanged."""
     memory = [empty_pieces(group) for _ in numbers]
     reads = [ObjectBytes(object_id(number, group), it) for number, it in zip(numbers, memory, strict=True)]
     outcomes = store.get_into(reads, deadline_s)
@@ -117,7 +117,7 @@ class ObjectStoreContract:
         assert store.contains([], DEADLINE_S) == store.get_into([], DEADLINE_S) == store.put_from([], DEADLINE_S) == []
 
     def test_a_run_ends_at_a_hole(self, store: ObjectStore) -> None:
-        """What follows a hole is no leading run."""
+        """What follows a hole is not part of the leading run."""
         put(store, [0, 1, 3, 4])
         objects = [object_id(number) for number in range(5)]
         assert store.leading_run(objects, DEADLINE_S) == 2
@@ -185,7 +185,7 @@ class ObjectStoreContract:
         assert store.contains([object_id(2)], DEADLINE_S) == [False]
 
     def test_memory_that_cannot_be_written_to_is_an_error(self, store: ObjectStore) -> None:
-        """Of a get; a put only reads."""
+        """This holds for a get. A put only reads."""
         frozen = tuple(piece.tobytes() for piece in pieces_of(1))
         assert store.put_from([ObjectBytes(object_id(1), frozen)], DEADLINE_S) == [Outcome.DONE]
         with pytest.raises(BadCallError, match="read-only"):
@@ -193,7 +193,7 @@ class ObjectStoreContract:
 
     @pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan")])
     def test_without_time_every_answer_is_a_miss(self, store: ObjectStore, deadline_s: float) -> None:
-        """A deadline that is over is not an error."""
+        """A deadline that has passed is not an error."""
         put(store, [1])
         assert store.leading_run([object_id(1)], deadline_s) == 0
         assert store.contains([object_id(1)], deadline_s) == [False]
@@ -211,7 +211,7 @@ class ObjectStoreContract:
         assert put(store, [2]) == [Outcome.CANCELLED]
 
     def test_objects_survive_a_restart(self, make_store: MakeStore) -> None:
-        """What was DONE is there again, or forgotten; with a tier that persists it is there."""
+        """What was DONE is there again or forgotten. With a tier that persists it is there."""
         store = make_store()
         assert put(store, range(5)) == [Outcome.DONE] * 5
         store.close()
@@ -236,7 +236,7 @@ class ObjectStoreContract:
         assert got(store, [1, 2]) == [Outcome.DONE, Outcome.ABSENT]
 
     def test_many_threads_get_what_was_put(self, store: ObjectStore) -> None:
-        """Together they need far more staging memory than there is, and put the same objects at the same time."""
+        """The threads need far more staging memory than there is, and put the same objects at the same time."""
         groups = 2
 
         def work(seed: int) -> int:
@@ -257,7 +257,7 @@ class ObjectStoreContract:
         assert put(store, range(24)) == got(store, range(24)) == [Outcome.DONE] * 24
 
     def test_closing_ends_calls_in_progress(self, store: ObjectStore) -> None:
-        """Soon, and without a wrong byte."""
+        """The calls end soon, and without a wrong byte."""
         put(store, range(4 * STAGED))
         began = threading.Barrier(4)
         ended: list[float] = []

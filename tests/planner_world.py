@@ -1,7 +1,7 @@
 """A world for the planner: the real core, one tier whose speed changes, an engine whose costs are known, virtual time.
 
-What the planner has to guess is written down here. So its regret can be computed: against computing everything, and
-against the best boundary, found by trying every one of them.
+The world knows what the planner has to guess. So it can compute the planner's regret against computing everything, and
+against the best boundary, which it finds by trying every one.
 """
 
 import heapq
@@ -36,25 +36,25 @@ CHUNK = 256
 CHUNK_BYTES = 1 << 20
 STEP_TOKENS = 2048
 DEVICE_S = 1e-4
-"""A copy from host memory to the engine."""
+"""Time of a copy from host memory to the engine."""
 AGES_S = 1e6
 
 
 class Speed(NamedTuple):
-    """Of the tier, from `since_s` on."""
+    """Speed of the tier from `since_s` on."""
 
     since_s: float
     first_s: float
-    """Before the first byte of an object."""
+    """Time before the first byte of an object."""
     chunks_per_s: float
     quota: int = 0
-    """Objects that end in each `period_s` at most; 0: no limit. So throttled groups and volumes are limited."""
+    """The most objects that end in each `period_s`, as in throttled groups and volumes. 0: no limit."""
     period_s: float = 1.0
 
 
 @dataclass(slots=True)
 class Tier:
-    """Threads that read one object each, at the speed of the moment at which they begin."""
+    """Threads that read one object each, at the speed that holds when they begin."""
 
     speeds: Sequence[Speed]
     threads: int = 4
@@ -67,7 +67,7 @@ class Tier:
         self.free_s = [0.0] * self.threads
 
     def read(self, now_s: float) -> tuple[float, float]:
-        """When a read that is asked for now begins, and when it ends."""
+        """Return when a read that is asked for now begins and when it ends."""
         begin_s = max(now_s, heapq.heappop(self.free_s))
         speed = next(speed for speed in reversed(self.speeds) if speed.since_s <= begin_s)
         end_s = begin_s + speed.first_s + self.threads / speed.chunks_per_s
@@ -88,7 +88,7 @@ class Tier:
 
 @dataclass(slots=True)
 class Answer:
-    """One request, up to its first token."""
+    """One request up to its first token."""
 
     request: RequestId
     tokens: int
@@ -96,7 +96,7 @@ class Answer:
     start_s: float
     recompute_s: float
     best_s: float
-    """With the best of all boundaries, by what is known of the links' future."""
+    """Time with the best of all boundaries, given the links' known future."""
     load_s: float = 0.0
     loaded: int = 0
     ttft_s: float = 0.0
@@ -104,14 +104,15 @@ class Answer:
 
     @property
     def regret_s(self) -> float:
-        """Against computing everything."""
+        """Regret against computing everything."""
         return self.ttft_s - self.recompute_s
 
 
 class World:
-    """An engine, and a tier that holds every prompt. Requests do not slow down each other's computing, unless `is_one`:
-    then the engine computes one prompt at a time, first come, first served, and what a request would have taken without
-    loads is counted behind those before it.
+    """An engine, and a tier that has every prompt. Requests do not slow down each other's computing, unless `is_one`.
+
+    With `is_one` the engine computes one prompt at a time in order of arrival. A request's time without loads then
+    includes the requests before it.
     """
 
     def __init__(
@@ -126,9 +127,9 @@ class World:
     ) -> None:
         self._is_one = is_one
         self.free_s = 0.0
-        """When the engine has computed all prompts that are ready."""
+        """Time at which the engine has computed all prompts that are ready."""
         self.free_without_s = 0.0
-        """The same without loads."""
+        """The same time if there were no loads."""
         self.costs = costs
         self.tier = Tier(speeds, threads)
         self.planner = Planner(step_tokens=STEP_TOKENS)
@@ -148,13 +149,13 @@ class World:
         self._begin_s: dict[int, float] = {}
 
     def compute_s(self, tokens: int, context: int) -> float:
-        """What computing really takes."""
+        """Return how long computing really takes."""
         steps = -(-tokens // STEP_TOKENS)
         pairs = Piece(tokens, context).pairs
         return steps * self.costs.per_step_s + tokens * self.costs.per_token_s + pairs * self.costs.per_pair_s
 
     def teach(self) -> None:
-        """The planner has seen prompts of all lengths being computed."""
+        """Show the planner computed prompts of all lengths."""
         for tokens in (256, 512, 1024, STEP_TOKENS):
             for context in (0, STEP_TOKENS, 8 * STEP_TOKENS, 32 * STEP_TOKENS):
                 self.planner.prefilled([Piece(tokens, context)], self.compute_s(tokens, context))
@@ -162,7 +163,7 @@ class World:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def ask(self, *tokens: int) -> list[Answer]:
-        """New prompts of these lengths, all at once; the tier holds all of each that it can."""
+        """Send new prompts of these lengths all at once. The tier has all of each that it can."""
         asked = [self._begin(each, f"prompt {next(self._numbers)}") for each in tokens]
         while self._open:
             self._step()
@@ -237,7 +238,7 @@ class World:
     # ---- the mover and the clock -----------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """The next thing that happens."""
+        """Process the next event."""
         deadline_s = self.cache.next_deadline()
         if not self._due or (deadline_s is not None and deadline_s <= self._due[0][0]):
             assert deadline_s is not None, "a request waits and nothing is in flight"
@@ -276,5 +277,5 @@ class World:
             self._later(self.now_s + DEVICE_S, transfer.id, Outcome.DONE)
 
     def _later(self, at_s: float, number: int, outcome: Outcome) -> None:
-        # A transfer that was cancelled is answered a second time when it would have ended: the core takes no notice.
+        # A cancelled transfer is answered again when it would have ended. The core ignores that.
         heapq.heappush(self._due, (at_s, next(self._numbers), lambda: self.cache.complete(number, outcome, self.now_s)))

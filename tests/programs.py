@@ -1,10 +1,10 @@
-"""Programs that tests write, in place of others."""
+"""Writes programs that stand in for others in tests."""
 
 from pathlib import Path
 
 
 def program(path: Path, text: str) -> Path:
-    """An executable script at `path`."""
+    """Write an executable script at `path`."""
     path.write_text(text)
     path.chmod(0o755)
     return path

@@ -1,8 +1,8 @@
 """A rank in a process of its own: a small engine in host memory, the mover, the server. Run by the tests of the wire.
 
-python -m tests.rank_worker JSON      prints its handshake, then answers one JSON line on each line it reads
+python -m tests.rank_worker JSON      prints its handshake, then answers each line it reads with one JSON line
 
-Workers that share host memory exchange two lines with all others before (`runtime.shared_memory`).
+Workers that share host memory first exchange two lines with all others (`runtime.shared_memory`).
 """
 
 import atexit
@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = [
     LAYOUT.with_parts((Part(0, len(group.layer_bytes), 0, 1), rank) for group in LAYOUT.groups) for rank in range(3)
 ]
-"""The layout on each of three ranks that all hold the same KV."""
+"""The layout on each of three ranks that all have the same KV."""
 
 DIVIDED = [
     LAYOUT.with_parts(
@@ -52,7 +52,7 @@ DIVIDED = [
     )
     for rank in range(3)
 ]
-"""The layout on each of three ranks: the first group is on the first and the last of them, the second on the other."""
+"""The layout on each of three ranks. The first and the last have the first group, and the other has the second."""
 
 DCP = [
     LAYOUT.with_parts((Part(0, len(group.layer_bytes), 0, 1, rank, 2), 0) for group in LAYOUT.groups)
@@ -64,10 +64,11 @@ SHARES = 4
 
 
 def of_shares(holds):
-    """The layout on each of three ranks of a history whose tokens are dealt out as groups (`store.token_shares`).
+    """Return the layout on each of three ranks for a history whose tokens are split into groups
+    (`store.token_shares`).
 
     Args:
-        holds: the copy that a rank holds of a share.
+        holds: which copy of a share each rank has.
     """
     share = GroupLayout(History(), (PAGE_BYTES * CHUNK_BLOCKS,), "rig/share")
     return [
@@ -85,7 +86,7 @@ SHAPES = {
     "divided": DIVIDED,
     "dcp": DCP,
     "shares": of_shares(lambda rank, share: rank // 2 if share % 2 == rank % 2 else ELSEWHERE),
-    # Wrong claims, for the controls:
+    # Wrong claims, for the controls.
     "dcp, swapped": DCP[::-1],
     "shares, swapped": of_shares(lambda rank, share: rank // 2 if share % 2 != rank % 2 else ELSEWHERE),
     "shares, all held": of_shares(lambda rank, share: rank // 2 if share % 2 == rank % 2 else 1 + rank),
@@ -93,13 +94,13 @@ SHAPES = {
 """The layout on each rank."""
 
 HAVE_COPIES = ("copies", "divided", "shares", "shares, swapped", "shares, all held")
-"""Shapes in which ranks hold the same KV, and share host memory."""
+"""Shapes in which ranks have the same KV, and share host memory."""
 
 
 class Gate:
-    """Holds work until the file `path` is removed; `path`.held has a byte for each.
+    """Blocks work until the file `path` is removed. `path`.held has a byte for each blocked piece of work.
 
-    The text of the file names the work: ``scatter`` if it is empty, or for example ``gather 0``, of rank 0.
+    The file's text names the work, such as ``gather 0`` for rank 0. An empty file means ``scatter``.
     """
 
     def __init__(self, path, rank):
@@ -120,7 +121,7 @@ class Gate:
 
 
 class SlowCopier:
-    """Copies go through a gate first."""
+    """A copier whose copies first pass a gate."""
 
     def __init__(self, copier, gate):
         self._copier = copier
@@ -139,7 +140,7 @@ class SlowCopier:
 
 
 def hold_tiers(gate):
-    """Reads and writes of directories go through the gate first."""
+    """Make reads and writes of directories pass the gate first."""
     for method, work in (("read_one", "promote"), ("write_one", "demote")):
         inner = getattr(DirectoryTier, method)
 
@@ -151,7 +152,7 @@ def hold_tiers(gate):
 
 
 def exchange(own):
-    """By lines with the test, which has all ranks' (`workers`)."""
+    """Exchange values with all ranks, through lines to and from the test (`workers`)."""
     print(json.dumps(pickle.dumps(own).hex()), flush=True)
     return [pickle.loads(bytes.fromhex(it)) for it in json.loads(sys.stdin.readline())]
 
@@ -199,13 +200,17 @@ def main(about):
         elif order == "figures":
             views = rank.mover.views.items()
             print(json.dumps({name: [*view.figures[:3], dict(view.figures[3])] for name, view in views}), flush=True)
-        elif order == "fork":  # a child that inherits the connection and outlives its parent
+        elif order == "fork":  # the child keeps the connection and outlives its parent
+            until_s = time.monotonic() + DEADLINE_S
+            while server._peer is None and time.monotonic() < until_s:  # a thread accepts it
+                time.sleep(0.01)
+            os.dup(server._peer.fileno())  # the server's own socket closes in children
             child = os.fork()
             if child == 0:
                 signal.alarm(int(DEADLINE_S))
                 signal.pause()
             print(json.dumps(child), flush=True)
-        elif order == "fork and close":  # a child that leaves as an interpreter does: it closes what it finds open
+        elif order == "fork and close":  # the child exits as an interpreter does, and closes what it finds open
             child = os.fork()
             if child == 0:
                 signal.alarm(int(DEADLINE_S))
@@ -224,7 +229,7 @@ def main(about):
 
 
 def contents(engine):
-    """A checksum of each block, by group: of all its layers."""
+    """Return for each group a checksum of each block over all its layers."""
     return [
         [crc32(b"".join(layer[block] for layer in group)) for block in range(engine.blocks)] for group in engine.groups
     ]
@@ -235,7 +240,7 @@ def unable(*_):
 
 
 class Worker:
-    """The process, as a test sees it."""
+    """The process as a test sees it."""
 
     def __init__(
         self,
@@ -284,7 +289,7 @@ class Worker:
         self.process.stdin.flush()
 
     def end(self):
-        """Close the rank in order; whether nothing was left running."""
+        """Close the rank in order. Return whether nothing was left running."""
         answer = self.ask("end")
         self.process.wait(DEADLINE_S)
         return answer
@@ -293,7 +298,7 @@ class Worker:
         self.process.send_signal(number)
 
     def stop(self):
-        """Make it hang: every thread stands still on return."""
+        """Make the process hang. On return every thread stands still."""
         self.signal(signal.SIGSTOP)
         tasks = list(Path(f"/proc/{self.process.pid}/task").iterdir())
         wait_until(lambda: all((task / "stat").read_text().rpartition(") ")[2][0] == "T" for task in tasks), "the stop")
@@ -306,9 +311,9 @@ class Worker:
 
 @contextmanager
 def workers(directory, count, **options):
-    """One process for each of `count` ranks; rank r has seed `seed` + r, or `seed` in a shape of `HAVE_COPIES`.
+    """Start a process for each of `count` ranks. Rank r has seed `seed` + r, or `seed` in a shape of `HAVE_COPIES`.
 
-    In such a shape they share host memory, except those that are `unable`. There are as many `slots`, if given.
+    In such a shape they share host memory, except those that are `unable`. `slots` sets the number of slots.
     """
     seed, have_copies = options.pop("seed", 0), options.get("shape") in HAVE_COPIES
     started = []

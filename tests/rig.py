@@ -1,4 +1,4 @@
-"""A small engine in host memory with a whole kvtier below it, for tests of the parts together."""
+"""A small engine in host memory with a whole kvtier below it, to test the parts together."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,11 @@ from kvtier.device.copier import Copier, Fence
 from kvtier.keys.chain import Chain
 from kvtier.layout import GroupLayout, History, KvLayout, Part, Window
 from kvtier.policy.registry import make_evictor
+from kvtier.runtime import held_signals
 from kvtier.runtime.arena import Arena, chunk_bytes
-from kvtier.runtime.executor import Observer
+from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.mover import Mover, Threads
+from kvtier.runtime.observers.guards import Feature, Guards, Observer
 from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
@@ -51,7 +53,7 @@ LAYOUT = KvLayout(
 
 
 STAGE_LAYERS = ((2, 1), (1, 3))
-"""Layers of each group in two pipeline stages: neither is the larger one in both."""
+"""Layers of each group in two pipeline stages. Neither stage is the larger one in both groups."""
 
 STAGES = tuple(
     KvLayout(
@@ -100,20 +102,20 @@ class Engine:
 
 
 class GatedCopier:
-    """The copies of an engine; gathers enter `gate` first, as "copy"."""
+    """The copies of an engine. Gathers first enter `gate` as "copy"."""
 
     def __init__(self, inner: Copier, gate: GatedTier) -> None:
         self.done, self.scatter = inner.done, inner.scatter
         self._inner, self._gate = inner, gate
 
     def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
-        """See `Copier`."""
+        """Pass the gate, then gather as the engine's copier does."""
         self._gate.enter("copy")
         return self._inner.gather(request, group, blocks, payload)
 
 
 def places_of(chunks: Sequence[int], groups: Sequence[int] = (0, 1)) -> list[Place]:
-    """Chunk n lies in blocks n * CHUNK_BLOCKS and following."""
+    """Return places in which chunk n lies in blocks from n * CHUNK_BLOCKS on."""
     return [
         Place(group, chunk, tuple(range(chunk * CHUNK_BLOCKS, (chunk + 1) * CHUNK_BLOCKS)))
         for group in groups
@@ -122,7 +124,7 @@ def places_of(chunks: Sequence[int], groups: Sequence[int] = (0, 1)) -> list[Pla
 
 
 def load_places(tokens: int) -> list[Place]:
-    """What a load of the leading `tokens` needs: all chunks of the history, the window's last ones."""
+    """Return what a load of the leading `tokens` needs: all chunks of the history, and the window's last ones."""
     full = tokens // CHUNK_TOKENS
     first = max(0, tokens - 24) // CHUNK_TOKENS
     return places_of(range(full), (0,)) + places_of(range(first, full), (1,))
@@ -138,9 +140,9 @@ TIER_LIMITS = ("probe_deadline_s", "transfer_deadline_s", "failures", "retry_s")
 
 
 def config(directory: Path | None, *, host_chunks: int = 8, disk: Path | None = None, **limits: float) -> Config:
-    """With one directory tier, or none, and with a disk tier above it if `disk` is its path.
+    """Return settings with one directory tier or none, and with a disk tier above it if `disk` is its path.
 
-    `limits` are of the directory tier (`TIER_LIMITS`) and of the session.
+    `limits` apply to the directory tier (`TIER_LIMITS`) and to the session.
     """
     own: dict[str, Any] = {name: limits.pop(name) for name in TIER_LIMITS if name in limits}
     tiers: list[TierSettings] = [] if disk is None else [DiskSettings(path=disk, capacity_bytes=64 << 20)]
@@ -169,10 +171,19 @@ def local(
     observer: Observer | None = None,
     evictor: str = "lru",
 ) -> tuple[Session, Cache, Mover]:
-    """A session without settings, its parts at hand."""
+    """Make a session without settings. Return it with its parts."""
     of_groups = (slots,) * len(LAYOUT.groups)
     arena = Arena(LAYOUT, of_groups)
-    mover = Mover(layout=LAYOUT, model=FINGERPRINT[:16], arena=arena, copier=copier, tiers=tiers, threads=threads)
+    mover = Mover(
+        CommandRunner(
+            layout=LAYOUT,
+            model=FINGERPRINT[:16],
+            arena=arena,
+            copier=copier,
+            tiers=tiers,
+        ),
+        threads=threads,
+    )
     cache = Cache(
         layout=LAYOUT,
         slots=of_groups,
@@ -180,11 +191,14 @@ def local(
         evictor=lambda: make_evictor(evictor),
         limits=limits,
     )
-    return Session(cache, mover, observer=observer), cache, mover
+    guards = Guards()
+    if observer is not None:
+        guards.register(Feature.METRICS, observer)
+    return Session(cache, mover, guards=guards), cache, mover
 
 
 def looked_up(session, request: str, prefix: Prefix) -> Lookup:
-    """Look up until no question is open."""
+    """Repeat a lookup until no probe is open."""
     answer = session.lookup(RequestId(request), prefix)
     for _ in range(200):
         if answer.presence is not Presence.PROBING:
@@ -214,14 +228,14 @@ def ended(session, request: str, kind: type):
 
 
 Site = tuple[CodeType, CodeType, int]
-"""What is called, and the line that calls it."""
+"""The code that is called, the code that calls it, and the line."""
 
 
 class Raise:
-    """Raises in a function of kvtier's that is entered in this thread; see `sys.setprofile`.
+    """Raises when this thread enters a function of kvtier; see `sys.setprofile`.
 
     Args:
-        where: in the k-th of them; or in the first call from a site; 0 or None: in none.
+        where: raise in the k-th function entered, or in the first call from a site. 0 or None: never.
         error: what is raised.
         is_spared: frames in which it is not raised.
     """
@@ -232,16 +246,16 @@ class Raise:
         self._wanted, self._error, self._is_spared = where, error, is_spared
         self.calls: list[Site] = []
         self.where = ""
-        """Empty: it was not raised."""
+        """Where the error was raised. Empty if it was not."""
 
     @property
     def sites(self) -> list[Site]:
-        """Each once."""
+        """Return each site once."""
         return list(dict.fromkeys(self.calls))
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
         code, caller = frame.f_code, frame.f_back
-        # The end of a generator looks like a call, too, and Python ignores what is raised in it.
+        # The end of a generator looks like a call too, and Python ignores what is raised in it.
         if event != "call" or code.co_flags & CO_GENERATOR or not code.co_filename.startswith(_OURS):
             return
         if caller is None or self._is_spared(frame):
@@ -253,6 +267,7 @@ class Raise:
             raise self._error(f"planted in {self.where}")
 
     def __enter__(self) -> Self:
+        held_signals._known = ([], [])  # what an earlier run left there spares calls, and shifts the k-th one
         sys.setprofile(self)
         return self
 

@@ -1,4 +1,4 @@
-"""Places of each kind for engines: a tier that codes with `split` and seals, and the frames that it holds.
+"""Stores of each kind for engines, with a tier that codes with `split` and seals, and with access to its frames.
 
 Every object is coded, as on a slow link.
 """
@@ -12,7 +12,7 @@ from unittest.mock import patch
 from tests.cluster.valkey_bed import Server, install
 from tests.small_s3 import SmallS3
 
-from kvtier.codec.head import MAGIC, Head, head_bytes_of, read_head
+from kvtier.codec.frame_header import MAGIC, Head, head_bytes_of, read_head
 from kvtier.runtime.codec_choice import CodecChoice
 from kvtier.tier.valkey.parts import HEADER
 
@@ -23,15 +23,16 @@ LISTED_KINDS = ("directory", "shared_directory", *KINDS)
 
 @contextmanager
 def sealed_place(kind: str, folder: Path) -> Iterator[tuple[dict[str, Any], Callable[[], list[Head]]]]:
-    """Settings of an engine with one tier of `kind`, and what reads the heads of all frames in it.
+    """Yield settings of an engine with one tier of `kind`, and a function that reads the heads of all its frames.
 
-    The server of S3 is the tests' own; that of Valkey is a real one.
+    S3's server is the tests' own, and Valkey's is a real one. A busy machine may not answer a lookup within the default
+    of 0.5 s.
     """
     folder.mkdir()
     secret = folder.with_name(f"{folder.name}-secret")
     secret.write_bytes(bytes(range(32)))
     secret.chmod(0o600)
-    form = "codec=split&seal=on"
+    form = "codec=split&seal=on&probe_deadline_s=20"
     capacity = {"disk": "64MiB&reserve=0", "directory": "64MiB", "shared_directory": "1GiB"}
     with ExitStack() as stack:
         stack.enter_context(patch.object(CodecChoice, "codes", lambda *_: True))

@@ -1,4 +1,4 @@
-"""Runs of `kvtier bench serve` written by hand: a server of known speeds, so that every joined figure is known."""
+"""Writes runs of `kvtier bench serve` for a server of known speeds, so that every joined figure is known."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 BEGAN_S = 1_700_000_000.0
 BASE_S, TOKEN_S, PAIR_S = 0.004, 2e-4, 1e-8
-"""Of a prefill: each one, each token, each pair of tokens."""
+"""Time of a prefill: for each one, for each token, and for each pair of tokens."""
 KV_BYTES = 32_768
-"""Of a token."""
+"""KV bytes of a token."""
 HOST_BYTES_PER_S = 4e9
 OUTPUT_TOKENS, OUTPUT_S = 20, 0.01
 SYSTEM, HISTORY, QUESTION = 256, 768, 64
@@ -16,7 +16,7 @@ CHUNK = 64
 
 
 def prefill_s(computed: int, before: int) -> float:
-    """What the server takes for `computed` tokens after `before` others."""
+    """Return how long the server takes for `computed` tokens after `before` others."""
     return BASE_S + TOKEN_S * computed + PAIR_S * computed * (before + computed / 2)
 
 
@@ -34,20 +34,20 @@ def write_run(
     load: dict[str, float] | None = None,
     joules_per_s: float | None = None,
 ) -> Path:
-    """Write the run of one arm: users ask in turn, one at a time; the first turn of each user is a warm-up of none.
+    """Write the run of one arm, in which users ask in turn, one at a time. There is no warm-up.
 
     Args:
         top: directory of all runs.
         arm: ``none``, ``native`` or ``kvtier``; only the last two load.
         repetition: counted from 0.
-        tier_ratio: R; None is a drive without a limit, twice as fast as R = 0.1.
-        users: conversations.
-        turns: of each.
-        seconds_between: requests of all users together.
+        tier_ratio: R. None is a drive without a limit, twice as fast as R = 0.1.
+        users: number of conversations.
+        turns: turns of each conversation.
+        seconds_between: time between requests of all users together.
         host_tokens: loads up to this many tokens come from host memory, the others from the tier ``disk``.
-        resident_tokens: of each prompt, in the engine's own cache.
+        resident_tokens: tokens of each prompt in the engine's own cache.
         load: what differs between runs of one arm.
-        joules_per_s: of the processor package; None has no counter.
+        joules_per_s: power of the processor package. None: there is no counter.
     """
     compute_bytes_per_s = KV_BYTES / TOKEN_S
     tier_bytes_per_s = compute_bytes_per_s / (tier_ratio or 0.05)

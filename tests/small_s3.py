@@ -1,4 +1,4 @@
-"""A server of loopback that speaks as much S3 as a tier needs, and answers as a test makes it answer."""
+"""A server on loopback that speaks as much S3 as a tier needs, and answers as a test tells it to."""
 
 import hashlib
 import http.server
@@ -11,7 +11,8 @@ from typing import Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from kvtier.config.value_types import PrivateText
-from kvtier.tier.s3.bucket import Credentials, connect
+from kvtier.tier.s3.address import Credentials
+from kvtier.tier.s3.bucket import connect
 from kvtier.tier.s3.tier import S3Tier
 from kvtier.types import ObjectName
 
@@ -21,10 +22,10 @@ MODEL = hashlib.sha256(b"model").digest()[:16]
 LAST_MODIFIED = "Mon, 05 Jan 2026 10:00:00 GMT"
 MIB = 1 << 20
 BLOCK = b"%x\r\n" % MIB + bytes(MIB) + b"\r\n"
-"""Of a chunked body."""
+"""A block of a chunked body."""
 
 Answer = Callable[["Request"], bool]
-"""Answers a request, or returns False: the server answers as S3 does."""
+"""Answers a request, or returns False to let the server answer as S3 does."""
 
 
 class Request(http.server.BaseHTTPRequestHandler):
@@ -36,11 +37,11 @@ class Request(http.server.BaseHTTPRequestHandler):
 
     @property
     def key(self) -> str:
-        """The object's key; empty for a listing."""
+        """The object's key. Empty for a listing."""
         return unquote(urlsplit(self.path).path).removeprefix(f"/{BUCKET}").removeprefix("/")
 
     def head(self, status: int, **headers: object) -> None:
-        """Send status and headers; an underscore in a name stands for a hyphen."""
+        """Send status and headers. An underscore in a name stands for a hyphen."""
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), str(value))
@@ -109,7 +110,7 @@ class Request(http.server.BaseHTTPRequestHandler):
         prefix, end = query.get("prefix", ""), query.get("delimiter")
         keys = sorted(key for key in self.server.objects if key.startswith(prefix))
         written = {key: number for number, key in enumerate(self.server.objects)}
-        # A minute for each object, in the order of writing.
+        # Objects are a minute apart, in the order of writing.
         folders: dict[str, None] = {}
         rows = []
         for key in keys:
@@ -130,7 +131,7 @@ class Request(http.server.BaseHTTPRequestHandler):
 
 
 class SmallS3(http.server.ThreadingHTTPServer):
-    """One bucket in memory. A context manager."""
+    """A server of one bucket in memory, as a context manager."""
 
     daemon_threads = True
 
@@ -138,7 +139,7 @@ class SmallS3(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Request)
         self.objects: dict[str, bytes] = {}
         self.answers: list[Answer] = []
-        """What answers a request before S3 does."""
+        """Functions that may answer a request before S3 does."""
 
     @property
     def endpoint(self) -> str:
@@ -153,11 +154,11 @@ class SmallS3(http.server.ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *_: object) -> None:
-        pass  # a client that closes a connection is what tests are about
+        pass  # tests make clients close connections on purpose
 
 
 def open_tier(endpoint: str, ca_file: Path | None = None, name: str = "s3", **settings) -> S3Tier:
-    """A tier with short deadlines."""
+    """Open a tier with short deadlines."""
     deadlines = {"deadline_s": 4.0, "probe_deadline_s": 2.0} | settings
     bucket = connect(
         name,
@@ -166,14 +167,14 @@ def open_tier(endpoint: str, ca_file: Path | None = None, name: str = "s3", **se
         region="us-east-1",
         credentials=Credentials(PrivateText("key"), PrivateText("secret")),
         allow_http=True,
-        ca_file=ca_file,
+        authorities=None if ca_file is None else ca_file.read_bytes(),
         **deadlines,
     )
     return S3Tier(bucket, key_id=KEY_ID, model=MODEL, name=name, **deadlines)
 
 
 def refusing(status: int, code: str = "", *commands: str) -> Answer:
-    """Answers requests of `commands`, or all, with an error of S3's."""
+    """Return a function that answers requests of `commands`, or all, with an S3 error."""
     body = f"<Error><Code>{code}</Code></Error>".encode()
 
     def answer(request: Request) -> bool:
@@ -187,12 +188,12 @@ def refusing(status: int, code: str = "", *commands: str) -> Answer:
 
 
 def marker_key(key_id: bytes = KEY_ID) -> str:
-    """Where the marker of a secret is."""
+    """Return the key of a secret's marker."""
     return f"kv/{key_id.hex()}/kvtier"
 
 
 def key_of(name: ObjectName) -> str:
-    """The object's key in the bucket."""
+    """Return the object's key in the bucket."""
     return f"kv/{KEY_ID.hex()}/{MODEL.hex()}/{name.hex()}"
 
 
@@ -201,7 +202,7 @@ def name_of(number: int) -> ObjectName:
 
 
 def peak_bytes(act: Callable[[], object]) -> int:
-    """By how much the process's resident memory is higher at most while `act` runs. Looked at every 5 ms."""
+    """Return by how much the process's resident memory rises while `act` runs, sampled every 5 ms."""
     done = threading.Event()
     before = peak = _resident_bytes()
 

@@ -1,7 +1,8 @@
-"""Many operations on every kind of tier while processes and servers are killed and stopped: `python -m tests.soak`.
+"""Runs many operations on every kind of tier while processes and servers are killed and stopped.
 
-For each kind, processes work on one place and every byte that they get is compared. This process kills them, stops them
-and harms the place. Two kinds run at a time. Prints a table, writes a record, and exits 1 unless all is right.
+Run it as `python -m tests.soak`. For each kind, processes work on one store and compare every byte that they get. This
+process kills them, stops them and harms the store. Two kinds run at a time. It prints a table, writes a record, and
+exits 1 unless all is right.
 """
 
 import argparse
@@ -27,33 +28,33 @@ from typing import Any
 import numpy as np
 from tests.soak_places import COLUMNS, CONTROLS, KINDS, Counts, Opened, Place
 
-from kvtier.bench.record import commit
 from kvtier.errors import TierError
+from kvtier.tools.probe.record import commit
 
 OPERATIONS = 1_000_000
 SHARES = {"s3_ceph": 0.2}
-"""The part of the operations that a slow server gets. The small S3 server gets all of them."""
+"""Share of the operations that a slow server gets. The small S3 server gets all of them."""
 NOTE = """
 operations: objects that were written, read, deleted or looked up. compared: objects of which every byte was compared.
 faults: of servers, networks, files and devices. s3 is a small server of the tests, s3_ceph a fifth of the operations on
 Ceph's gateway.
 """
 PROCESSES = 2
-"""For each kind; one goes on while the other is killed or stopped."""
+"""Processes for each kind. One continues while the other is killed or stopped."""
 FAULTS = 100
-"""For each kind and million operations."""
+"""Faults for each kind and million operations."""
 STOPPED_S = 1.5
 OPENING_S = 60.0
 RIGHT_MIN = 0.05
-"""Share of operations that bring bytes to compare; with less, the soak does not say much."""
+"""Least share of operations that return bytes to compare. With less, the soak proves little."""
 STALL_S = 180.0
-"""A kind in which nothing happens for so long has failed."""
+"""A kind in which nothing happens for this long has failed."""
 
 
 def work(open_place: Callable[[int], Opened], folder: Path, number: int, seed: int, operations: int) -> None:
-    """A process: steps until all processes of the kind have done `operations`."""
+    """Run as a process: make steps until all processes of the kind have done `operations`."""
     logging.basicConfig(filename=folder / "log")
-    sys.stdout = (folder / "printed").open("a")  # repairs say what they did
+    sys.stdout = (folder / "printed").open("a")  # repairs print what they did
     table = table_of(folder)
     try:
         opened = patiently(open_place, number)
@@ -74,7 +75,7 @@ def work(open_place: Callable[[int], Opened], folder: Path, number: int, seed: i
 
 
 def patiently(open_place: Callable[[int], Opened], number: int) -> Opened:
-    """Open a place whose server may be away, and which the children of a killed process may hold a little longer."""
+    """Open a store whose server may be down, and which children of a killed process may lock a little longer."""
     end_s = time.monotonic() + OPENING_S
     while time.monotonic() < end_s:
         with suppress(TierError):
@@ -84,12 +85,12 @@ def patiently(open_place: Callable[[int], Opened], number: int) -> Opened:
 
 
 def table_of(folder: Path, mode: Any = "r+") -> Any:
-    """Counts of all threads, a row each."""
+    """Map the counts of all threads, with a row for each."""
     return np.memmap(folder / "counts", np.int64, mode, shape=(2 * PROCESSES, len(COLUMNS)))
 
 
 class Row:
-    """One kind, or the object store in front of it."""
+    """One kind, or an object store in front of it."""
 
     def __init__(self, name: str, folder: Path, operations: int) -> None:
         self.name, self.folder, self.wanted = name, folder, operations
@@ -116,7 +117,7 @@ class Row:
         return not self.failures and done >= self.wanted and self.count("right") > done * RIGHT_MIN
 
     def summary(self) -> dict[str, Any]:
-        """What the table and the record say."""
+        """Return the figures for the table and the record."""
         return {
             "kind": self.name,
             "operations": self.count("operations"),
@@ -131,7 +132,7 @@ class Row:
 
 
 class Processes(dict[int, Any]):
-    """The processes of a row by number. They can be killed and stopped."""
+    """The processes of a row by number, which can be killed and stopped."""
 
     def __init__(self, chance: random.Random) -> None:
         super().__init__()
@@ -143,7 +144,7 @@ class Processes(dict[int, Any]):
             self[number].join(30)
 
     def stop(self, seconds: float, chosen: Sequence[int] = range(PROCESSES)) -> None:
-        """Stop all of them, or those that are chosen."""
+        """Stop all processes, or those that are chosen."""
         pids = [self[number].pid for number in chosen if self[number].is_alive()]
         for signum in (signal.SIGSTOP, signal.SIGCONT):
             for pid in pids:
@@ -193,12 +194,12 @@ def drive(row: Row, place: Place, opens: Callable[[int], Opened], processes: Pro
 
 
 def soak_kind(kind: str, folder: Path, rows: Sequence[tuple[Row, str]], seed: int) -> None:
-    """The rows of one kind, one after the other."""
+    """Run the rows of one kind, one after the other."""
     processes = Processes(random.Random(f"{seed} {kind}"))
     try:
         with (KINDS | CONTROLS)[kind](folder, processes.chance, processes.stop) as place:
             for row, what in rows:
-                if not row.failures:  # nobody has interrupted it
+                if not row.failures:  # nothing has interrupted it
                     drive(row, place, getattr(place, what), processes)
     except Exception:  # noqa: BLE001 - whatever it is, the row has failed
         for row, _ in rows:
@@ -207,7 +208,7 @@ def soak_kind(kind: str, folder: Path, rows: Sequence[tuple[Row, str]], seed: in
 
 
 def progress(rows: Sequence[Row]) -> str:
-    """How far the rows are that have begun and have not ended."""
+    """Say how far the rows are that have begun and not ended."""
     shares = {row.name: row.count("operations") / row.wanted for row in rows}
     running = [f"{name} {share:.0%}" for name, share in shares.items() if 0 < share < 1]
     done, compared = (sum(row.count(column) for row in rows) for column in ("operations", "right"))
@@ -215,7 +216,7 @@ def progress(rows: Sequence[Row]) -> str:
 
 
 def render(summaries: Sequence[dict[str, Any]]) -> str:
-    """The table."""
+    """Return the table."""
     columns = [it for it in summaries[0] if it != "is_right"]
     lines = [columns, *([f"{row[it]:,}" if it != "kind" else row[it] for it in columns] for row in summaries)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -263,7 +264,7 @@ def main() -> int:
 
 
 def report(rows: Sequence[Row], seed: int, out: Path | None, folder: Path) -> int:
-    """Print and write what was seen."""
+    """Print and write the results."""
     summaries = sorted((row.summary() for row in rows), key=lambda row: row["kind"].startswith("object"))
     print(f"\n{render(summaries)}\n{NOTE}\n")
     is_right = all(row["is_right"] for row in summaries)

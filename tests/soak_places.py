@@ -1,6 +1,6 @@
-"""Where a soak runs: each kind of tier on its own storage or server, with what harms these.
+"""Sets up a soak's stores: each kind of tier on its own storage or server, with faults that harm it.
 
-`KINDS` are generators for `tests.soak`: they start a server, if there is one, and give a `Place` on it.
+`KINDS` are generators for `tests.soak`. They start a server, if there is one, and yield a `Place` on it.
 """
 
 import functools
@@ -32,8 +32,8 @@ from tests.waiting import free_port, is_listening, wait_until
 from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.value_types import PrivateText
 from kvtier.keys.secret import Secret
-from kvtier.runtime.object_store import ObjectStore
 from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.tiered_object_store import ObjectStore
 from kvtier.tier.base import Tier
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.disk.kind import DiskSettings
@@ -54,7 +54,7 @@ Stop = Callable[[float], None]
 
 
 class Counts(Counter[str]):
-    """Counts that another process sees, also after this one was killed."""
+    """Counts that another process sees, even after this one was killed."""
 
     def __init__(self, row: Any) -> None:
         super().__init__()
@@ -79,23 +79,23 @@ class Place(NamedTuple):
     """Where tiers of one kind keep objects."""
 
     tier: Callable[[int], Opened]
-    """Opens the tier of a process, which it gets the number of."""
+    """Opens the tier of a process, given the process's number."""
     objects: Callable[[int], Opened] | None = None
     """The same with an object store in front of the tier."""
     faults: Sequence[Step] = ()
     heal: Step = lambda: None
     rate: float = 1.0
-    """The rate of harm, which is lower where it takes long to heal."""
+    """Rate of faults, which is lower where healing takes long."""
 
 
 def open_tier(settings: TierSettings, _number: int) -> Opened:
-    """A tier with these settings."""
+    """Open a tier with these settings."""
     tier: Tier = kind_of(settings).open(settings, TierContext(layout=LAYOUT, key_id=KEY_ID, model=MODEL))
     return Opened(lambda chance, counts: Worker(tier, chance, counts).step, tier.close)
 
 
 def open_local(kind: type[Soak], root: Path, number: int) -> Opened:
-    """A tier of a local drive that is sick now and then, and damaged while it is closed."""
+    """Open a tier of a local drive that fails now and then, and is damaged while it is closed."""
     soaks: list[Soak] = []
 
     def step(chance: random.Random, counts: Counts) -> Step:
@@ -106,7 +106,7 @@ def open_local(kind: type[Soak], root: Path, number: int) -> Opened:
 
 
 def open_objects(settings: TierSettings, number: int) -> Opened:
-    """An object store over a tier with these settings. A drive is the process's own."""
+    """Open an object store over a tier with these settings. Each process has a drive of its own."""
     mine = replace(settings, path=settings.path / str(number)) if isinstance(settings, DiskSettings) else settings
     config = Config(
         host=HostConfig(staging_bytes=4 * STAGING_BYTES),
@@ -118,7 +118,7 @@ def open_objects(settings: TierSettings, number: int) -> Opened:
 
 
 def open_liar(_number: int) -> Opened:
-    """A tier that returns other bytes as object 7."""
+    """Open a tier that returns other bytes for object 7."""
     tier_soak.FRAMES[7] = sealed_with_other_bytes(7)
     tier = MemoryTier(capacity_bytes=CAPACITY_BYTES)
     return Opened(lambda chance, counts: Worker(tier, chance, counts).step, tier.close)
@@ -128,7 +128,7 @@ content = functools.cache(pieces_of)
 
 
 def object_step(store: ObjectStore, chance: random.Random, counts: Counts) -> None:
-    """One call for several objects. What is not DONE leaves the caller's memory alone."""
+    """Make one call for several objects. What is not DONE must leave the caller's memory alone."""
     group, first = chance.randrange(2), min(int(chance.expovariate(1 / 60)), NAMES - 1)
     numbers = [(first + more) % NAMES for more in range(BATCH)]
     names, act = [object_id(number, group) for number in numbers], chance.random()
@@ -147,7 +147,7 @@ def object_step(store: ObjectStore, chance: random.Random, counts: Counts) -> No
 
 
 def on_settings(settings: TierSettings, faults: Sequence[Step], heal: Step, rate: float = 1) -> Place:
-    """A place of settings, with and without an object store."""
+    """Return a place with these settings, with and without an object store."""
     return Place(functools.partial(open_tier, settings), functools.partial(open_objects, settings), faults, heal, rate)
 
 
@@ -180,7 +180,7 @@ def s3_ceph(root: Path, chance: random.Random, stop: Stop) -> Iterator[Place]:
 
 @contextmanager
 def s3(root: Path, chance: random.Random, stop: Stop) -> Iterator[Place]:
-    """A small server, which is a process of its own, and which forgets all when it is killed."""
+    """A small server in a process of its own, which forgets everything when it is killed."""
     port = free_port()
     daemon = Daemon([sys.executable, "-c", SMALL_S3, str(port)], root / "server", dict(os.environ))
     access = S3Access(f"http://127.0.0.1:{port}", BUCKET, "key", "secret")
@@ -243,5 +243,5 @@ def mooncake(root: Path, chance: random.Random, stop: Stop) -> Iterator[Place]:
 
 
 KINDS = {it.__name__: it for it in (s3, mooncake, valkey, s3_ceph, shared_directory, directory, disk)}
-"""The longest first: two run at a time."""
+"""Kinds that take longest come first, because two run at a time."""
 CONTROLS = {"liar": lambda *_: nullcontext(Place(open_liar))}

@@ -1,4 +1,4 @@
-"""What tests need of the system: waits with an end, forked children, a small file system, a listing to compare."""
+"""What tests need from the system: waits with an end, forked children, a small file system, a listing to compare."""
 
 import os
 import stat
@@ -11,7 +11,22 @@ from pathlib import Path
 import pytest
 
 LISTED_BYTES_MAX = 1 << 30
-"""Of larger files, which are sparse, a listing has no content."""
+"""A listing omits the content of larger files, which are sparse."""
+PEM = """\
+-----BEGIN CERTIFICATE-----
+MIIBbTCCAROgAwIBAgIUQ+UahDtOjuody5UoyapUXqs1sKowCgYIKoZIzj0EAwIw
+DDEKMAgGA1UEAwwBdDAeFw0yNjExMjkxNzQwNDlaFw0yNjExMzAxNzQwNDlaMAwx
+CjAIBgNVBAMMAXQwWTATBgcqhkjOPQIBBggqhkjOPQMBBwNCAARxOcm0GkHMr6Gv
+oPVqu6ewjz4ji3oUduw72zw3VydL3UHHhS/lBMLx1yHim4bOpqBWTyQIwK3wSdzA
+fnCS+ylRo1MwUTAdBgNVHQ4EFgQUCWpgR18PDFUXhL3sXtsRxsqLoW4wHwYDVR0j
+BBgwFoAUCWpgR18PDFUXhL3sXtsRxsqLoW4wDwYDVR0TAQH/BAUwAwEB/zAKBggq
+hkjOPQQDAgNIADBFAiAwXuBkLwA3qqqjIJp22cqI/qiEqwky963x8RHE9SbhUAIh
+AJa6zPggzvVg7s/KLJn+zm66OCSZRAmC8xrWjzIOdO0a
+-----END CERTIFICATE-----
+-----BEGIN PRIVATE KEY-----
+-----END PRIVATE KEY-----
+"""
+"""A certificate, and the marks of a key."""
 
 
 def until(is_so: Callable[[], object], why: str = "it has not come true", deadline_s: float = 60.0) -> None:
@@ -23,7 +38,7 @@ def until(is_so: Callable[[], object], why: str = "it has not come true", deadli
 
 
 def in_child(act: Callable[[], int | None], deadline_s: float = 60.0) -> int:
-    """Run `act` in a forked child. Its exit code: what `act` returns, or 100 if it raises."""
+    """Run `act` in a forked child. Return its exit code: what `act` returns, or 100 if it raises."""
     child = os.fork()
     if child == 0:
         code = 100
@@ -38,7 +53,7 @@ def in_child(act: Callable[[], int | None], deadline_s: float = 60.0) -> int:
 
 @contextmanager
 def small_file_system(where: Path, size: str) -> Iterator[Path]:
-    """A file system of `size` at `where`, which is made."""
+    """Make `where`, and mount a file system of `size` there."""
     where.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)]
     if subprocess.run(mount, capture_output=True, check=False, timeout=60).returncode:
@@ -53,7 +68,7 @@ def remount(where: Path, how: str) -> None:
 
 
 def snapshot(tree: Path) -> dict[str, tuple[object, ...]]:
-    """Names, kinds, sizes, times and contents of everything at and below `tree`."""
+    """Return names, kinds, sizes, times and contents of everything at and below `tree`."""
     found: dict[str, tuple[object, ...]] = {}
     for path in [tree, *sorted(tree.rglob("*"))]:
         status = path.lstat()

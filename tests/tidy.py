@@ -38,29 +38,34 @@ UNBOUNDED = {"Queue", "LifoQueue", "PriorityQueue"}
 PRIVATE_PATH = re.compile(r"""(?<![\w.~/:>})\]*-])/(home|root|Users|work|workspace|data\d?|scratch)(?=/\w)""")
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("environment", "src/kvtier/demo/worker.py"): "starts processes with an environment of their own",
-    ("environment", "src/kvtier/bench/serve/server.py"): "starts servers with an environment of their own",
+    ("environment", "src/kvtier/tools/demo/worker.py"): "starts processes with an environment of their own",
+    ("environment", "src/kvtier/tools/bench/serve/server.py"): "starts servers with an environment of their own",
     ("environment", "src/kvtier/cli/main.py"): "a shell that asks for completions says so there",
+    ("environment", "src/kvtier/cli/coming_from.py"): "other caches have settings there, too",
+    ("environment", "src/kvtier/cli/vllm_doctor.py"): "vLLM takes the seed of its block hashes from there",
     ("environment", "src/kvtier/connect/sglang/identity.py"): "variables of SGLang itself change its KV",
     ("environment", "src/kvtier/connect/sglang/server_arguments.py"): "SGLang itself chooses its plug-ins there",
     ("environment", "src/kvtier/tier/mooncake/client.py"): "Mooncake's library takes its limits from there only",
-    ("environment", "src/kvtier/bench/serve/request_stats.py"): "vLLM makes the plug-in, without settings of ours",
-    ("logging_setup", "src/kvtier/connect/vllm/log.py"): "vLLM configures its own logger alone; ours follows it",
+    (
+        "environment",
+        "src/kvtier/tools/bench/serve/vllm_stat_logger.py",
+    ): "vLLM makes the plug-in, without settings of ours",
+    ("logging_setup", "src/kvtier/connect/vllm/vllm_logging.py"): "vLLM configures its own logger alone",
     ("endless_waits", "src/kvtier/runtime/worker_queues.py"): "one wake-up for each idle thread",
     ("endless_waits", "src/kvtier/runtime/session_events.py"): "drops the oldest beyond `EVENTS_MAX`",
     (
         "endless_waits",
-        "src/kvtier/bench/io_workloads.py",
+        "src/kvtier/tools/bench/io_workloads.py",
     ): "one answer for each command in flight, which the core limits",
     ("raw_errors", "src/kvtier/runtime/protocol.py"): "an error of our own reading; its reader describes it again",
     ("raw_errors", "src/kvtier/connect/sglang/server_arguments.py"): "runs without kvtier; its reader hides secrets",
     ("endless_waits", "src/kvtier/keys/weights.py"): "a checkpoint is read before anything runs, as long as it takes",
 }
-"""Rule and file, with the reason. One that is no longer needed is a finding, too."""
+"""Reasons by rule and file. An exception that is no longer needed is a finding too."""
 
 
 class Finding(NamedTuple):
-    """One breach."""
+    """One breach of a rule."""
 
     place: str
     line: int
@@ -82,7 +87,7 @@ class Source(NamedTuple):
 
     @property
     def inside(self) -> str:
-        """Path below the package; empty for files outside of it."""
+        """Path below the package. Empty for files outside it."""
         return self.place.removeprefix("src/kvtier/") if self.place.startswith("src/kvtier/") else ""
 
     def is_in(self, *layers: str) -> bool:
@@ -112,7 +117,7 @@ def logging_setup(source: Source) -> Hits:
 
 
 def asserted_data(source: Source) -> Hits:
-    """Where bytes come in from below, an assertion would be the only check, and python -O would remove it."""
+    """If an assertion were the only check of bytes that come in from below, python -O would remove it."""
     if not source.is_in("codec/", "tier/"):
         return
     for node in source.nodes:
@@ -121,7 +126,7 @@ def asserted_data(source: Source) -> Hits:
 
 
 def seeded_hash(source: Source) -> Hits:
-    """`hash` differs from process to process, so nothing that is stored or shared may depend on it."""
+    """`hash` differs between processes, so nothing that is stored or shared may depend on it."""
     if not source.inside:
         return
     for call, name in _calls(source.nodes):
@@ -130,7 +135,7 @@ def seeded_hash(source: Source) -> Hits:
 
 
 def endless_waits(source: Source) -> Hits:
-    """Every wait has a deadline and every queue an end: a cache must never stall."""
+    """Every wait has a deadline and every queue a limit, because a cache must never stall."""
     if not source.inside:
         return
     for call, name in _calls(source.nodes):
@@ -165,7 +170,7 @@ RULES: tuple[Callable[[Source], Hits], ...] = (
 
 
 def check_source(place: str, text: str) -> list[Finding]:
-    """What every rule says about one Python file."""
+    """Apply every rule to one Python file."""
     try:
         tree = ast.parse(text)
         source = Source(place, tree, list(ast.walk(tree)))
@@ -175,7 +180,7 @@ def check_source(place: str, text: str) -> list[Finding]:
 
 
 def check_text(place: str, text: str, private: tuple[str, ...] = ()) -> list[Finding]:
-    """Paths of some author's machine in any text file, `private` among them."""
+    """Find paths of an author's machine in any text file, including `private` ones."""
     found: list[Finding] = []
     for number, line in enumerate(text.splitlines(), 1):
         hit = PRIVATE_PATH.search(line)
@@ -186,10 +191,10 @@ def check_text(place: str, text: str, private: tuple[str, ...] = ()) -> list[Fin
 
 
 def lonely_modules(files: dict[str, str], entries: set[str]) -> list[Finding]:
-    """Modules that nothing in the package imports or names.
+    """Find modules that nothing in the package imports or names.
 
     Args:
-        files: dotted module name to text, of the whole package.
+        files: text by dotted module name, for the whole package.
         entries: dotted names that are reached from outside.
     """
     reached: set[str] = set()
@@ -201,7 +206,7 @@ def lonely_modules(files: dict[str, str], entries: set[str]) -> list[Finding]:
             elif isinstance(node, ast.ImportFrom):
                 named = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                named = re.findall(r"kvtier(?:\.\w+)+", node.value)  # a registry's line
+                named = re.findall(r"kvtier(?:\.\w+)+", node.value)  # as in a line of a registry
             reached.update(module for module in named if module != name)
     return [
         Finding(name, 1, "lonely_modules", "not imported: use it, register it or delete it")
@@ -211,9 +216,9 @@ def lonely_modules(files: dict[str, str], entries: set[str]) -> list[Finding]:
 
 
 def check_repository(root: Path = ROOT) -> list[Finding]:
-    """What all rules say about the repository at `root`."""
+    """Apply all rules to the repository at `root`."""
     found: list[Finding] = []
-    # The author's own folders, wherever they are; short ones such as "/" or "/src" would be found everywhere.
+    # The author's own folders, wherever they are. Short ones such as "/" or "/src" would be found everywhere.
     own = tuple(str(path) for path in (root, Path.home(), Path(sys.prefix)) if len(path.parts) > 2)
     modules: dict[str, str] = {}
     for path in _files(root):
@@ -229,7 +234,7 @@ def check_repository(root: Path = ROOT) -> list[Finding]:
 
 
 def without_exceptions(found: list[Finding], exceptions: dict[tuple[str, str], str] = EXCEPTIONS) -> list[Finding]:
-    """`found` without what has an exception, and with every exception that nothing needs."""
+    """Remove what has an exception from `found`, and add every exception that nothing needs."""
     needed = {(finding.rule, finding.place) for finding in found}
     stale = [
         Finding(place, 1, "stale_exception", f"{rule} has no breach here any more: remove the exception")
@@ -241,7 +246,7 @@ def without_exceptions(found: list[Finding], exceptions: dict[tuple[str, str], s
 def _files(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.endswith("-out"))
-        # What `make test` leaves behind, which git ignores, and the `.git` file of a worktree.
+        # Git ignores what `make test` leaves behind and the `.git` file of a worktree.
         kept = sorted(name for name in names if name != ".git" and not name.startswith(".coverage"))
         for path in (Path(folder, name) for name in kept):
             if path.suffix in TEXT_SUFFIXES and not path.is_symlink() and path.stat().st_size <= TEXT_BYTES_MAX:
@@ -251,7 +256,7 @@ def _files(root: Path) -> Iterator[Path]:
 def _parsed(text: str) -> ast.Module:
     try:
         return ast.parse(text)
-    except SyntaxError:  # a finding of its own
+    except SyntaxError:  # `check_source` reports it
         return ast.Module([], [])
 
 
@@ -260,7 +265,7 @@ def _module(place: str) -> str:
 
 
 def _entries(root: Path, modules: dict[str, str]) -> set[str]:
-    """Modules that are reached from outside: programs, entry points, what third parties import, what only tests run."""
+    """Return modules used from outside: programs, entry points, and what third parties or only tests import."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     groups = [project.get("scripts", {}), *project.get("entry-points", {}).values()]
     named = {target.partition(":")[0] for group in groups for target in group.values()}
@@ -275,7 +280,7 @@ def _calls(nodes: list[ast.AST]) -> Iterator[tuple[ast.Call, str]]:
 
 
 def _dotted(node: ast.AST | None) -> str:
-    """``a.b.c`` of a chain of attributes; a part that is no name is ``?``."""
+    """Return ``a.b.c`` for a chain of attributes. A part that is not a name becomes ``?``."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):

@@ -1,4 +1,4 @@
-"""Tiers that tests open: all of them are closed after the test."""
+"""Opens tiers for tests, and closes all of them after the test."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -10,12 +10,12 @@ _opened: list[Any] = []
 
 
 def fresh_prefix() -> str:
-    """A prefix in a shared store that no other test uses."""
+    """Return a prefix in a shared store that no other test uses."""
     return f"test-{next(_numbers)}"
 
 
 def kept(tier: Any) -> Any:
-    """The tier, which `close_all` closes."""
+    """Note the tier, so that `close_all` closes it, and return it."""
     _opened.append(tier)
     return tier
 
@@ -27,6 +27,6 @@ def close_all() -> None:
 
 
 def makes(open_tier: Callable[[int], Any]) -> Iterator[Callable[[int], Any]]:
-    """A `make_tier` fixture: a function that calls `open_tier` with a capacity; in the end all tiers are closed."""
+    """Yield a `make_tier` function, which calls `open_tier` with a capacity. Close all tiers at the end."""
     with ExitStack() as stack:
         yield lambda capacity_bytes: stack.enter_context(closing(open_tier(capacity_bytes)))

@@ -1,7 +1,7 @@
-"""Many operations of several threads on two tiers over one store, with faults of the storage between.
+"""Runs many operations in several threads on two tiers over one store, with faults of the storage in between.
 
-For kinds whose store several nodes share. Every frame that verifies has the right bytes. A buffer of a read that failed
-gets a new owner at once; the bytes of the owner stay.
+It is for kinds whose store several nodes share. Every frame that verifies must have the right bytes. The buffer of a
+failed read gets a new owner at once, and the owner's bytes must stay.
 """
 
 import os
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.faults.disk_world import group_of, identity, payload_of, sealed
 
-from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, open_in_place
+from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, unpack_in_place
 from kvtier.errors import CorruptChunkError, TierError
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.base import Read, Tier, Write
@@ -27,7 +27,7 @@ NAMES = 200
 THREADS = 4
 BATCH = 8
 FAULTS = 100
-"""In a soak, at most."""
+"""The most faults in a soak."""
 OWNED_MAX = 64
 FRAMES = [sealed(number) for number in range(NAMES)]
 
@@ -39,7 +39,7 @@ def stop_this_process(seconds: float) -> None:
 
 
 def flip_a_bit(paths: Sequence[Path], chance: random.Random) -> None:
-    """Damage one file of `paths`, unless it is gone."""
+    """Flip a bit of one file of `paths`, unless it is gone."""
     with suppress(OSError, IndexError):
         path = chance.choice(paths)
         content = bytearray(path.read_bytes())
@@ -52,9 +52,9 @@ class TierSoak:
 
     Args:
         make: opens a tier over the store, as another node does.
-        faults: each harms the storage, for a moment or for good.
-        heal: makes the storage well again.
-        seed: of everything that is drawn.
+        faults: each harms the storage, for a moment or permanently.
+        heal: repairs the storage.
+        seed: seed of everything that is drawn.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TierSoak:
         self.counts: Counter[str] = Counter()
 
     def run(self, operations: int) -> Counter[str]:
-        """Run `operations` operations. Returns counts of what was seen."""
+        """Run `operations` operations. Return counts of what happened."""
         self._left = operations
         tiers = [self._make(), self._make()]
         try:
@@ -92,7 +92,7 @@ class TierSoak:
         return self.counts
 
     def _check_well(self, tiers: Sequence[Tier]) -> None:
-        """With the storage well, one tier writes and the other reads."""
+        """Check that with healthy storage one tier writes and the other reads."""
         end_s, slot = time.monotonic() + 60, empty_frame(FRAMES[0].nbytes)
         while True:
             try:
@@ -111,7 +111,7 @@ class TierSoak:
             while self._take():
                 worker.step()
         except BaseException:
-            self._left = 0  # the others end, too
+            self._left = 0  # the others end too
             raise
         finally:
             with self._lock:
@@ -124,7 +124,7 @@ class TierSoak:
 
 
 class Worker:
-    """One thread's operations. What was read is judged."""
+    """Runs one thread's operations, and checks what it reads."""
 
     def __init__(self, tier: Tier, chance: random.Random, counts: Counter[str] | None = None) -> None:
         self.tier, self.chance = tier, chance
@@ -135,7 +135,7 @@ class Worker:
         """Buffers of failed reads with the bytes of their new owners."""
 
     def step(self) -> None:
-        """One operation, or a batch of several. Each object of a batch counts as an operation."""
+        """Run one operation, or a batch of several. Each object of a batch counts as an operation."""
         acts = [self._write, self._read, self._delete, self._look, self._write_many, self._read_many]
         weights = [25, 60, 8, 7, 5, 10]
         (number,) = self.chance.choices(range(len(acts)), weights)
@@ -204,10 +204,10 @@ class Worker:
             return
         group, slot = group_of(number), self._slot(number, at)
         try:
-            open_in_place(slot, answer, group, identity(number), self.scratch)
+            unpack_in_place(slot, answer, group, identity(number), self.scratch)
         except CorruptChunkError:
             self.counts["refused"] += 1
-            self.tier.delete(object_name(number))  # as the core orders
+            self.tier.delete(object_name(number))  # as the core does
             return
         assert slot[head_bytes(group) :] == payload_of(number), f"wrong bytes as object {number}"
         self.counts["right"] += 1

@@ -1,4 +1,4 @@
-"""Traces for tests: the public ones, those of a file, and those of a list of requests."""
+"""Makes traces for tests: public ones, from a file, or from a list of requests."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.trace.arrays import TraceArrays, read_arrays
-from kvtier.trace.formats.base import TraceReader, TraceRequest
-from kvtier.trace.open import ReadOptions, open_trace
+from kvtier.tools.replay.sweep import CacheResult, Task, replay_task
+from kvtier.tools.trace.arrays import TraceArrays, read_arrays
+from kvtier.tools.trace.formats.base import ReadOptions, TraceReader, TraceRequest, open_trace
 
 TRACES = Path(__file__).parent / "golden" / "traces"
 MAGAGENT, MINISWE = (TRACES / f"lmcache_{name}_b64.jsonl.gz" for name in ("magagent", "miniswe"))
 
 Row = tuple[float, int, Sequence[int], str | None]
-"""Time, input tokens, block ids and session."""
+"""Time, input tokens, block ids and session of a request."""
 
 
 def arrays_of(path: Path, *, is_strict: bool = False, block_tokens: int | None = None) -> TraceArrays:
@@ -23,7 +23,7 @@ def arrays_of(path: Path, *, is_strict: bool = False, block_tokens: int | None =
 
 @cache
 def public(name: str) -> TraceArrays:
-    """A public trace, with blocks of its own size; read once, and not to be changed."""
+    """Return a public trace with blocks of its own size. It is read once, so tests must not change it."""
     return arrays_of(TRACES / f"{name}.jsonl.gz")
 
 
@@ -40,3 +40,10 @@ class Listed(TraceReader):
 
 def listed(rows: Iterable[Row], block_tokens: int = 16, *, is_strict: bool = False) -> TraceArrays:
     return read_arrays(Listed(rows, block_tokens), is_strict=is_strict)
+
+
+def replay(trace: TraceArrays, policy: str, capacity_tokens: int | None) -> CacheResult:
+    """Replay a trace with one policy and one capacity."""
+    result = replay_task(trace, Task(policy, capacity_tokens), lambda _: None, lambda: False)
+    assert result is not None, "it is never stopped"
+    return result

@@ -20,7 +20,7 @@ HF_CONFIG = {
 
 
 class HfConfig:
-    """A model's configuration, of which only its plain form is read."""
+    """A model's configuration. Only its plain form is read."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self.fields = fields
@@ -30,11 +30,11 @@ class HfConfig:
 
 
 def vllm_config(model: str | Path = "/nowhere", **changes: Any) -> Any:
-    """The configuration of an engine.
+    """Return the configuration of an engine.
 
     Args:
         model: folder of the checkpoint, or name of a repository.
-        changes: fields of any section, named like ``model__dtype``; ``hf__rope_theta`` for the model's own.
+        changes: fields of any section, named like ``model__dtype``. The model's own are like ``hf__rope_theta``.
     """
     hf = {**HF_CONFIG}
     sections = {
@@ -81,7 +81,9 @@ def vllm_config(model: str | Path = "/nowhere", **changes: Any) -> Any:
         "device": SimpleNamespace(device_type="cpu"),
         "compilation": SimpleNamespace(is_custom_op_enabled=lambda op: op == "rotary_embedding"),
     }
-    transfer = SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute", engine_id="engine-1")
+    transfer = SimpleNamespace(
+        kv_connector="KvtierConnector", kv_role="kv_both", kv_load_failure_policy="recompute", engine_id="engine-1"
+    )
     config = SimpleNamespace(
         **{f"{name}_config": section for name, section in sections.items()},
         kv_transfer_config=transfer,
@@ -102,7 +104,7 @@ def vllm_config(model: str | Path = "/nowhere", **changes: Any) -> Any:
 
 
 def request(tokens: list[int], **changes: Any) -> Any:
-    """A request as the scheduler knows it."""
+    """Return a request as the scheduler knows it."""
     fields: dict[str, Any] = {
         "request_id": "r",
         "all_token_ids": tokens,
@@ -118,7 +120,7 @@ def request(tokens: list[int], **changes: Any) -> Any:
 
 
 def with_draft(config: Any, model: str | Path, **changes: Any) -> Any:
-    """`config` with an EAGLE head; `changes` are fields of its `ModelConfig`, or ``hf__`` of the head's own."""
+    """Add an EAGLE head to `config`. `changes` are fields of its `ModelConfig`, or ``hf__`` for the head's own."""
     draft = vllm_config(model, **{(name if "__" in name else f"model__{name}"): it for name, it in changes.items()})
     config.speculative_config = SimpleNamespace(
         method="eagle",

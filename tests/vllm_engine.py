@@ -1,8 +1,8 @@
-"""A minimal engine with vLLM's scheduling, for a connector: a stand-in for vLLM's scheduler and block pool.
+"""A minimal engine with vLLM's scheduling for a connector, in place of vLLM's scheduler and block pool.
 
 It does what vLLM cannot be made to do on a CPU: overlapped steps, and a seed that chooses which request is preempted,
-aborted or slow. The scheduler side, the worker, the copier, the core and its threads are the real ones. The engine
-knows the right bytes of every block, and checks them before each forward.
+aborted or slow. The scheduler side, the worker, the copier, the core and its threads are real. The engine knows the
+right bytes of every block, and checks them before each forward pass.
 """
 
 import itertools
@@ -19,12 +19,14 @@ from tests.vllm_recorded import recorded
 from tests.waiting import wait_until
 
 from kvtier.config.sections import Config, HostConfig, LimitsConfig
-from kvtier.connect.vllm.block_pool import BlockPins
-from kvtier.connect.vllm.copier import open_copier
 from kvtier.connect.vllm.geometry import Geometry
-from kvtier.connect.vllm.request_history import RequestHistory
-from kvtier.connect.vllm.scheduler import Scheduler
-from kvtier.connect.vllm.worker import Worker
+from kvtier.connect.vllm.requests.history import RequestHistory
+from kvtier.connect.vllm.requests.request_log import RequestLog
+from kvtier.connect.vllm.requests.transfer_params import TransferParams
+from kvtier.connect.vllm.scheduler.block_pool import BlockPins
+from kvtier.connect.vllm.scheduler.scheduler import Scheduler
+from kvtier.connect.vllm.worker.copier import open_copier
+from kvtier.connect.vllm.worker.worker import Worker
 from kvtier.core.planner import Planner
 from kvtier.keys.chain import Chain
 from kvtier.layout import History, Window, engine_bytes, of_all_ranks
@@ -38,28 +40,30 @@ __all__ = ["LieError", "SmallEngine"]
 
 DEADLINE_S = 120.0
 PATIENT = LimitsConfig(load_deadline_s=600.0, store_deadline_s=600.0)
-"""However slow the machine is."""
+"""Limits that no machine is too slow for."""
 
 
 class SmallEngine:
     """One engine.
 
     Args:
-        case: of the recorded configurations.
-        blocks: of the pool.
-        seed: of everything that is left to chance.
-        is_overlapped: a step is put together before the one before it has come back.
-        has_caching: vLLM's own prefix cache.
-        config: our settings.
+        case: name of a recorded configuration.
+        blocks: number of blocks in the pool.
+        seed: seed of everything that is left to chance.
+        is_overlapped: whether a step is put together before the previous one has come back.
+        has_caching: whether vLLM's own prefix cache is on.
+        config: kvtier's settings.
         step_tokens: most tokens of a step.
-        defers_loads: vLLM 0.33: a load begins when the steps that were under way have come back.
-        slow_s: gathers take up to so much longer, scatters up to a tenth of it.
+        defers_loads: whether a load begins only when the steps in flight have come back, as in vLLM 0.33.
+        slow_s: gathers take up to this much longer, and scatters up to a tenth of it.
         failing: share of copies that fail.
-        rest: share of steps before which all copies are made that were asked for; in between, none goes on. So the seed
-            decides how late they are, and not the machine. None: they take the time that they take.
-        is_protected: with the setting `vllm.prefix_protection`.
-        remembers: with the history of requests.
-        roles: `stores`, `announces`, `drafted_tokens` and `events` of the scheduler side.
+        rest: share of steps before which all requested copies are made. In between none proceeds, so the seed decides
+            how late they are, and not the machine. None: copies take their own time.
+        is_protected: whether the setting `vllm.prefix_protection` is on.
+        remembers: whether to keep the history of requests.
+        events: KV events for routers.
+        params: settings of `TransferParams`.
+        roles: `stores` and `drafted_tokens` of the scheduler.
     """
 
     def __init__(
@@ -78,11 +82,13 @@ class SmallEngine:
         rest: float | None = None,
         is_protected: bool = True,
         remembers: bool = False,
+        events: Any = None,
+        params: dict[str, Any] | None = None,
         **roles: Any,
     ) -> None:
         self.draw = random.Random(seed)
         self.dice = random.Random(seed)
-        """For each step; `draw` is for what its users do, however many steps that takes."""
+        """Decides for each step. `draw` decides what users do, however many steps that takes."""
         engine = recorded(case, blocks)
         self.tensors = engine.tensors()
         self.blocks = blocks
@@ -96,33 +102,36 @@ class SmallEngine:
             config = replace(config, limits=PATIENT)
         self.rank = open_rank(config, copier.pages.layout, bytes(32), self.copier)
         self.worker = Worker(copier.revoke)
-        self.heard: set[RequestId] = set()  # loads that the worker knows to have ended
+        self.heard: set[RequestId] = set()  # loads whose end the worker knows
         self.rank.mover.on_note = self._hear
         ranks = OpenRanks(self.rank.mover, self.rank.slots, self.rank.tiers)
-        events = roles.get("events")
         self.opened = open_core(
             config, self.geometry.layout, bytes(32), ranks, on_close=self.rank.close, observer=events, texts=events
         )
-        history = RequestHistory(self.opened.session, self.geometry, str) if remembers else None
+        self.history = RequestHistory(self.opened.session, self.geometry, str) if remembers else None
         self.pool = Pool(blocks, has_caching=has_caching)
         self.scheduler = Scheduler(
             session=self.opened.session,
             ranks=ranks.executor,
             geometry=self.geometry,
-            begin_keys=lambda _request: Chain(bytes(32), self.geometry.chunk_tokens),
+            keys=SimpleNamespace(
+                begin=lambda _request: Chain(bytes(32), self.geometry.chunk_tokens),
+                adapters=SimpleNamespace(mixed=set(), read=lambda _: set(), named=lambda _: ()),
+            ),
             planner=Planner(is_on=False),
-            tables=lambda name: self.requests[name].block_ids,
-            resident=self._resident if is_protected else None,
-            open_pins=lambda on_reuse: BlockPins(self.pool, on_reuse),
-            object_bytes=of_all_ranks([self.geometry.layout], engine_bytes),
-            has_prefix_caching=has_caching,
-            recorder=self.opened.recorder,
-            journal=self.opened.journal,
-            history=history,
+            own_cache=SimpleNamespace(
+                tables=lambda name: self.requests[name].block_ids,
+                resident=self._resident if is_protected else None,
+                open_pins=lambda on_reuse: BlockPins(self.pool, on_reuse),
+                has_prefix_caching=has_caching,
+                restart=lambda _names: None,
+            ),
+            params=TransferParams(self.opened.session, **(params or {})),
+            log=RequestLog(self.opened, of_all_ranks([self.geometry.layout], engine_bytes), events, self.history),
             **roles,
         )
         self.announced: dict[str, Any] = {}
-        """What the response of each request says to another engine."""
+        """What each request's response tells another engine."""
         tables = [(table, group) for group in self.geometry.groups for table in group.tables]
         self.groups = [(table, group.validity) for table, group in sorted(tables, key=lambda each: each[0].number)]
         self.step_tokens, self.defers_loads = step_tokens, defers_loads
@@ -136,7 +145,7 @@ class SmallEngine:
         self.step_number = self.processed_step = 0
         self.loaded_tokens = self.preemptions = self.failures = self.reports = 0
         self.truth: dict[str, list[int]] = {}
-        """All tokens of each request, also those that are not known yet."""
+        """All tokens of each request, including those not known yet."""
 
     # ---- what a user does ------------------------------------------------------------------------------------------
 
@@ -149,7 +158,7 @@ class SmallEngine:
         return request
 
     def ask(self, prompt: Sequence[int], new_tokens: int, **said: Any) -> Request:
-        """A request that has ended."""
+        """Run a request to its end, and return it."""
         request = self.add(prompt, new_tokens, **said)
         self.run()
         return request
@@ -171,13 +180,13 @@ class SmallEngine:
         return bool(self.requests or self.under_way or self.scheduler.has_news)
 
     def step(self) -> None:
-        """What the engine's core does again and again."""
+        """Run one iteration of the engine's core loop."""
         if self.rest is not None and self.dice.random() < self.rest:
             self.settle()
         if self.requests or self.scheduler.has_news:
             self.under_way.append(self._schedule())
         if self.under_way and (len(self.under_way) >= self.depth or not self.requests):
-            # The workers may be done with it since long, or only now, when the next step has been put together.
+            # The workers may have finished it long ago, or only now that the next step has been put together.
             self._execute(self.under_way[0])
             self._update(self.under_way.popleft())
         if self.dice.random() < 0.5:
@@ -185,14 +194,14 @@ class SmallEngine:
                 self._execute(step)
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Run until nothing is left to do."""
         until_s = time.monotonic() + DEADLINE_S
         while self.has_work:
             self.step()
             assert time.monotonic() < until_s, f"stalled: {self.requests}"
 
     def settle(self) -> None:
-        """Wait until every copy has ended, and its end has been reported."""
+        """Wait until every copy has ended and been reported."""
         self.copier.gate.set()
         wait_until(self._is_settled, "the copies", DEADLINE_S, pause_s=1e-4)
         if self.rest is not None:
@@ -209,13 +218,13 @@ class SmallEngine:
         self.heard.add(note.request)
 
     def forget(self) -> None:
-        """The pool forgets what it has cached; all that was to be stored has been."""
+        """Make the pool forget what it has cached, once all pending stores are done."""
         self.settle()
         self.idle()
         self.pool.evict_blocks(set(range(self.blocks)))
 
     def idle(self) -> None:
-        """One more step, with nothing to do."""
+        """Run one more step with nothing to do."""
         step = self._schedule()
         self._execute(step)
         self._update(step)
@@ -247,7 +256,7 @@ class SmallEngine:
                     break
                 victim = self.running[-1]
                 if victim.last_step > self.processed_step:
-                    break  # what it frees would not be free at once
+                    break  # its blocks would not be free at once
                 self._preempt(victim)
                 scheduled.pop(victim.request_id, None)
                 was_preempted = True
@@ -293,13 +302,13 @@ class SmallEngine:
         return Step(self.step_number if scheduled else 0, scheduled, requests, starts, tables, orders)
 
     def _admit(self, request: Request, budget: int) -> int | None:
-        """Tokens to compute of a waiting request now; None: skip this request; below zero: stop."""
+        """Return the tokens to compute now of a waiting request. None: skip it. Below zero: stop."""
         if request.is_loading:
             if not request.is_loaded:
                 return None
             self._arrived(request)
         elif request.num_in_flight_tokens:
-            return None  # output of before its preemption is still to come
+            return None  # output from before its preemption is still to come
         if request.num_computed_tokens:
             count = min(request.num_tokens - request.num_computed_tokens, budget)
             return count if self._allocate(request, count) else -1
@@ -309,7 +318,8 @@ class SmallEngine:
         if external is None:
             return None
         count = 0 if external else min(request.num_tokens - resident, budget)
-        # All of it has to fit beside all that others will need: one that waits with its blocks cannot be preempted.
+        # All of it must fit beside all that others will need, because a request that waits with blocks cannot be
+        # preempted.
         reserved = sum(self._lacking(other) for other in [*self.waiting, *self.running] if other.tables)
         idle = sum(block.is_free for block in hit)
         if self._lacking(request) - len(hit) * len(self.groups) + idle + reserved > len(self.pool.free_block_queue):
@@ -335,7 +345,7 @@ class SmallEngine:
         self.loaded_tokens += external
 
     def _lacking(self, request: Request) -> int:
-        """Blocks that a request will need, beside those that it has."""
+        """Return how many further blocks a request will need."""
         tables = request.tables or [[] for _ in self.groups]
         return sum(
             max(0, -(-request.num_tokens // table.block_tokens) - len(mine))
@@ -355,7 +365,7 @@ class SmallEngine:
         return hit
 
     def _arrived(self, request: Request) -> None:
-        """A load has been reported."""
+        """Note that a load was reported."""
         request.is_loading = request.is_loaded = False
         if request.is_failed and not request.num_computed_tokens:
             self._free(request)
@@ -377,7 +387,7 @@ class SmallEngine:
             return False
         for (table, validity), mine in zip(self.groups, request.tables, strict=True):
             self._extend(mine, table, validity, total, 0)
-        # Hashed when scheduled, before they are filled, as vLLM does it.
+        # As in vLLM, blocks are hashed when scheduled, before they are filled.
         self._cache(request, min(total, request.num_tokens))
         return True
 
@@ -479,7 +489,7 @@ class SmallEngine:
                     self._end(request, is_held=False)
         self.scheduler.stepped(step.done)
         for name in step.results[0]:
-            request = self.requests[name]  # vLLM asserts that, too
+            request = self.requests[name]  # vLLM asserts that too
             self.reports += 1
             if request.is_finished:
                 self._free(request)
@@ -490,7 +500,7 @@ class SmallEngine:
                 request.is_loaded = True
 
     def _invalidate(self, step: Step) -> set[str]:
-        """What vLLM does with blocks that a load did not fill, where there is one group."""
+        """Do what vLLM does with blocks that a load did not fill, if there is one group."""
         if not step.bad_blocks:
             return set()
         for request in self._truncated([request for request in self.waiting if request.is_loading], step):
@@ -498,7 +508,7 @@ class SmallEngine:
         return {request.request_id for request in self._truncated(self.running, step)}
 
     def _truncated(self, requests: Sequence[Request], step: Step) -> list[Request]:
-        """Those that have such a block. Of several that share one, only the first computes it."""
+        """Return requests that have such a block. If several share one, only the first computes it."""
         ((table, _),) = self.groups
         found: list[Request] = []
         marked: set[int] = set()

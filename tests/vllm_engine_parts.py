@@ -1,4 +1,4 @@
-"""The parts of the small engine in `vllm_engine`: blocks, their pool, requests, steps, and accidents."""
+"""The parts of the small engine in `vllm_engine`: blocks, their pool, requests, steps and faults."""
 
 import hashlib
 import random
@@ -8,6 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ GATE_S = 600.0
 
 @dataclass(eq=False)
 class Block:
-    """`KVCacheBlock`."""
+    """Stands in for `KVCacheBlock`."""
 
     block_id: int
     ref_cnt: int = 0
@@ -34,7 +35,7 @@ class Block:
 
 
 class Queue(OrderedDict[int, Block]):
-    """`FreeKVCacheBlockQueue`."""
+    """Stands in for `FreeKVCacheBlockQueue`."""
 
     def iter_blocks_after(self, cursor: None) -> Iterator[Block]:
         assert cursor is None
@@ -55,7 +56,7 @@ class Queue(OrderedDict[int, Block]):
 
 
 class Pool:
-    """`BlockPool`: blocks with a hash are handed out again last, the others first."""
+    """Stands in for `BlockPool`. It hands out blocks with a hash last, and others first."""
 
     def __init__(self, count: int, *, has_caching: bool) -> None:
         self.blocks = [Block(number) for number in range(count)]
@@ -121,11 +122,11 @@ class Pool:
 
 @dataclass(eq=False, repr=False)
 class Request:
-    """`vllm.v1.request.Request`, as far as the connector looks at it."""
+    """The part of `vllm.v1.request.Request` that the connector uses."""
 
     request_id: str
     tokens: list[int]
-    """Known so far."""
+    """Tokens known so far."""
     num_prompt_tokens: int
     most: int
     status: str = "WAITING"
@@ -144,7 +145,7 @@ class Request:
     is_failed: bool = False
     last_step: int = 0
     placeholders: int = 0
-    """Tokens that steps under way will add."""
+    """Number of tokens that steps in flight will add."""
 
     def __repr__(self) -> str:
         return f"{self.request_id} {self.status} {self.num_computed_tokens}/{self.num_tokens} loading {self.is_loading}"
@@ -168,14 +169,14 @@ class Request:
 
 @dataclass
 class Step:
-    """A step that is under way."""
+    """A step in flight."""
 
     number: int
     scheduled: dict[str, int]
     requests: dict[str, Request]
     starts: dict[str, int]
     tables: dict[str, list[list[Block | None]]]
-    """The blocks as they stood: a request may end or be preempted while its step is under way."""
+    """The blocks at the start of the step. A request may end or be preempted while its step is in flight."""
     orders: Any
     results: Any = None
     bad_blocks: set[int] = field(default_factory=set)
@@ -183,14 +184,14 @@ class Step:
 
 
 class Faults:
-    """A copier with accidents.
+    """A copier with faults.
 
     Args:
         copier: the real one.
-        seed: of the accidents.
-        slow_s: gathers take up to so much longer, scatters up to a tenth of it.
+        seed: seed of the faults.
+        slow_s: gathers take up to this much longer, and scatters up to a tenth of it.
         failing: share of copies that fail.
-        is_open: copies need not wait for the gate.
+        is_open: whether copies need not wait for the gate.
     """
 
     def __init__(self, copier: Any, seed: int, *, slow_s: float, failing: float, is_open: bool) -> None:
@@ -223,11 +224,11 @@ class Faults:
 
 
 class LieError(AssertionError):
-    """A block that vLLM takes for filled holds other bytes."""
+    """A block that vLLM believes to be filled has other bytes."""
 
 
 class Memory:
-    """The engine's KV, in which each page holds a number that tells whose it is."""
+    """The engine's KV, in which each page has a number that identifies its content."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], blocks: int) -> None:
         self._tensors = tensors
@@ -235,13 +236,14 @@ class Memory:
         self._pages: dict[tuple[str, int], npt.NDArray[np.int64]] = {}
 
     def write(self, table: Any, number: int, block: Block, tokens: list[int]) -> None:
+        content = number_of(tokens)
         for layer in table.layers:
-            self._page(layer, block)[:] = number_of(tokens, number, layer)
+            self._page(layer, block)[:] = content ^ place_of(number, layer)
 
     def look(self, request: Request, table: Any, number: int, block: Block, truth: list[int]) -> None:
-        tokens = truth[: (number + 1) * table.block_tokens]
+        content = number_of(truth[: (number + 1) * table.block_tokens])
         for layer in table.layers:
-            if (self._page(layer, block) != number_of(tokens, number, layer)).any():
+            if (self._page(layer, block) != content ^ place_of(number, layer)).any():
                 raise LieError(f"{request.request_id}: block {number} ({block.block_id}) of {layer} is not its own")
 
     def _page(self, layer: str, block: Block) -> npt.NDArray[np.int64]:
@@ -254,6 +256,12 @@ class Memory:
 
 
 def number_of(tokens: Sequence[int], *place: object) -> int:
-    """What a page holds: another number for other tokens, or another place."""
+    """Return a number that differs for other tokens or another place."""
     found = hashlib.blake2b(array("I", tokens).tobytes(), digest_size=7, key=repr(place).encode())
     return int.from_bytes(found.digest(), "little") + 1
+
+
+@cache
+def place_of(number: int, layer: str) -> int:
+    """Return what makes the number of the same tokens differ from page to page."""
+    return number_of((), number, layer)

@@ -1,8 +1,8 @@
-"""Recording of vLLM 0.32.0 on a CPU: configuration, KV tensors, and the block tables of each step.
+"""A recording of vLLM 0.32.0 on a CPU: configuration, KV tensors, and the block tables of each step.
 
-`golden/vllm_0_32.json` was written by a connector that only watches, on models with random weights: one prompt of 700
-tokens and 80 generated ones, then one of 3,000 tokens and 4. Here it becomes objects with the names of vLLM's classes,
-so that what reads them is tested without vLLM. tests/vllm holds the same against the engine itself.
+A connector that only watches wrote `golden/vllm_0_32.json`, on models with random weights: one prompt of 700 tokens
+with 80 generated ones, then one of 3,000 tokens with 4. This module turns it into objects with the names of vLLM's
+classes, so that code that reads them is tested without vLLM. tests/vllm compares it with the engine itself.
 """
 
 import json
@@ -29,14 +29,14 @@ class Step:
 
     request: int
     tokens: int
-    """Scheduled in it; 0 when the request has finished."""
+    """Tokens scheduled in the step. 0 if the request has finished."""
     blocks: list[list[int]]
     offers: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One engine. Its tensors are made anew, over memory of as many blocks as are asked for."""
+    """One engine. Its tensors are made anew, over memory for the requested number of blocks."""
 
     config: Any
     layers: dict[str, Any]
@@ -44,7 +44,7 @@ class Recorded:
     views: dict[str, dict[str, Any]]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What `register_kv_caches` gets: views of one allocation, which holds nothing but ones."""
+        """Return what `register_kv_caches` gets: views of one allocation, which is filled with ones."""
         size = max(tensor.size for tensor in self.config.kv_cache_tensors)
         memory = torch.ones(size, dtype=torch.int8)
         return {
@@ -55,7 +55,7 @@ class Recorded:
 
 
 def recorded(case: str, blocks: int | None = None) -> Recorded:
-    """A recorded engine, with another number of blocks."""
+    """Return a recorded engine, with another number of blocks if given."""
     found = _golden()[case]
     config = _object("KVCacheConfig", found["config"])
     views = {name: dict(view) for name, view in found["views"].items()}
@@ -90,7 +90,7 @@ def _instance(name: str, fields: dict[str, Any]) -> Any:
 
 
 def _check_placement(config: Any, views: dict[str, dict[str, Any]]) -> None:
-    """The recording itself: each view is where the configuration says."""
+    """Check the recording itself: each view is where the configuration says."""
     for tensor in config.kv_cache_tensors:
         for number, name in enumerate(tensor.layers):
             view = views[name]

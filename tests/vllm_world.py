@@ -3,36 +3,40 @@
 import mmap
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tests.axes import Numbers
 from tests.simulated_cuda import seen_by_host
 from tests.vllm_recorded import Recorded, recorded
 
-from kvtier.connect.vllm.copier import BlockCopier
-from kvtier.connect.vllm.cpu_copy import CpuPageCopy
-from kvtier.connect.vllm.cuda_copy import CudaPageCopy
 from kvtier.connect.vllm.geometry import Geometry
-from kvtier.connect.vllm.pages import EnginePages, engine_pages
+from kvtier.connect.vllm.worker.copier import BlockCopier
+from kvtier.connect.vllm.worker.cpu_copy import CpuPageCopy
+from kvtier.connect.vllm.worker.cuda_copy import CudaPageCopy
+from kvtier.connect.vllm.worker.pages import EnginePages, engine_pages
+from kvtier.layout import KvLayout
 from kvtier.testing.copier import CopierWorld
+from kvtier.types import RequestId
 
 BLOCKS = 120
-"""Of the engine."""
+"""Number of blocks in the engine."""
 
 PAGE_ORDER = {"LBHNC": (0, 1), "LBNHC": (1, 0), "LHBNC": (0, 1), "BLHNC": (0, 1), "BLNHC": (1, 0), "BHLNC": (0, 1)}
-"""The order in which heads (0) and tokens (1) of one page lie in memory."""
+"""Order in which heads (0) and tokens (1) of one page lie in memory."""
 
 
-def made(layout: str, parts: int = 1) -> Recorded:
-    """An engine with three layers of one group in any layout of vLLM's (`KVCacheLayout`), its blocks cut in `parts`.
+def made(layout: str, parts: int = 1, channels: int = 9) -> Recorded:
+    """Make an engine with three layers of one group in any layout of vLLM (`KVCacheLayout`), with blocks in `parts`.
 
-    The strides follow `compute_layout_strides` of vLLM 0.32: the dimensions in the order of the layout's name.
+    The strides follow `compute_layout_strides` of vLLM 0.32, with dimensions in the order of the layout's name.
     """
     engine = recorded("llama32", BLOCKS)
     config, spec = engine.config, engine.config.kv_cache_groups[0].kv_cache_spec
     layers = config.kv_cache_groups[0].layer_names = config.kv_cache_groups[0].layer_names[:3]
-    sizes = {"L": 3, "B": BLOCKS * parts, "H": 2, "N": 32 // parts, "C": 18}
-    spec.state_content_size_bytes = 36  # so that each layer of a chunk has padding behind it
+    sizes = {"L": 3, "B": BLOCKS * parts, "H": 2, "N": 32 // parts, "C": 2 * channels}
+    spec.state_content_size_bytes = 4 * channels  # 36, so that each layer of a chunk has padding behind it
     strides, step = {}, 1
     for dim in reversed(layout):
         strides[dim] = step
@@ -52,12 +56,67 @@ def made(layout: str, parts: int = 1) -> Recorded:
     return engine
 
 
+def attended(layout: str, parts: int = 1, backend: str = "FLASH_ATTN", channels: int = 9) -> Recorded:
+    """Make such an engine with an attention backend of a GPU, in bf16."""
+    engine = made(layout, parts, channels)
+    spec = engine.config.kv_cache_groups[0].kv_cache_spec
+    spec.head_size = spec.head_size_v = channels
+    for layer in engine.layers.values():
+        layer.attn_backend = SimpleNamespace(get_name=lambda: backend)
+    return engine
+
+
+def side_by_side(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write keys and values as `do_kv_cache_update` of vLLM's backends for GPUs.
+
+    Args:
+        key, value: [token, head, channel].
+        kv_cache: [block, head, token, channels of a key and of a value].
+        slots: the place of each token: its block and its place there, as one number.
+    """
+    keys, values = kv_cache.transpose(1, 2).split(key.shape[2], dim=-1)
+    cache_flash(key, value, keys, values, slots)
+
+
+def cache_flash(
+    key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, *_: Any
+) -> None:
+    """Do as vLLM's kernel `reshape_and_cache_flash` does. Caches are [block, token, head, channel]."""
+    keys[slots // keys.shape[1], slots % keys.shape[1]] = key
+    values[slots // values.shape[1], slots % values.shape[1]] = value
+
+
+def gathered(
+    engine: Recorded, numbers: Numbers, update: Callable[..., None] = side_by_side
+) -> tuple[KvLayout, memoryview]:
+    """Write a chunk into shuffled blocks, and gather it.
+
+    Args:
+        engine: made by `attended`.
+        numbers: [side, layer, head, token, channel].
+        update: writes as `side_by_side` does.
+
+    Returns:
+        The layout, and the payload.
+    """
+    tensors = engine.tensors()
+    pages = engine_pages(Geometry.of(engine.config), engine.config, tensors, engine.layers)
+    ids = torch.tensor(random.Random(5).sample(range(1, BLOCKS), 8))
+    slots = (ids[:, None] * 32 + torch.arange(32)).flatten()
+    for layer, tensor in enumerate(tensors.values()):
+        key, value = (torch.from_numpy(side[layer]).view(torch.bfloat16).transpose(0, 1) for side in numbers)
+        update(key, value, tensor, slots)
+    payload = payload_of(pages.layout.groups[0].payload_bytes)
+    BlockCopier(pages, CpuPageCopy(pages)).gather(RequestId("S0/x"), 0, tuple(ids.tolist()), payload)
+    return pages.layout, payload
+
+
 class VllmWorld(CopierWorld):
     """A worker's KV memory with random bytes in it.
 
     Args:
-        engine: its geometry.
-        copy: copies on its device. A GPU is a simulated one, which the test has installed.
+        engine: gives the geometry.
+        copy: copies on its device. A GPU is simulated, and the test has installed it.
     """
 
     def __init__(self, engine: Recorded, copy: Callable[[EnginePages], Any] = CpuPageCopy) -> None:
@@ -75,7 +134,7 @@ class VllmWorld(CopierWorld):
         super().__init__(BlockCopier(pages, copy(pages)), pages.layout)
 
     def chunks(self, group: int) -> list[tuple[int, ...]]:
-        """The first in order, the others mixed; of different groups, too, since groups share their memory."""
+        """Return chunks: the first in order, the others shuffled. Groups differ, because they share memory."""
         sizes = [sum(table.blocks for table in known.tables) for known in self.geometry.groups]
         first, size = 1 + 4 * sum(sizes[:group]), sizes[group]
         mixed = random.Random(7).sample(range(first + size, first + 4 * size), 3 * size)
@@ -100,18 +159,18 @@ class VllmWorld(CopierWorld):
         return self.flat.numpy().tobytes()
 
     def layers(self, group: int, blocks: tuple[int, ...]) -> list[tuple[str, list[int]]]:
-        """Each layer with the ids of its blocks."""
+        """Return each layer with the ids of its blocks."""
         ids = iter(blocks)
         tables = [(table, [next(ids) for _ in range(table.blocks)]) for table in self.geometry.groups[group].tables]
         return [(name, mine) for table, mine in tables for name in table.layers]
 
     def view(self, name: str, block: int) -> torch.Tensor:
-        """One page, with its dimensions in the order of memory; by torch's own indexing, not by offsets."""
+        """Return one page with its dimensions in the order of memory, by torch's indexing instead of offsets."""
         tensor = self.tensors[name]
         parts = tensor.unflatten(0, (BLOCKS, -1))[block]  # [parts, heads, tokens, content]
         heads, tokens = (1 + dim for dim in PAGE_ORDER[self.engine.config.kv_cache_layout])
         in_order = parts.permute(0, heads, tokens, 3)
-        # With heads outside of blocks the parts of a block follow each other within a head.
+        # If heads are outside blocks, the parts of a block follow each other within a head.
         return in_order.transpose(0, 1) if self.engine.config.kv_cache_layout == "LHBNC" else in_order
 
     def page(self, name: str, block: int) -> bytes:
@@ -119,5 +178,5 @@ class VllmWorld(CopierWorld):
 
 
 def payload_of(size_bytes: int) -> memoryview:
-    """Memory as an arena has it."""
+    """Return memory as an arena has it."""
     return memoryview(mmap.mmap(-1, size_bytes))

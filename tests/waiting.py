@@ -1,4 +1,4 @@
-"""Waits for other processes and threads, and ports of servers on this machine."""
+"""Waits for other processes and threads, and gives ports to servers on this machine."""
 
 import random
 import socket
@@ -9,14 +9,14 @@ DEADLINE_S = 90.0
 
 
 PORTS = 12_000, 22_000
-"""Below those that the kernel gives to others (`net.ipv4.ip_local_port_range`): a server may begin much later."""
+"""Range below the kernel's own (`net.ipv4.ip_local_port_range`), because a server may start much later."""
 
 _given: list[socket.socket] = []
-"""Each keeps a port from other tests on this machine, until this process ends."""
+"""Each socket reserves a port on this machine until this process ends."""
 
 
 def free_port() -> int:
-    """A TCP port of loopback that is free and is given to no other test."""
+    """Return a free TCP port on loopback that no other test gets."""
     while True:
         port, held = random.SystemRandom().randrange(*PORTS), socket.socket(socket.AF_UNIX)
         try:
@@ -33,7 +33,7 @@ def free_port() -> int:
 def wait_until(
     is_ready: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S, *, pause_s: float = 0.05
 ) -> None:
-    """Ask `is_ready` until the answer is yes. Raises `TimeoutError`."""
+    """Call `is_ready` until it returns True. Raises `TimeoutError`."""
     end_s = time.monotonic() + deadline_s
     while not is_ready():
         if time.monotonic() > end_s:

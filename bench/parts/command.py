@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import click
 
-from kvtier.bench.record import RecordedSetting, software
-from kvtier.cli.options import OutputFile, WorkDirectory, origin
+from kvtier.cli.options import OutputFile
 from kvtier.errors import ConfigError, KvError
+from kvtier.tools.options import WorkDirectory, origin
+from kvtier.tools.probe.record import RecordedSetting, software
 
 _Settings = TypeVar("_Settings")
 

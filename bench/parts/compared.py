@@ -3,9 +3,9 @@
 from statistics import median
 from typing import Any
 
-from kvtier.bench.ratio import ratio, ratio_text
-from kvtier.bench.serve.answer import ServeRecord, p50_ms
 from kvtier.config.value_types import size_text
+from kvtier.tools.bench.repeats import ratio, ratio_text
+from kvtier.tools.bench.serve.answer import ServeRecord, p50_ms
 
 SIZES = (512 << 10, 4 << 20, 32 << 20)
 AT_ONCE = 4

@@ -44,19 +44,19 @@ class Rates:
 
     def prefill_s(self, model: str, tokens: int) -> float:
         """Seconds to compute a prompt, at half of the GPU's bf16 peak."""
-        from kvtier.replay.tier_spec import find_parts, prefill_of  # noqa: PLC0415 - `missing` comes first
+        from kvtier.tools.replay.tier_spec import find_parts, prefill_of  # noqa: PLC0415 - `missing` comes first
 
         return prefill_of(model, gpu=find_parts(self.gpu, "--gpu", "gpu")).seconds(0, tokens)
 
     def bytes_per_token(self, model: str) -> float:
         """The size of a token's KV in Transformers."""
-        from kvtier import size  # noqa: PLC0415
+        from kvtier.tools import size  # noqa: PLC0415
 
         return KEPT_BYTES.get(model) or size.of(model).bytes_per_token_stored
 
     def rate(self, name: str) -> float:
         """One of the catalogue's figures: ``flops`` (bf16) or ``link_bytes_per_s``."""
-        from kvtier.replay.tier_spec import find_parts  # noqa: PLC0415
+        from kvtier.tools.replay.tier_spec import find_parts  # noqa: PLC0415
 
         value = find_parts(self.gpu, "--gpu", "gpu").item.values[name]
         return float(value["bf16"] if isinstance(value, dict) else value)

@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 import transformers
 
-from kvtier.bench.record import processor
 from kvtier.connect.transformers import Attachment, attach
 from kvtier.errors import ConfigError
+from kvtier.tools.probe.record import processor
 
 _LENGTH = 1 << 20
 """Positions of every shape: random weights were trained for no length."""

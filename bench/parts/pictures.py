@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.parts.turns import ARMS, DISK, HOST, RECOMPUTE, ArmSummary, MultiturnResult
 
-from kvtier.report.chart import Axis, Chart, Curve, stacked, write_charts
+from kvtier.tools.charts.chart import Axis, Chart, Curve, stacked, write_charts
 
 COLOURS = {RECOMPUTE: "computed", HOST: "host", DISK: "disk"}
 NAMES = {RECOMPUTE: "recompute", HOST: "kvtier, host memory", DISK: "kvtier, host memory and disk"}

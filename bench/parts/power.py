@@ -1,4 +1,4 @@
-"""The energy of a block of `bench/multiturn.py`, from the sensors of `kvtier.bench.serve.power`."""
+"""The energy of a block of `bench/multiturn.py`, from the sensors of `kvtier.tools.bench.serve.sampler`."""
 
 import shutil
 import threading
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Self
 
-from kvtier.bench.serve.power import DEADLINE_S, NvidiaSmi, Nvml, Sensor
+from kvtier.tools.bench.serve.sampler import DEADLINE_S, NvidiaSmi, Nvml, Sensor
 
 INTERVAL_S = 0.1
 """Between two samples of the power."""

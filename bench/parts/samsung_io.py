@@ -8,9 +8,9 @@ does not say how it defines sequential.
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from kvtier.characterize.measures import MB, IoMeasures
 from kvtier.report.format import NONE, bytes_text, digits, share_text
 from kvtier.report.table import Table
+from kvtier.tools.characterize.measures import MB, IoMeasures
 
 SHARE_TOLERANCE = 0.10
 """Shares agree within ten points of a hundred."""

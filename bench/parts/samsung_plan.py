@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.plan.plan import Plan, Variant, make_plan
 from kvtier.report.format import bytes_text, rate_text, share_text
+from kvtier.tools.plan.plan import Plan, Variant, make_plan
 
 TABLES = tomllib.loads((Path(__file__).parent / "samsung_plan.toml").read_text(encoding="utf-8"))
 """``published``: the figures. ``calibrated``: inputs that were set, and the figure that each reproduces."""
@@ -90,11 +90,11 @@ def _format(name: str) -> Callable[[float], str]:
 
 
 def _read(plan: Plan) -> float:
-    return sum(plan.tiered.point.read_bytes_per_s.values())
+    return sum(plan.given.point.read_bytes_per_s.values())
 
 
 def _read_share(plan: Plan) -> float:
-    return _read(plan) / (_read(plan) + max(plan.tiered.point.write_bytes_per_s.values()))
+    return _read(plan) / (_read(plan) + max(plan.given.point.write_bytes_per_s.values()))
 
 
 def _drive_power_share(plan: Plan) -> float:
@@ -109,7 +109,7 @@ def _ttft_spread(plan: Plan) -> float:
 
 
 def _drive_cost_share(plan: Plan) -> float:
-    return (plan.tiered.cost.bought or 0.0) / (plan.alone.cost.bought or math.inf) - 1
+    return (plan.given.cost.bought or 0.0) / (plan.alone.cost.bought or math.inf) - 1
 
 
 def _ratio(of: Callable[[Variant], float]) -> Callable[[Plan], float]:
@@ -123,12 +123,12 @@ FIGURES: dict[str, Callable[[Plan], float]] = {
     "read_share": _read_share,
     "read_bytes_per_s": _read,
     "users_alone": lambda plan: plan.alone.users_at_ttft,
-    "users_tiered": lambda plan: plan.tiered.users_at_ttft,
+    "users_tiered": lambda plan: plan.given.users_at_ttft,
     "users_ratio": _ratio(lambda it: it.users_at_ttft),
     "throughput_users_alone": lambda plan: plan.alone.throughput_users,
     "tokens_ratio": _ratio(lambda it: it.output_tokens_per_s),
-    "ttft_tiered_s": lambda plan: plan.tiered.ttft_s,
-    "ttft_ratio": lambda plan: plan.alone.ttft_s / plan.tiered.ttft_s,
+    "ttft_tiered_s": lambda plan: plan.given.ttft_s,
+    "ttft_ratio": lambda plan: plan.alone.ttft_s / plan.given.ttft_s,
     "ttft_spread": _ttft_spread,
     "drive_cost_share": _drive_cost_share,
     "depth": lambda plan: plan.drives.depth if plan.drives else 0.0,
@@ -137,6 +137,6 @@ FIGURES: dict[str, Callable[[Plan], float]] = {
     "tokens_per_watt_ratio": _ratio(lambda it: it.cost.tokens_per_s_per_watt),
     "power_ratio": _ratio(lambda it: it.cost.watts),
     "drive_power_share": _drive_power_share,
-    "gpu_busy": lambda plan: plan.tiered.point.gpu_busy,
+    "gpu_busy": lambda plan: plan.given.point.gpu_busy,
 }
 """Figures of a plan that a line of an example's ``[[published]]`` may name."""

@@ -1,15 +1,20 @@
-"""The short tables and lists of docs/benchmarks.md. docs/internals/measurements.md has long ones of these records."""
+"""The short tables and lists of docs/benchmarks.md, and the table of hooks in docs/internals/vllm-inside.md.
+
+docs/internals/measurements.md has long tables of the same records.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
 from bench.parts.compared import AT_ONCE
 from bench.parts.seen_table import SEEN, SEEN_OF_REQUESTS, median_rows
 
-from kvtier.bench.ratio import ratio
-from kvtier.bench.serve.answer import (
+from kvtier.config.value_types import size_text
+from kvtier.connect.vllm.engine_hooks import HOOKS
+from kvtier.report.format import digits
+from kvtier.tools.bench.repeats import ratio
+from kvtier.tools.bench.serve.answer import (
     OWN,
     SAME,
     Point,
@@ -19,8 +24,6 @@ from kvtier.bench.serve.answer import (
     p50_ms,
     p95_ms,
 )
-from kvtier.config.value_types import size_text
-from kvtier.report.format import digits
 
 Read = Callable[[str], dict[str, Any]]
 """The record of a name in `bench/records`, without its suffix."""
@@ -60,16 +63,8 @@ SEEN_HERE = (
 """Rows of the long table of `bench/characterize.py` that the short one has."""
 
 
-def served_times(read: Read, only: Sequence[str] = ()) -> str:
-    """Time to first token, median and p95, of each served workload: a row for each load, or R.
-
-    Args:
-        read: reads a record.
-        only: labels of the rows that are shown; empty: all.
-
-    Raises:
-        KeyError: the records have no row of a label.
-    """
+def served_times(read: Read) -> dict[str, list[str]]:
+    """Time to first token, median and p95, of each served workload: a row for each load, or R."""
     rows: dict[str, list[str]] = {}
     for name, workload in SERVED.items():
         served = ServeRecord.of(read(name))
@@ -81,13 +76,23 @@ def served_times(read: Read, only: Sequence[str] = ()) -> str:
             label = f"{workload}, {dict(point[0])['share_of_capacity']:g} of capacity" if varies else workload
             label += f", R = {point[1]:g}" if point[1] else ""
             rows[label] = [_times(served, arm, point) for arm in ARMS]
-    return _table(ARMS.values(), {label: rows[label] for label in only or rows})
+    return rows
+
+
+def proof(read: Read) -> str:
+    """Some rows of the served workloads, and what each arm makes of damaged files."""
+    rows = served_times(read)
+    damaged = read("vllm")["results"]["damaged"]
+    answers = {arm: "right" if it["same_tokens"] else "**wrong**" for arm, it in damaged.items()}
+    found = {label: rows[label] for label in FIRST}
+    found["answer from damaged files"] = [f"{answers[arm]} answer" if arm in answers else "-" for arm in ARMS]
+    return _table(ARMS.values(), found)
 
 
 def served_where(read: Read) -> str:
     """The table of all served workloads, and the machines of its records."""
     made = f"{_made(read, 'serve_dell')}; the trace on {_made(read, 'serve_trace')}. Median / p95 in ms; three runs."
-    return f"{made}\n\n{served_times(read)}"
+    return f"{made}\n\n{_table(ARMS.values(), served_times(read))}"
 
 
 def operator(read: Read) -> str:
@@ -281,16 +286,26 @@ def others(read: Read) -> str:
     return "\n".join(["| | | command |", "| --- | --- | --- |", *lines])
 
 
+def hooks(_: Read) -> str:
+    """What kvtier uses of vLLM beyond its interfaces, from the connector's table."""
+    lines = ["| used | why | functions of vLLM | without it |", "| --- | --- | --- | --- |"]
+    for hook in HOOKS:
+        places = ", ".join(f"`{place.split()[0]}`" for place in hook.places)
+        lines.append(f"| {hook.name} | {hook.why} | {places} | {hook.without or 'The start fails.'} |")
+    return "\n".join(lines)
+
+
 SHORT: dict[str, Callable[[Read], str]] = {
     "operator": operator,
     "buyer": buyer,
     "behind": behind,
     "served_times": served_where,
-    "served_first": partial(served_times, only=FIRST),
+    "proof": proof,
     "files": files,
     "seen": seen,
     "stores": stores,
     "others": others,
+    "hooks": hooks,
 }
 """Tables that read more than one record, by their names in the markers."""
 

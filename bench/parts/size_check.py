@@ -1,4 +1,4 @@
-"""The tables of ``published_sizes.toml``: each cell with the verdict of `kvtier.size.check` and its reason."""
+"""The tables of ``published_sizes.toml``: each cell with the verdict of `kvtier.tools.size.check` and its reason."""
 
 import math
 import tomllib
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvtier.report.format import decimal, exact
-from kvtier.size.check import counted, matches, parse_figure, session_name, sizes, token_readings
-from kvtier.size.sizes import KvSize, of
+from kvtier.tools.size.check import counted, matches, parse_figure, session_name, sizes, token_readings
+from kvtier.tools.size.sizes import KvSize, of
 
 Judgement = Literal["exact", "cut", "rounded", "other unit", "bound", "wrong"]
 """Of a published figure: right as written (a kB is 1,000 bytes, 4K tokens are 4,096); the same cut off instead of

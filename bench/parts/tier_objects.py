@@ -18,13 +18,14 @@ if __name__ == "__main__":
 import numpy as np
 from bench.parts.object_load import DEADLINE_S, WINDOW, Moved, ObjectLoad, Way, drive
 
-from kvtier.bench.io_workloads import FINGERPRINT, chunk_key, layout_of, open_trial, taken
 from kvtier.codec.frame import frame_bytes
 from kvtier.errors import KvError
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.executor import Completion
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.testing.host_copier import HostCopier
+from kvtier.tools.bench.io_workloads import FINGERPRINT, chunk_key, layout_of, open_trial, taken
 from kvtier.types import Direction, Outcome, Transfer
 
 DIRECTIONS = {"read": Direction.PROMOTE, "write": Direction.DEMOTE}
@@ -52,11 +53,13 @@ class TierBackend:
             payload = np.frombuffer(self._arena.payload(0, slot), np.uint8)
             payload[:] = np.random.default_rng(slot).integers(0, 256, len(payload), np.uint8)
         self._mover = Mover(
-            layout=layout,
-            model=FINGERPRINT[:16],
-            arena=self._arena,
-            copier=HostCopier(layout, [[np.zeros((1, size), np.uint8) for size in layout.groups[0].layer_bytes]]),
-            tiers={self._tier.name: self._tier},
+            CommandRunner(
+                layout=layout,
+                model=FINGERPRINT[:16],
+                arena=self._arena,
+                copier=HostCopier(layout, [[np.zeros((1, size), np.uint8) for size in layout.groups[0].layer_bytes]]),
+                tiers={self._tier.name: self._tier},
+            ),
             threads=Threads(read=threads, write=threads),
         )
         self._completions: SimpleQueue[Completion] = SimpleQueue()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.bench.serve.workload import LENGTH_MAX, sharegpt_lengths
+from kvtier.tools.bench.serve.workload import LENGTH_MAX, sharegpt_lengths
 
 Tokens = npt.NDArray[np.int64]
 

@@ -13,7 +13,7 @@ from typing import Any
 from harness import Answer, Ask, Engine
 from sizes import Sizes
 
-from kvtier.bench.serve.arms import parse_arm, transfer_config
+from kvtier.tools.bench.serve.arms import parse_arm, transfer_config
 
 CHUNK_FILE_BYTES_MIN = 16 << 10
 """Smaller files of a store have no KV."""

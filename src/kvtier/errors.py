@@ -12,29 +12,31 @@ from shlex import quote
 from typing import Any
 
 DETAIL_CHARACTERS = 500
-"""A longer text of an error is cut."""
+"""Longer error texts are cut to this length."""
 
 _LOGIN = re.compile(r"\A(?:[^/\s:@]*:.*@|[^/\s]*@)", re.DOTALL)
-"""A user name and password behind the ``://`` of a URL, in the text of another package's error."""
+"""A user name and password after the ``://`` of a URL, in the text of another package's error."""
 
-# Each search ends after a bounded number of characters or consumes what it has read: time grows with the text only.
+# Each attempt to match is bounded or consumes what it has read, so the time is proportional to the text.
 _SECRET = re.compile(
-    r"((?:passw(?:or)?d|passphrase|(?<![a-z])pass|secret(?:_?access)?(?:_?key)?)['\"]? ?[=:])(?! ?\(hidden\)).*"
-    r"|((?:pass|secret|token|credential|auth|api.?key)[A-Za-z_-]{0,20}['\"]? ?"
+    r"((?<![a-z])file (?:= )?'/[^'=?]*':)"
+    r"|((?:passw(?:or)?d|passphrase|(?<![a-z])pass|secret(?:_?access)?(?:_?key)?)['\"]? ?[=:])(?! ?\(hidden\)).*"
+    r"|((?:pass|secret|token|credential|auth|api.?key)(?![a-z_]{0,20}_file = '?/)[A-Za-z_-]{0,20}['\"]? ?"
     r"(?:= ?|: ?(?:(?:basic|bearer) +|(?=['\"]|\S{5,64}?[\d+=~])))|(?:basic|bearer) +(?=\S{5,64}?[\d+=~]))"
     r"(?:\"[^\"]*\"|'[^']*'|\S+)",
     re.DOTALL | re.IGNORECASE,
 )
-"""All after ``password=``, and a value after ``token=``. After ``token:`` a reason may follow: it is in plain words."""
+"""A path of a file, which stays; everything after ``password=``; and the value after ``token=``. Plain words after
+``token:`` stay: they may be a reason."""
 
 
 def other_version(found: int, known: int) -> str:
-    """Words for a version other than the one `known` here. Such bytes are old or new, and not damaged."""
+    """Describe a version other than the one `known` here. Such bytes are older or newer, not damaged."""
     return f"version {found}, {'older' if found < known else 'newer'} than the one known here, {known}"
 
 
 def install_hint(extra: str) -> str:
-    """The command that installs the packages of an extra of kvtier, by the metadata of the installed version.
+    """Return the command that installs the packages of an extra of kvtier, from the installed version's metadata.
 
     The packages are named rather than ``kvtier[EXTRA]``, which pip can resolve only where an index has kvtier.
     """
@@ -54,23 +56,60 @@ def install_hint(extra: str) -> str:
 class KvError(Exception):
     """Base class of all exceptions of kvtier."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let an error of any constructor return from another process with its text and fields."""
+        return type(self).__new__, (type(self), *self.args), vars(self)
+
 
 def described(error: BaseException) -> str:
-    """The text of an error for people, with its type unless it is kvtier's; cut, and without what may be a secret."""
+    """Return an error's text for people: cut, without likely secrets, and with the type unless it is kvtier's."""
     text = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
     head, *urls = text.split("://")
     text = "://".join([head, *(_LOGIN.sub("(hidden)@", url) for url in urls)])
-    return _SECRET.sub(r"\1\2(hidden)", text)[:DETAIL_CHARACTERS]
+    return _SECRET.sub(lambda it: it[1] or f"{it[2] or ''}{it[3] or ''}(hidden)", text)[:DETAIL_CHARACTERS]
 
 
 class ConfigError(KvError):
-    """A setting is wrong. The message names the value, its origin and the allowed values."""
+    """A setting is wrong. The message is ``SETTING = VALUE (from ORIGIN): PROBLEM; allowed: ALLOWED``.
+
+    Empty parts are left out. No part contains a secret.
+
+    Args:
+        problem: what is wrong, in a few words.
+        setting: full name of the setting or option, as the user knows it; several are separated by ``, ``.
+        value: the value as text for people.
+        origin: the value's source: a file, an environment variable or an option.
+        allowed: what is allowed.
+    """
+
+    def __init__(
+        self, problem: str = "", *, setting: str = "", value: str = "", origin: object = "", allowed: str = ""
+    ) -> None:
+        super().__init__(problem)
+        self.problem, self.allowed = problem, allowed
+        self.setting, self.value, self.origin = setting, value, str(origin)
+
+    @property
+    def detail(self) -> str:
+        """The message without setting, value and origin."""
+        return (" " if self.problem.endswith("?") else "; ").join(
+            filter(None, (self.problem, self.allowed and f"allowed: {self.allowed}"))
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def __str__(self) -> str:
+        subject = (" " if self.setting.startswith("-") or " " in self.setting else " = ").join(
+            filter(None, (self.setting, self.value))
+        )
+        return ": ".join(filter(None, (f"{subject} (from {self.origin})" if self.origin else subject, self.detail)))
 
 
 class UnusablePathError(ConfigError):
-    """What is at a path or an address that a setting names cannot be used: the setting itself may be right.
+    """What is at the path or address that a setting names cannot be used. The setting itself may be right.
 
-    It never stops a start, unless a tier needs it that is required. For commands it is a mistake.
+    It stops a start only if a required tier needs it. For commands it is a mistake in the settings.
     """
 
 
@@ -91,13 +130,13 @@ class TierError(KvError):
 
 
 class NoRoomError(TierError):
-    """A tier has no room for a write: its disk, quota or server is full. It is not a fault, and reads go on."""
+    """A tier has no room for a write: its disk, quota or server is full. This is not a fault, and reads continue."""
 
 
 class DamagedStoreError(TierError):
-    """What is at a store's place cannot be used or changed: its marker is missing, or its server refuses the password.
+    """A store cannot be used or changed as it is: its marker is missing, say, or its server refuses the password.
 
-    Waiting does not help. `kvtier inspect repair` mends a store of files, or the message says what to do.
+    Waiting does not help. `kvtier inspect repair` repairs a store of files; otherwise the message says what to do.
     """
 
 
@@ -107,10 +146,10 @@ class UnreadableChunkError(KvError):
     The copy stays: nothing shows that its bytes are bad.
 
     Args:
-        name: of the object.
-        detail: what is not known.
+        name: name of the object.
+        detail: what is unknown.
         reason: `version`, `codec` or `key`.
-        version: of the frame, if it is the version that is not known.
+        version: version of the frame, if that is what is unknown.
     """
 
     def __init__(self, name: bytes, detail: str, reason: str, version: int | None = None) -> None:
@@ -122,9 +161,9 @@ class CorruptChunkError(KvError):
     """The bytes differ from those that were written. Retrying does not help: the copy must be dropped.
 
     Args:
-        name: of the object.
+        name: name of the object.
         detail: what is wrong.
-        reason: `damaged`; or of a seal: `unsealed`, `foreign`, `forged` (FORMAT.md).
+        reason: `damaged`, or for a fault of the seal `unsealed`, `foreign` or `forged` (FORMAT.md).
     """
 
     def __init__(self, name: bytes, detail: str, reason: str = "damaged") -> None:
@@ -135,8 +174,8 @@ class CorruptChunkError(KvError):
 def check_interface(made: object, interface: type, subject: str) -> None:
     """Refuse an extension that cannot be used as `interface`, such as one for an older release of kvtier.
 
-    It must have each public member of the interface, and its methods must take the same arguments. No property runs:
-    it may need what the extension does not have yet.
+    It must have each public member of the interface, and its methods must take the same arguments. No property runs,
+    because it may need something that the extension does not have yet.
 
     Args:
         made: the extension.
@@ -144,7 +183,7 @@ def check_interface(made: object, interface: type, subject: str) -> None:
         subject: what the extension is, for the message.
 
     Raises:
-        ConfigError: it lacks some. The message names them.
+        ConfigError: members are missing or take other arguments. The message names them.
     """
     names = {
         name
@@ -170,10 +209,10 @@ def check_interface(made: object, interface: type, subject: str) -> None:
         )
 
 
-def takes(function: Any, arguments: int, named: Iterable[str] = ()) -> bool:  # noqa: ANN401 - of an extension
-    """Whether it can be called with that many arguments and these names, as far as Python knows."""
+def takes(function: Any, arguments: int, named: Iterable[str] = ()) -> bool:  # noqa: ANN401 - an extension's function
+    """Whether `function` takes this many positional arguments and these keywords, as far as Python knows."""
     try:
         signature(function).bind(*range(arguments), **dict.fromkeys(named))
     except (TypeError, ValueError) as error:
-        return isinstance(error, ValueError)  # it is written in C; a TypeError is about the arguments, or `function`
+        return isinstance(error, ValueError)  # a function in C; TypeError: wrong arguments, or not callable
     return True

@@ -3,19 +3,22 @@
 A payload is layer-major: layer 0 of the whole chunk, then layer 1, and so on. Each layer begins at a multiple of
 `ALIGNMENT`, so any layer can be read with direct I/O. Within a layer the arrangement is the engine's. `pages` names it;
 it is never inferred from shapes. A layer consists of runs, without gaps, and no section crosses a run.
+
+Where the engine defines the arrangement of the numbers, a run also has axes. Only lossy codecs need them.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 ALIGNMENT = 4096
-"""Bytes; direct I/O needs 512 or 4096, depending on the device."""
+"""In bytes. Direct I/O needs 512 or 4096, depending on the device."""
 
 SECTION_BYTES_MAX = 1 << 20
 """Longest section: the unit of checksums and ranged reads."""
@@ -30,8 +33,8 @@ ELEMENT_BYTES = MappingProxyType[Element, int](
 
 
 RunKind = Literal["keys", "values", "kv", "latent", "index", "state", "bytes"]
-"""What a run holds. `kv`: keys and values of a page; `latent`: MLA's, with its RoPE part in the same row; `index`: of a
-sparse attention's indexer; `state`: of a recurrent layer; `bytes`: the engine does not say."""
+"""What a run holds. `kv`: keys and values of a page. `latent`: MLA's latent vector, with its RoPE part in the same row.
+`index`: data of a sparse attention's indexer. `state`: a recurrent layer's state. `bytes`: the engine does not say."""
 
 
 class Run(NamedTuple):
@@ -48,23 +51,106 @@ _ELEMENTS = MappingProxyType[str, Element]({
 
 
 def run_of(kind: RunKind, dtype: object, size_bytes: int) -> Run:
-    """A run of numbers of a torch dtype, or of its name; `bytes` where that is no known one or does not divide it."""
+    """Return a run of `dtype` (torch's, or its name), or of `bytes` if that is unknown or does not divide the size."""
     element = _ELEMENTS.get(str(dtype).removeprefix("torch."), "bytes")
     return Run(kind, "bytes" if size_bytes % ELEMENT_BYTES[element] else element, size_bytes)
 
 
+Axis = Literal["layer", "side", "head", "page", "token", "channel"]
+"""A dimension of a run. `layer`: outermost, if it is there; each layer has sections of its own. `side`: keys, then
+values. `head`: heads of one layer or of several. `page`: pages of consecutive tokens."""
+
+TOKEN_GROUP = 64
+"""Tokens whose keys share a scale in a lossy codec. Sections with axes are cut between such groups."""
+
+TOKENS_MIN = 16
+"""Fewest tokens in a section of an engine with a class. With fewer, scales would be most of the stored bytes."""
+
+
+class Axes(NamedTuple):
+    """The arrangement of a run of keys, values or both: its dimensions from the outermost in. The last is `channel`."""
+
+    names: tuple[Axis, ...]
+    sizes: tuple[int, ...]
+    kind: RunKind | None = None
+    """`keys` or `values`, for a run of kind `kv` that holds only these; None: the run's own kind."""
+
+    def fitting(self, run: Run) -> "Axes | None":
+        """Return these axes, or None if they cannot be those of `run`, as with numbers of an unknown type."""
+        kind, has_side = self.kind or run.kind, "side" in self.names
+        is_wrong = (
+            len(self.names) != len(self.sizes)
+            or self.names[-1:] != ("channel",)
+            or len(set(self.names)) != len(self.names)
+            or "layer" in self.names[1:]
+            or [it for it in self.names if it in {"page", "token"}] == ["token", "page"]
+            or min(self.sizes) < 1
+            or kind not in LOSSY_KINDS
+            or run.kind not in {kind, "kv"}
+            or has_side != (kind == "kv")
+            or (has_side and self.size("side") != 2)
+            or math.prod(self.sizes) * ELEMENT_BYTES[run.element] != run.size_bytes
+        )
+        return None if is_wrong else self
+
+    def size(self, *names: Axis) -> int:
+        """Return the product of the sizes of these dimensions. A dimension that is missing has the size 1."""
+        return math.prod(size for name, size in zip(self.names, self.sizes, strict=True) if name in names)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all pages."""
+        return self.size("page", "token")
+
+    def step(self, name: Axis) -> int:
+        """Return the distance between neighbours in one dimension, in numbers; 0 without this dimension."""
+        return math.prod(self.sizes[self.names.index(name) + 1 :]) if name in self.names else 0
+
+    def cuts(self, numbers_max: int) -> Iterator[tuple[int, "Axes"]]:
+        """Divide the run into pieces of at most `numbers_max` numbers, if possible between groups of `TOKEN_GROUP`.
+
+        Yields:
+            The first token of a piece and its axes, without `layer`, in the order of memory.
+        """
+        is_layer = self.names[0] == "layer"
+        count = 0 if is_layer else numbers_max // math.prod(self.sizes[1:])
+        tokens = {"page": self.size("token"), "token": 1}.get(self.names[0], 0)  # per index of the outermost dimension
+        if not count:
+            for index in range(self.sizes[0]):
+                for first, axes in Axes(self.names[1:], self.sizes[1:]).cuts(numbers_max):
+                    its_axes = axes if is_layer else Axes((self.names[0], *axes.names), (1, *axes.sizes))
+                    yield index * tokens + first, its_axes
+            return
+        unit = -(-TOKEN_GROUP // tokens) if tokens else 1
+        step = count // unit * unit or count
+        for start in range(0, self.sizes[0], step):
+            yield start * tokens, Axes(self.names, (min(step, self.sizes[0] - start), *self.sizes[1:]))
+
+
 class Cut(NamedTuple):
-    """A section of a payload: its place and the type of its numbers."""
+    """A section of a payload: its place, and what codecs need to know. It has axes if a lossy codec may code it."""
 
     layer: int
     offset: int
-    """In the payload."""
+    """Offset in the payload."""
     size_bytes: int
     element: Element
+    kind: RunKind = "bytes"
+    axes: Axes | None = None
+    first_token: int = 0
+    """The section's first token, counted from the beginning of the chunk. Only with axes."""
+
+
+Loss = Literal["none", "k8v4", "int4"]
+"""The class of an engine: the lossy codec that its stored KV may go through, or ``none``."""
+
+LOSSY_ELEMENTS = frozenset[Element]({"bf16", "fp16", "fp32"})
+LOSSY_KINDS = frozenset[RunKind]({"keys", "values", "kv"})
+"""Runs to which a class applies. Latents, indexes and states stay exact."""
 
 
 def align_up(count: int, alignment: int = ALIGNMENT) -> int:
-    """The smallest multiple of `alignment` that is at least `count`."""
+    """Return the smallest multiple of `alignment` that is at least `count`."""
     return -(-count // alignment) * alignment
 
 
@@ -93,7 +179,7 @@ Validity = History | Window | State
 
 
 ELSEWHERE = -1
-"""`GroupLayout.copy` of a group that other ranks hold, and this one does not."""
+"""Value of `GroupLayout.copy` for a group that other ranks hold and this one does not."""
 
 
 class Part(NamedTuple):
@@ -103,19 +189,19 @@ class Part(NamedTuple):
     """
 
     first_layer: int
-    """Counted in the group's layers of the whole model."""
+    """Counted among the group's layers in the whole model."""
     end_layer: int
     first_head: int = 0
     end_head: int = 0
-    """Equal to `first_head`: the engine does not name the heads, and `rank` is the number of the rank."""
+    """Equal to `first_head` if the engine does not name the heads. Then `rank` is the number of the rank."""
     rank: int = 0
-    """0 of 1 for all tokens of these heads; otherwise the number of the share of their tokens. `GroupLayout.pages` says
-    which tokens those are."""
+    """0 of 1 for all tokens of these heads; otherwise the number of a share of the tokens. `GroupLayout.pages` says
+    which tokens are in it."""
     ranks: int = 1
 
     @property
     def text(self) -> str:
-        """For people: ``layers 0-31, heads 4-7``."""
+        """The part in words, such as ``layers 0-31, heads 4-7``."""
         heads = f", heads {self.first_head}-{self.end_head - 1}" if self.first_head < self.end_head else ""
         share = "token share" if heads else "rank"
         rank = f", {share} {self.rank} of {self.ranks}" if self.ranks > 1 else ""
@@ -132,9 +218,11 @@ class GroupLayout:
         pages: the engine's name for the arrangement within a layer, for example ``transformers/K[head,token,dim]
             V[head,token,dim]/float32/heads=2/dim=64``. Part of every object name.
         part: which layers and heads these are; None if the engine does not say. Not in the layout digest.
-        copy: how many ranks before this one hold the same part; `ELSEWHERE`: this rank does not hold it.
-        runs: of each layer; empty: each layer is a run of `bytes`. Part of every object name.
-        chunk_tokens: tokens of a full chunk, set by `KvLayout`: a frame has room for their ids. 0: it has none.
+        copy: how many ranks before this one hold the same part; `ELSEWHERE` if this rank does not hold it.
+        runs: the runs of each layer. If empty, each layer is one run of `bytes`. Part of every object name.
+        chunk_tokens: tokens per full chunk, set by `KvLayout`. A frame has room for their ids; 0 means no room.
+        axes: the axes of each run of each layer, None where the engine does not define them; empty for none at all.
+        loss: the class of the engine, set by `KvLayout.of_class`. Without one, axes have no effect on bytes or names.
     """
 
     validity: Validity
@@ -144,6 +232,8 @@ class GroupLayout:
     copy: int = 0
     runs: tuple[tuple[Run, ...], ...] = ()
     chunk_tokens: int = 0
+    axes: tuple[tuple[Axes | None, ...], ...] = ()
+    loss: Loss = "none"
 
     def __post_init__(self) -> None:
         if not self.layer_bytes or min(self.layer_bytes) < 1:
@@ -151,27 +241,41 @@ class GroupLayout:
         whole = tuple((Run("bytes", "bytes", size),) for size in self.layer_bytes)
         object.__setattr__(self, "runs", self.runs or whole)
         if tuple(sum(run.size_bytes for run in layer) for layer in self.runs) != self.layer_bytes:
-            raise ValueError(f"the runs {self.runs} are not the whole of layers of {self.layer_bytes} bytes")
+            raise ValueError(f"the runs {self.runs} do not fill layers of {self.layer_bytes} bytes")
         for run in set(chain.from_iterable(self.runs)):
             if run.size_bytes < 1 or run.size_bytes % ELEMENT_BYTES[run.element]:
-                raise ValueError(f"{run} is not a positive number of {run.element}")
+                raise ValueError(f"{run} is not a positive whole number of {run.element}")
+        for run, axes in self.runs_with_axes:
+            if axes is not None and axes.fitting(run) is None:
+                raise ValueError(f"{axes} are not the axes of {run}")
         if self.part is not None:
             self._check(self.part)
+
+    @property
+    def runs_with_axes(self) -> Iterator[tuple[Run, Axes | None]]:
+        """All runs, layer by layer, each with its axes.
+
+        Raises:
+            ValueError: there are axes, but not one entry for each run.
+        """
+        axes = self.axes or tuple((None,) * len(layer) for layer in self.runs)
+        for layer, its_axes in zip(self.runs, axes, strict=True):
+            yield from zip(layer, its_axes, strict=True)
 
     def _check(self, part: Part) -> None:
         is_rectangle = 0 <= part.first_layer < part.end_layer and 0 <= part.first_head <= part.end_head
         if not is_rectangle or not 0 <= part.rank < part.ranks:
             raise ValueError(f"impossible part of a group: {part}")
         if part.end_layer - part.first_layer != len(self.layer_bytes):
-            raise ValueError(f"{part} is not the part of a rank with {len(self.layer_bytes)} layers of this group")
+            raise ValueError(f"{part} does not span the {len(self.layer_bytes)} layers that this rank has of the group")
 
     def __hash__(self) -> int:
-        """Quick, because frames are looked up by their group for each object."""
+        """Hash only a few fields, because the frame layout of each object is looked up by its group."""
         return hash((self.layer_bytes, self.pages, self.chunk_tokens))
 
     @property
     def is_absent(self) -> bool:
-        """Whether only other ranks hold the part: this one answers all commands about it at once."""
+        """Whether only other ranks hold the part. Then this rank answers all commands about it at once."""
         return self.copy == ELSEWHERE
 
     @cached_property
@@ -191,17 +295,54 @@ class GroupLayout:
 
     @cached_property
     def sections(self) -> tuple[Cut, ...]:
-        """Each section, in order."""
+        """All sections, in order."""
         cuts: list[Cut] = []
+        places = iter(self.runs_with_axes)
         for layer, (offset, runs) in enumerate(zip(self.layer_offsets, self.runs, strict=True)):
             stop = offset
-            for _, element, size in runs:
+            for (kind, element, size), axes in islice(places, len(runs)):
                 start, stop = stop, stop + size
+                if axes is not None and _is_coded(self, kind, element):
+                    width, at = ELEMENT_BYTES[element], 0
+                    for first, piece in axes.cuts(SECTION_BYTES_MAX // width):
+                        its_kind, numbers = axes.kind or kind, math.prod(piece.sizes)
+                        if its_kind == "kv" and piece.size("side") == 1:
+                            its_kind = "values" if at // axes.step("side") % 2 else "keys"
+                        cuts.append(Cut(layer, start + at * width, numbers * width, element, its_kind, piece, first))
+                        at += numbers
+                    continue
                 cuts += [
                     Cut(layer, at, min(SECTION_BYTES_MAX, stop - at), element)
                     for at in range(start, stop, SECTION_BYTES_MAX)
                 ]
         return tuple(cuts)
+
+    def of_class(self, loss: Loss) -> "GroupLayout":
+        """Return this group with the class of its engine.
+
+        Raises:
+            ValueError: the class applies to a run whose axes the engine does not define, or whose sections have too few
+                tokens.
+        """
+        made = replace(self, loss=loss)
+        for run, axes in made.runs_with_axes:
+            is_unknown = run.kind == "bytes" and isinstance(self.validity, History) and loss != "none"
+            if is_unknown or (axes is None and _is_coded(made, run.kind, run.element)):
+                raise ValueError(
+                    f"the engine does not define the arrangement of {run.kind} in pages {self.pages!r:.99}"
+                )
+        for cut in made.sections:
+            if cut.axes is not None and cut.first_token == 0 and cut.axes.tokens < TOKENS_MIN:
+                raise ValueError(
+                    f"a section of pages {self.pages!r:.99} has {cut.axes.tokens} tokens; {loss} needs {TOKENS_MIN}"
+                )
+        return made
+
+
+def _is_coded(group: GroupLayout, kind: RunKind, element: Element) -> bool:
+    """Whether the group's class applies to its runs of this kind and element."""
+    is_lossy = group.loss != "none" and isinstance(group.validity, History)
+    return is_lossy and kind in LOSSY_KINDS and element in LOSSY_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -221,6 +362,22 @@ class KvLayout:
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "_digests", tuple(_digest(self.chunk_tokens, group) for group in self.groups))
 
+    @property
+    def loss(self) -> Loss:
+        """The class of the engine."""
+        return self.groups[0].loss
+
+    def of_class(self, loss: Loss) -> "KvLayout":
+        """Return this layout with the class of its engine. ``none`` returns an equal layout.
+
+        Raises:
+            ValueError: the class would have no effect, or the engine does not define what it needs.
+        """
+        made = KvLayout(self.chunk_tokens, tuple(group.of_class(loss) for group in self.groups))
+        if loss != "none" and all(cut.axes is None for group in made.groups for cut in group.sections):
+            raise ValueError("the engine has no keys and values that may be stored with loss")
+        return made
+
     def digest(self, group: int) -> bytes:
         """32-byte digest of everything needed to read one group's bytes; part of its object names."""
         return self._digests[group]
@@ -230,19 +387,19 @@ class KvLayout:
         known = self.groups[group]
         return known.part or Part(0, len(known.layer_bytes))
 
-    def with_parts(self, held: Iterable[tuple[Part | None, int]]) -> "KvLayout":
-        """This layout with the part and copy of each group.
+    def with_parts(self, parts: Iterable[tuple[Part | None, int]]) -> "KvLayout":
+        """Return this layout with a part and copy for each group.
 
         Raises:
-            ValueError: a part is impossible, or there are not as many as groups.
+            ValueError: a part is impossible, or `parts` does not have one entry for each group.
         """
-        groups = zip(self.groups, held, strict=True)
+        groups = zip(self.groups, parts, strict=True)
         return KvLayout(
             self.chunk_tokens, tuple(replace(group, part=part, copy=copy) for group, (part, copy) in groups)
         )
 
     def on_rank(self, rank: int, ranks: int) -> "KvLayout":
-        """This layout with a part for every group: where the engine does not say it, ranks share no object name."""
+        """Return this layout with a part for every group. Where the engine names none, ranks share no object name."""
         return self.with_parts(
             (group.part or Part(0, len(group.layer_bytes), rank=rank, ranks=ranks), group.copy) for group in self.groups
         )
@@ -254,7 +411,7 @@ class KvLayout:
 
 
 def of_all_ranks(layouts: Sequence[KvLayout], size: Callable[[GroupLayout], int]) -> list[int]:
-    """What `size` says of each group, on all ranks together. Ranks may hold different layers.
+    """Return the sum of `size` over all ranks, for each group. Ranks may hold different layers.
 
     Raises:
         ValueError: the ranks have different numbers of groups.
@@ -268,7 +425,7 @@ def engine_bytes(group: GroupLayout) -> int:
 
 
 def largest(layouts: Sequence[KvLayout]) -> KvLayout:
-    """The layout with the largest payload of each group: a transfer of all ranks lasts as long as that of the largest.
+    """Return the layout with the largest payload of each group: a transfer takes as long as its largest payload.
 
     Raises:
         ValueError: the ranks have different numbers of groups.
@@ -282,5 +439,8 @@ def largest(layouts: Sequence[KvLayout]) -> KvLayout:
 def _digest(chunk_tokens: int, group: GroupLayout) -> bytes:
     validity = group.validity
     rule = f"window:{validity.tokens}" if isinstance(validity, Window) else type(validity).__name__.lower()
-    fields = json.dumps([2, chunk_tokens, rule, group.runs, group.pages], separators=(",", ":"))
+    described: list[object] = [2, chunk_tokens, rule, group.runs, group.pages]
+    if group.loss != "none":
+        described += [group.loss, group.axes]
+    fields = json.dumps(described, separators=(",", ":"))
     return hashlib.sha256(b"kvtier.layout\0" + fields.encode()).digest()

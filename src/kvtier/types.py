@@ -7,10 +7,10 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NewType
 
 ChunkKey = NewType("ChunkKey", bytes)
-"""32-byte digest of parent key, tokens and extras: names a whole prefix. The same for all groups and ranks."""
+"""32-byte digest of parent key, tokens and extras. It names a whole prefix and is the same for all groups and ranks."""
 
 ObjectName = NewType("ObjectName", bytes)
-"""32-byte digest of key, group, part and layout: names one stored object. Ranks with equal parts share it."""
+"""32-byte digest of key, group, part and layout. It names one stored object; ranks with equal parts share it."""
 
 RequestId = NewType("RequestId", str)
 """The engine's name of a request; unique while the request is open."""
@@ -92,7 +92,7 @@ class ObjectId(NamedTuple):
     """32 bytes with which the engine names the content, such as a SHA-256 of its tokens. It need not be secret: stored
     names are keyed with the store's secret and the fingerprint."""
     group: int = 0
-    """Number of its KV group, in `KvLayout.groups`."""
+    """Index of its KV group in `KvLayout.groups`."""
 
 
 class Origin(NamedTuple):
@@ -103,7 +103,7 @@ class Origin(NamedTuple):
     depth: int = 0
     """How many pages come before it."""
     conversation: str | None = None
-    """The conversation."""
+    """The conversation that the object belongs to; None if unknown."""
 
 
 class ObjectBytes(NamedTuple):
@@ -111,8 +111,8 @@ class ObjectBytes(NamedTuple):
 
     object: ObjectId
     pieces: Sequence[Any]
-    """Contiguous buffers (memoryview, numpy array and so on), one for each layer of the KV group, in order and of
-    `GroupLayout.layer_bytes` bytes. A layer is what the engine keeps in one piece: the K or the V of a page, say."""
+    """Contiguous buffers (memoryview, numpy array and so on) of `GroupLayout.layer_bytes` bytes: one for each layer of
+    the KV group, in order. A layer is whatever the engine keeps in one piece, such as the K or the V of a page."""
     origin: Origin = Origin()
 
 
@@ -126,7 +126,7 @@ class Place(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One movement of one object: decided by the core, executed by the mover, complete when every rank has answered."""
+    """Moves one object. The core decides it, the mover executes it, and it is complete when every rank has answered."""
 
     id: int
     direction: Direction
@@ -140,7 +140,7 @@ class Transfer(NamedTuple):
     depth: int  # number of chunks before this one
     deadline_s: float  # on the session's clock; later completions do not count
     conversation: str | None  # the conversation, for eviction policies
-    text: bytes = b""  # of a demote, for a sealed frame: token ids of the chunk as u32, and extras after them
+    text: bytes = b""  # what a demote puts into a sealed frame: token ids of the chunk as u32, then extras
     is_relay: bool = False  # the slot is in the staging area, where no request finds the object
 
 
@@ -172,18 +172,18 @@ class Tell(NamedTuple):
 class Recall(NamedTuple):
     """Asks one rank for chunks whose tokens are in heads of a lower tier's sealed objects.
 
-    The first one with a new `number` begins a recall, in a thread of its own. Each is completed at once with the
-    records that are known by then, see `RecallPage`.
+    The first command with a new `number` starts a recall in a thread of its own. Each command completes at once with
+    a `RecallPage` of the records that are known by then.
     """
 
     tier: str
     group: int
-    number: int  # of the recall, at least 1; another number begins another one
-    position: int  # records of this recall that were taken before
+    number: int  # number of the recall, at least 1; a new number starts a new recall
+    position: int  # how many records of this recall were taken before
 
 
 class Cancel(NamedTuple):
-    """Transfers without a waiting operation; those that have not started need not start."""
+    """Names transfers that no operation waits for any more. Those that have not started need not start."""
 
     ids: tuple[int, ...]
 
@@ -192,7 +192,7 @@ Command = Transfer | Probe | Drop | Tell | Recall | Cancel
 
 
 class ChunkRecord(NamedTuple):
-    """A chunk that a lower tier holds, as its sealed head says."""
+    """A chunk that a lower tier holds, as its sealed head describes it."""
 
     key: ChunkKey
     parent: ChunkKey | None
@@ -200,18 +200,18 @@ class ChunkRecord(NamedTuple):
     depth: int
     """Number of chunks before it."""
     tokens: bytes
-    """Ids of its tokens, little-endian u32 each."""
+    """Ids of its tokens, each a little-endian u32."""
     extras: bytes
-    """As the engine adapter that stored the chunk gave them: at most 388 bytes."""
+    """The extras, at most 388 bytes, as the engine adapter that stored the chunk gave them."""
 
 
 class RecallPage(NamedTuple):
     """Some records of a recall."""
 
     records: tuple[ChunkRecord, ...]
-    """Each after its parent, which may be in an earlier page; chains of newer objects first."""
+    """Each record follows its parent, which may be in an earlier page. Chains of newer objects come first."""
     is_last: bool
-    """Whether no more will follow. False without records: they are still being read."""
+    """Whether no more records will follow. False without records means that they are still being read."""
 
 
 class LoadOption(NamedTuple):
@@ -224,11 +224,11 @@ class LoadOption(NamedTuple):
     seconds: float
     """Expected time from start to end, including transfers queued before it."""
     wait_s: float
-    """The longest time in it without a newly usable chunk."""
+    """The longest time during the load in which no further chunk becomes usable."""
     is_known: bool
     """Whether every link that it needs has a measurement; otherwise the times are guesses."""
     chunk_tokens: int = 0
-    """A load may end earlier at any multiple of this; 0: it may not."""
+    """The load may end early at any multiple of this; 0 if it may not end early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class Lookup:
     """Leading tokens that host memory can serve now, at most `tokens`."""
     presence: Presence
     sources: tuple[tuple[str, int], ...] = ()
-    """(source, tokens) of such a load, "host" first."""
+    """(source, tokens) for each source of such a load, "host" first."""
     options: tuple[LoadOption, ...] = ()
     """Loads up to `tokens`, and up to shorter boundaries that need no slower sources. Empty while PROBING."""
     history_tokens: int = 0
@@ -265,9 +265,9 @@ class LoadDone:
     failed: tuple[tuple[int, int], ...]
     """(group, chunk) of every object that did not arrive."""
     sources: tuple[tuple[str, int], ...] = ()
-    """(source, tokens) of the tokens delivered."""
+    """(source, tokens) for each source that delivered tokens."""
     was_cut: bool = False
-    """The load exceeded its `LoadBudget`: compute the rest, and do not load again."""
+    """Whether the load ended because it exceeded its `LoadBudget`. Compute the rest, and do not load again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ class StoreDone:
     """A store has ended. None of its transfers reads the engine's blocks any more."""
 
     request: RequestId
-    held: int
+    stored: int
     """Objects that are readable in host memory, new or already there."""
     dropped: int
     """Objects that found no room in time, or failed."""
@@ -290,37 +290,37 @@ class TierNotice:
     is_up: bool
     detail: str
     is_late: bool = False
-    """The last operation that failed was late, so that it has no error yet."""
+    """Whether the last failed operation was overdue, and so has no error yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectsDone:
-    """A search, get or put of objects has ended. None of its copies touches the caller's memory any more."""
+    """A lookup, get or put of objects has ended. None of its copies touches the caller's memory any more."""
 
     request: RequestId
     outcomes: tuple[Outcome, ...]
-    """Outcome of each object, in order. Of a search: DONE if a tier holds the object, else ABSENT."""
+    """Outcome of each object, in order. A lookup reports DONE if a tier holds the object, else ABSENT."""
 
 
 Event = LoadDone | StoreDone | ObjectsDone | TierNotice
 
 
 class Priority(IntEnum):
-    """Whose retention ends first where the share of host memory that may be retained is used up: the lowest."""
+    """Priority of a retention. The lowest ends first when the share of host memory that may be retained is used up."""
 
     NORMAL = 0
     HIGH = 1
-    """Requests may ask for it where the settings allow that."""
+    """Requests may ask for it if the settings allow that."""
     OPERATOR = 2
-    """Calls on the control socket have it. Their prefetches have places of their own."""
+    """Only calls on the control socket have it. Their prefetches have a limit of their own."""
 
 
 WRITE_KINDS = ("frames", "upkeep", "avoided")
-"""Frames; the index, and copies during eviction; what the write budget refused."""
+"""In order: frames; the index, and copies during eviction; writes that the write budget refused."""
 
 
 class Figures(NamedTuple):
-    """A tier's fill level and writes. None: the tier does not report it."""
+    """A tier's fill level and writes. A figure is None if the tier does not report it."""
 
     used_bytes: int | None = None
     capacity_bytes: int | None = None

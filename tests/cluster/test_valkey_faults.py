@@ -153,7 +153,6 @@ def test_parts_that_an_evicted_object_left_are_not_mixed_with_those_of_another_f
 
 
 @pytest.mark.cluster_core
-@pytest.mark.cluster_core
 def test_a_reader_between_two_writers_reads_again_and_removes_nothing(valkey, tier, monkeypatch):
     """Sealed frames of one object differ, so a second writer changes parts while a reader has some of them."""
     other = open_tier(valkey, prefix=tier._prefix, deadline_s=DEADLINE_S)

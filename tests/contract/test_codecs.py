@@ -1,11 +1,13 @@
 """Every codec through the shared contract suite."""
 
+from importlib import import_module
+
 import pytest
 
-from kvtier.codec import registry
-from kvtier.codec.base import Codec
+from kvtier.codec import lossy, registry
+from kvtier.codec.base import Codec, LossyCodec
 from kvtier.layout import Element
-from kvtier.testing.codec import CodecContract
+from kvtier.testing.codec import CodecContract, LossyCodecContract
 
 
 class TestRaw(CodecContract):
@@ -28,6 +30,57 @@ class TestSplit2(CodecContract):
     def make(self) -> Codec:
         pytest.importorskip("zstandard", reason="the extra 'zstd' is not installed")
         return registry.by_name("split2")
+
+
+@pytest.fixture(params=["numba", "torch"])
+def kernels(request, monkeypatch):
+    pytest.importorskip(request.param, reason=f"{request.param} is not installed")
+    module = import_module(f"kvtier.codec.lossy_{request.param}")
+    monkeypatch.setattr(lossy, "load_kernels", lambda _package: module)
+
+
+@pytest.mark.usefixtures("kernels")
+class TestInt4(LossyCodecContract):
+    def make(self) -> LossyCodec:
+        return registry.lossy("int4")
+
+
+@pytest.mark.usefixtures("kernels")
+class TestK8V4(LossyCodecContract):
+    def make(self) -> LossyCodec:
+        return registry.lossy("k8v4")
+
+
+class Coarse(lossy.Int4):
+    """A wrong codec: it restores the values of every second byte one step too high."""
+
+    def decode(self, stored, into, cut):
+        changed = bytearray(stored)
+        changed[-1:] = bytes([changed[-1] ^ 1])
+        super().decode(memoryview(changed), into, cut)
+
+
+class Drifts(lossy.Int4):
+    """A wrong codec: each time that it codes, it adds a little."""
+
+    def encode(self, raw, into, cut, *, is_first):
+        used = super().encode(raw, into, cut, is_first=is_first)
+        if used < len(raw):
+            into[used - len(raw) // 16 : used] = bytes(min(0xFF, it + 1) for it in into[used - len(raw) // 16 : used])
+        return used
+
+
+@pytest.mark.parametrize(
+    ("codec", "check"),
+    [
+        (Coarse, "test_keeps_its_bound_in_any_arrangement"),
+        (Drifts, "test_coding_again_ten_times_adds_a_hundredth_of_the_error_at_most"),
+    ],
+)
+def test_the_suite_sees_a_wrong_lossy_codec(codec, check):
+    contract = type("Broken", (LossyCodecContract,), {"make": lambda _self: codec()})()
+    with pytest.raises(AssertionError):
+        getattr(contract, check)()
 
 
 class Shifts:

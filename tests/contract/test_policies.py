@@ -8,7 +8,7 @@ from kvtier.policy.base import Evictor
 from kvtier.policy.fifo import Fifo
 from kvtier.policy.lru import Lru
 from kvtier.policy.registry import EVICTORS, make_evictor
-from kvtier.testing.policy import EvictorContract, held
+from kvtier.testing.policy import EvictorContract, use_of
 
 
 class TestAdaptive(EvictorContract):
@@ -66,8 +66,8 @@ def test_the_registry_makes_a_new_one_each_time_and_names_whom_it_knows():
 
 def test_fifo_ignores_use():
     fifo = Fifo()
-    fifo.added(held(1))
-    fifo.added(held(2))
-    fifo.touched(held(1))
-    assert fifo.victim(lambda _name: False) == held(1).name
+    fifo.added(use_of(1))
+    fifo.added(use_of(2))
+    fifo.touched(use_of(1))
+    assert fifo.victim(lambda _name: False) == use_of(1).name
     assert len(fifo) == 2

@@ -1,16 +1,20 @@
 """Every tier through the shared contract suite."""
 
+import ctypes
 import itertools
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from tests.memory_tier import MemoryTier
-from tests.shelf_tier import Shelf
 from tests.tier_makers import makes
 
+from kvtier.errors import TierError
 from kvtier.policy.fifo import Fifo
 from kvtier.testing import tier as suite
+from kvtier.testing.example_tier import Shelf
 from kvtier.testing.tier import BLOCK_BYTES, TierContract
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk.tier import DiskTier
@@ -163,6 +167,40 @@ class Cycles(MemoryTier):
         part = [frame[1:]]
         part.append(part)
         return super().write_one(name, frame, about)
+
+
+class ReportsAnErrorFirst(MemoryTier):
+    """Its library reports an error for each read, and writes to the buffer later."""
+
+    def __init__(self, *, keeps_views: bool):
+        super().__init__(capacity_bytes=1 << 20)
+        self.keeps_views, self.pending = keeps_views, []
+
+    def read_one(self, name, into, offset):
+        address = np.frombuffer(into, np.uint8).ctypes.data
+        self.pending.append((address, into.nbytes, into[:] if self.keeps_views else None))
+        raise TierError(self.name, "no such object")
+
+    def write_late(self):
+        while self.pending:
+            address, size, _view = self.pending.pop()
+            ctypes.memset(address, 0xFF, size)
+
+
+class ReportsAnErrorFirstContract(TierContract):
+    @contextmanager
+    def failing(self, tier):
+        yield tier.write_late
+
+
+@pytest.mark.parametrize("keeps_views", [False, True])
+def test_the_suite_finds_a_tier_whose_library_writes_after_an_error(keeps_views):
+    """A tier that gives its library an address is wrong. One whose library refers to the buffer is waited for."""
+    right = nullcontext() if keeps_views else pytest.raises(AssertionError, match="bytes arrived after the read")
+    with right:
+        ReportsAnErrorFirstContract().test_a_write_after_a_reported_error_spoils_no_other_object(
+            ReportsAnErrorFirst(keeps_views=keeps_views)
+        )
 
 
 @pytest.mark.parametrize(

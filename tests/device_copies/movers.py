@@ -16,7 +16,7 @@ from tests.simulated_cuda import Machine
 from tests.simulated_cuda.machine import POISON, DeviceError
 from tests.simulated_cuda.turns import StalledError
 
-from kvtier.connect.vllm.copier import RevokedError
+from kvtier.connect.vllm.worker.copier import RevokedError
 from kvtier.device.copier import Copier
 from kvtier.layout import KvLayout
 from kvtier.runtime import command_runner

@@ -16,8 +16,8 @@ from tests.simulated_cuda.tensors import parts
 from tests.vllm_recorded import Recorded, recorded
 from tests.vllm_world import made
 
-from kvtier.connect.vllm.copier import BlockCopier, open_copier
 from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.worker.copier import BlockCopier, open_copier
 from kvtier.types import Direction, RequestId
 
 GEOMETRIES: list[tuple[Callable[[], Recorded], int]] = [

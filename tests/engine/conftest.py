@@ -1,5 +1,6 @@
 """What the engine tests share: an attachment that is closed."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -34,6 +35,17 @@ def attached(tmp_path: Path) -> Iterator[Attach]:
             return stack.enter_context(attach(model, **settings))
 
         yield make
+
+
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The checkpoint of the real model. Reading it from its package takes 20 s; it is removed for its 540 MB."""
+    from kvtier.tools.demo.model import write_pretrained
+
+    place = tmp_path_factory.mktemp("pretrained")
+    write_pretrained(place)
+    yield place
+    shutil.rmtree(place)
 
 
 @pytest.fixture

@@ -2,19 +2,20 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
 from kvtier.cli.main import run
-from kvtier.demo import run as demo_run
-from kvtier.demo import worker
-from kvtier.demo.model import SHAPES, missing_packages
-from kvtier.demo.trace import build_prompt, choose_sessions, plan_requests, read_trace
+from kvtier.tools.demo import run as demo_run
+from kvtier.tools.demo import worker
+from kvtier.tools.demo.model import SHAPES, build_prompt, choose_sessions, missing_packages, plan_requests, read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -45,17 +46,29 @@ def passes_of(output):
     return {it["name"]: it for it in told["passes"]}
 
 
+def in_this_process(_name, job, _work):
+    """The events of a pass in this process, which has imported torch."""
+    events = []
+    worker.run_pass(job, events.append)
+    yield from events
+
+
 def pass_events(name, job, work):
-    """The warm pass in a process of its own, the others in this one, which saves loading torch six times."""
-    if name == "warm":
-        yield from worker.pass_events(name, job, work)
-    else:
-        events = []
-        worker.run_pass(job, events.append)
-        yield from events
+    """The events of a pass. The warm one has a process of its own."""
+    return (worker.pass_events if name == "warm" else in_this_process)(name, job, work)
 
 
-def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def threads():
+    """Option `--threads`, whose number of torch's threads ends with the test: later ones would get other last bits."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield ("--threads", "1")
+    torch.set_num_threads(before)
+
+
+def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys, threads):
     monkeypatch.chdir(tmp_path)
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
@@ -63,7 +76,7 @@ def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys):
     # Without its packages the pretrained model is replaced by the small one, which is tiny here.
     monkeypatch.setattr(demo_run, "missing_packages", lambda: ["gguf"])
     monkeypatch.setitem(SHAPES, "small", SHAPES["tiny"])
-    arguments = ("--sessions", "1", "--requests", str(REQUESTS), "--new-tokens", "2", "--dir", "store", "--json")
+    arguments = (*f"--sessions 1 --requests {REQUESTS} --new-tokens 2 --dir store --json".split(), *threads)
     assert run(["demo", *arguments]) == 0
     captured = capsys.readouterr()
     assert "the answers mean nothing: SmolLM2-135M-Instruct needs packages that are not installed" in captured.err
@@ -78,6 +91,7 @@ def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys):
     assert warm["restored_tokens"] >= 0.9 * warm["restorable_tokens"] > 0
     assert warm["restorable_tokens"] > cold["restorable_tokens"] > 0
 
+    monkeypatch.setattr(demo_run, "pass_events", in_this_process)
     assert run(["demo", *arguments, "--record", "record.json", "--report", "page.html"]) == 0
     second = passes_of(capsys.readouterr().out)
     assert list(second) == ["none", "cold", "warm"]
@@ -100,13 +114,13 @@ def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(missing_packages()), reason=f"the packages {missing_packages()} are not installed")
-def test_the_pretrained_model_answers_in_words(tmp_path, monkeypatch, capsys):
+def test_the_pretrained_model_answers_in_words(tmp_path, monkeypatch, capsys, pretrained, threads):
     def checked(name, job, work):
         """The events of a pass, whose prompts must be those of the model's own chat template."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(job.checkpoint)
-        for event in worker.pass_events(name, job, work):
+        for event in pass_events(name, job, work):
             if event["event"] == "request":
                 answers.append(event["answer"])
             yield event
@@ -124,11 +138,13 @@ def test_the_pretrained_model_answers_in_words(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(worker, "read_pretrained", cache(worker.read_pretrained))
     answers = []
     earlier, later = (line.text for line in choose_sessions(read_trace(), 1)[:2])
     users = earlier, later.removeprefix(earlier)
     monkeypatch.setattr(demo_run, "pass_events", checked)
-    arguments = ("--model", "smollm2", "--sessions", "1", "--requests", "2", "--new-tokens", "6", "--json")
+    monkeypatch.setattr(demo_run, "write_pretrained", partial(shutil.copytree, pretrained, copy_function=os.link))
+    arguments = ("--model", "smollm2", "--sessions", "1", "--requests", "2", "--new-tokens", "6", *threads, "--json")
     assert run(["demo", *arguments]) == 0
     captured = capsys.readouterr()
     told = json.loads(captured.out)
@@ -177,7 +193,7 @@ def passes_under(temporary: Path) -> list[Path]:
 
 def is_pass(command_line: Path, temporary: Path) -> bool:
     told = read(command_line)
-    return b"kvtier.demo.worker" in told and str(temporary).encode() in told
+    return b"kvtier.tools.demo.worker" in told and str(temporary).encode() in told
 
 
 def read(path: Path) -> bytes:

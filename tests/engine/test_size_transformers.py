@@ -12,8 +12,8 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvtier import size
-from kvtier.size.families import all_class_defaults
+from kvtier.tools import size
+from kvtier.tools.size.families import all_class_defaults
 
 pytestmark = pytest.mark.engine
 

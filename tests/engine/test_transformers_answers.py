@@ -3,8 +3,10 @@
 All computes in float32, and each set of answers in a new process.
 """
 
+import inspect
 import os
 import shutil
+from asyncio import base_events
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvtier.connect.transformers import attach
 from kvtier.connect.transformers.copier import CacheCopier
-from kvtier.demo.model import PRETRAINED, missing_packages, write_pretrained
+from kvtier.tools.demo.model import PRETRAINED, missing_packages
 
 pytestmark = [
     pytest.mark.engine,
@@ -46,8 +48,7 @@ class Reply(NamedTuple):
 
 @pytest.fixture
 def where(tmp_path: Path) -> Iterator[Path]:
-    """A directory with the checkpoint. It is removed at the end, since a store takes up to 2 GB."""
-    in_new_process(write_pretrained, tmp_path / "model")
+    """A directory that is removed at the end, since a store takes up to 2 GB."""
     yield tmp_path
     shutil.rmtree(tmp_path)
 
@@ -103,14 +104,13 @@ def restored(replies: list[Reply]) -> int:
     return sum(sum(it.restored.values()) for it in replies)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(4 * PATIENCE_S)
-@pytest.mark.parametrize(
-    "numbers",
-    [(0,), pytest.param(range(TEXTS), marks=pytest.mark.nightly)],
-    ids=["five", "fifty"],
-)
-def test_questions_have_the_same_answers_from_memory_and_from_disk(numbers: Sequence[int], where: Path) -> None:
-    model, store = where / "model", where / "kv"
+@pytest.mark.parametrize("numbers", [(0,), range(TEXTS)], ids=["five", "fifty"])
+def test_questions_have_the_same_answers_from_memory_and_from_disk(
+    numbers: Sequence[int], where: Path, pretrained: Path
+) -> None:
+    model, store = pretrained, where / "kv"
     texts = questions_by_text(AutoTokenizer.from_pretrained(model))
     texts = [texts[number] for number in numbers]
     wanted = in_new_process(plain, model, texts)
@@ -131,6 +131,41 @@ def test_questions_have_the_same_answers_from_memory_and_from_disk(numbers: Sequ
     first = [prompts[:1] for prompts in texts]
     wrong = in_new_process(with_kvtier, model, first, store, True)
     assert compare(wrong, wanted[::QUESTIONS]).changed, "the control: wrong KV is noticed"
+
+
+def next_tokens(directory: Path, tokens: list[int], store: Path) -> tuple[dict[str, int], torch.Tensor]:
+    """Return what the first of some prompts restored, and the log probabilities of the token after each of them.
+
+    The prompts are the first two chunks of `tokens`, and up to 24 more tokens.
+    """
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    settings = {"host__capacity_bytes": "128MiB", "store__chunk_tokens": CHUNK, "store__loss": "int4"}
+    rows: list[torch.Tensor] = []
+    restored: list[dict[str, int]] = []
+    with attach(model, store, **settings) as kv:
+        for end in range(2 * CHUNK + 1, 2 * CHUNK + 25, 3):
+            output = kv.generate(torch.tensor([tokens[:end]]), **(LOGITS | {"max_new_tokens": 1}))
+            rows.append(output.logits[0][0].float().log_softmax(-1))
+            restored.append(kv.last.restored_by_source)
+    return restored[0], torch.stack(rows)
+
+
+@pytest.mark.timeout(4 * PATIENCE_S)
+def test_a_class_restores_near_answers_in_another_process(where: Path, pretrained: Path) -> None:
+    """The first process computes all, so that its numbers are exact."""
+    tokens = AutoTokenizer.from_pretrained(pretrained)(inspect.getsource(base_events))["input_ids"][: 3 * CHUNK]
+    nothing, exact = in_new_process(next_tokens, pretrained, tokens, where / "kv")
+    assert nothing == {}
+    stored = sum(path.stat().st_size for path in (where / "kv").rglob("*") if path.is_file())
+    raw = 2 * CHUNK * 30 * 2 * 3 * 64 * 2  # layers, keys and values, heads, channels, bytes
+    assert stored / raw < 0.30
+
+    found, near = in_new_process(next_tokens, pretrained, tokens, where / "kv")
+    assert found == {"directory": 2 * CHUNK}
+    divergence = (exact.exp() * (exact - near)).sum(-1)
+    assert 0 < divergence.mean() < 0.03
+    # Twelve tokens later it is another text.
+    assert (exact.exp() * (exact - near.roll(4, 0))).sum(-1).mean() > 1, "the control"
 
 
 def test_an_answer_is_changed_unless_two_tokens_are_equally_likely() -> None:

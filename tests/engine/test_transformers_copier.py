@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.axes import check_axes, misread, numbered
 from tests.simulated_cuda import begin, installed, seen_by_host
 from tiny_transformers import llama
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from kvtier.connect.transformers.caches import (
     CachedLayer,
@@ -162,6 +163,25 @@ def test_groups_are_cut_by_window_and_named_by_their_arrangement() -> None:
     ]
     assert layout.groups[0].layer_bytes == (CHUNK * 24 * 2, CHUNK * 20 * 2)
     assert layout.groups[0].runs[1] == (("keys", "bf16", CHUNK * 6 * 2), ("values", "bf16", CHUNK * 14 * 2))
+
+
+def test_the_axes_find_each_number_of_the_librarys_cache() -> None:
+    found = inspect_cache(llama().to(torch.bfloat16))
+    layout = found.layout(80).of_class("int4")
+    numbers = numbered(3, 2, 160, 12)
+    cache = DynamicCache(config=found.config)
+    for layer in range(3):
+        keys, values = (torch.from_numpy(side[layer]).view(torch.bfloat16)[None] for side in numbers)
+        cache.update(keys, values, layer)
+    spans = recorded_spans(found, cache, 160)
+    assert spans is not None
+    copier = CacheCopier(found, layout)
+    copier.expose(REQUEST, 0, 0, spans)
+    payload = memoryview(mmap.mmap(-1, layout.groups[0].payload_bytes))
+    copier.gather(REQUEST, 0, (80, 160), payload)
+    check_axes(layout.groups[0], payload, numbers, start=80)
+    with pytest.raises(AssertionError, match="tokens of"):
+        check_axes(misread(layout.groups[0], "head", "token"), payload, numbers, start=80)
 
 
 def test_a_chunk_that_is_not_all_there_is_not_gathered() -> None:

@@ -161,7 +161,7 @@ def test_a_changed_model_that_cannot_be_served_is_computed_without_the_cache(
     monkeypatch.setattr("kvtier.connect.transformers.open.inspect_cache", refuse)
     with torch.no_grad():
         kv.model.lm_head.weight.mul_(1.5)
-    for reason in ("kvtier failed: planned", "cannot be served any more: planned"):
+    for reason in ("kvtier failed: planned", "can no longer be served: planned"):
         assert torch.equal(kv.generate(PROMPT, **GREEDY), kv.model.generate(PROMPT, **GREEDY))
         assert reason in kv.last.uncached_reason
 

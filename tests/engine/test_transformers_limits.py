@@ -194,7 +194,7 @@ BELOW_SESSION = ("/core/", "/runtime/", "/policy/", "/observe/", "/types.py")
 """The user's thread runs the core under the session's lock; an exception there shuts the session."""
 
 
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.nightly)])
 def test_whatever_a_call_of_ours_raises_nothing_stays_open_and_the_next_call_is_served(
     attached: Attach, step: int
 ) -> None:

@@ -313,4 +313,4 @@ def test_damaged_files_behind_a_boundary_keep_what_lies_before_it(
     kv = attached(model)
     assert torch.equal(kv.generate(PROMPT, **GREEDY), plain)
     assert kv.last.restored_tokens == 32
-    assert kv.last.uncached_reason == "", "tensors of a window end where they were planned to, so it is planned anew"
+    assert kv.last.uncached_reason == "", "tensors of a window end where they were planned to, so it is planned again"

@@ -89,7 +89,7 @@ def test_sessions_are_recorded_and_what_they_expect_reaches_the_evictor(
     owners: list[str | None] = []
     real = Adaptive.added
     monkeypatch.setattr(Adaptive, "expects", lambda _self, *said: found.append(said))
-    monkeypatch.setattr(Adaptive, "added", lambda self, held: (owners.append(held.conversation), real(self, held)))
+    monkeypatch.setattr(Adaptive, "added", lambda self, use: (owners.append(use.conversation), real(self, use)))
     kv = attached(llama(), trace__path=tmp_path / "traces")
     kv.generate(torch.tensor([PROMPTS[0]]), session="chat", **GREEDY)
     kv.expects("chat", "user")

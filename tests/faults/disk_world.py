@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, open_in_place, seal
-from kvtier.codec.head import Identity
+from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, pack, unpack_in_place
+from kvtier.codec.frame_header import Identity
 from kvtier.codec.raw import Raw
 from kvtier.errors import CorruptChunkError
 from kvtier.layout import ALIGNMENT, GroupLayout, History
@@ -46,7 +46,7 @@ def sealed(number: int) -> memoryview:
     group = group_of(number)
     slot = empty_frame(frame_bytes(group))
     slot[head_bytes(group) :] = payload_of(number)
-    return seal(slot, group, identity(number), Raw())
+    return pack(slot, group, identity(number), Raw())
 
 
 def write_all(tier: DiskTier, numbers: Iterable[int]) -> None:
@@ -63,7 +63,7 @@ def look(tier: DiskTier, number: int) -> str:
     if count is None:
         return "absent"
     try:
-        open_in_place(slot, count, group, identity(number), memoryview(bytearray(OPEN_SCRATCH_BYTES)))
+        unpack_in_place(slot, count, group, identity(number), memoryview(bytearray(OPEN_SCRATCH_BYTES)))
     except CorruptChunkError:
         return "refused"
     return "right" if slot[head_bytes(group) :] == payload_of(number) else "wrong"

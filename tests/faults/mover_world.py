@@ -18,9 +18,10 @@ from kvtier.errors import TierError
 from kvtier.keys.object_names import object_name
 from kvtier.layout import GroupLayout, History, KvLayout, State
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.executor import Completion, Threads, Work
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.stored_forms import StoredForm
+from kvtier.runtime.tier_codecs import StoredForm
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import About, Figures, OneByOneTier, Tier
 from kvtier.types import ChunkKey, Direction, Drop, ObjectName, Outcome, Probe, RequestId, Transfer
@@ -103,16 +104,18 @@ class World:
         self.copier: Any = wrap(HostCopier(self.layout, self.memory))
         self.mover = taking(
             Mover(
-                layout=self.layout,
-                model=FINGERPRINT[:16],
-                arena=self.arena,
-                copier=self.copier,
-                tiers=self.tiers,
-                forms={name: StoredForm(codec) for name in self.tiers},
+                CommandRunner(
+                    layout=self.layout,
+                    model=FINGERPRINT[:16],
+                    arena=self.arena,
+                    copier=self.copier,
+                    tiers=self.tiers,
+                    forms={name: StoredForm(codec) for name in self.tiers},
+                    clock=clock,
+                    writes_all=writes_all,
+                ),
                 threads=threads,
                 tier_threads=tier_threads or {},
-                clock=clock,
-                writes_all=writes_all,
             )
         )
         self._ids = 0

@@ -278,7 +278,7 @@ TOML_VALUES = [
 def test_settings_with_anything_in_them_are_read_or_refused(tmp_path, command):
     from kvtier.config.schema import settings
     from kvtier.config.sections import SECTIONS
-    from kvtier.plan.inputs import SETTINGS
+    from kvtier.tools.plan.inputs import SETTINGS
 
     def run_with(name, text):
         path = tmp_path / name
@@ -306,7 +306,7 @@ def test_model_configurations_with_anything_in_them_are_sized_or_refused(tmp_pat
 
     from importlib.resources import files
 
-    models = sorted(it for it in (files("kvtier.size") / "catalogue").iterdir() if it.name.endswith(".json"))
+    models = sorted(it for it in (files("kvtier.tools.size") / "catalogue").iterdir() if it.name.endswith(".json"))
     known = [json.loads(it.read_text()) for it in models] or [LLAMA]
     chance = random.Random("models")
     commands = []

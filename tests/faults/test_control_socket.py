@@ -1,5 +1,6 @@
 """The control socket answers whatever comes, bounded in time and number, and only to this user and root."""
 
+import errno
 import json
 import os
 import signal
@@ -9,12 +10,15 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+from tests.refusals import refuses
 from tests.system import until
 
 from kvtier.errors import ConfigError
 from kvtier.runtime import control_socket as module
+from kvtier.runtime import local_sockets
 from kvtier.runtime.control_socket import ControlError, ControlSocket, ask
 
 IS_ROOT = os.geteuid() == 0
@@ -101,6 +105,7 @@ def test_a_call_is_answered_and_its_file_goes_with_the_server(path, calls):
         ask(path, "find", {"size": module.ANSWER_BYTES_MAX})
     server.close()
     server.close()
+    assert server._server.join(0.0), "no thread is left"
     assert not path.exists()
     with pytest.raises(ControlError, match=f"no engine listens at {path} .control.socket.: No such file"):
         ask(path, "find", {})
@@ -116,7 +121,7 @@ def test_a_call_is_answered_and_its_file_goes_with_the_server(path, calls):
         (b"[" * 100_000 + b"\n", "is not a JSON object"),
         (b"\x80\x04\x95\n", "is not a JSON object"),
         (b'{"version": 2}\n', "has version 2; allowed: 1"),
-        (b'{"version": 1}\n', "command must be a text"),
+        (b'{"version": 1}\n', "command must be a string"),
         (line(arguments=[]), "arguments an object"),
         (line(more=1), "has ['more']; allowed: version, command"),
         (line(deadline_s=0), "deadline_s = 0; allowed: above 0, up to 60"),
@@ -153,7 +158,7 @@ def test_a_client_that_sends_or_reads_nothing_is_dropped_and_holds_no_other_up(s
         assert ask(served.path, "find", {})["command"] == "find"
         assert time.monotonic() - began_s < 5.0
         assert received(silent) == b""
-        until(lambda: not served._clients)
+        until(lambda: not served._server._clients)
         assert len(received(deaf)) < 8 << 20
 
 
@@ -170,7 +175,7 @@ def test_many_silent_connections_do_not_keep_others_out(served, count, monkeypat
     with ExitStack() as stack:
         silent = [stack.enter_context(connected(served.path)) for _ in range(count)]
         assert ask(served.path, "find", {})["command"] == "find"
-        assert len(served._clients) <= module.CONNECTIONS_MAX
+        assert len(served._server._clients) <= module.CONNECTIONS_MAX
         assert received(silent[0]) == b"", "the oldest has ended"
 
 
@@ -193,7 +198,7 @@ def test_calls_that_wait_leave_connections_for_a_probe(served, calls):
         waiting = [stack.enter_context(connected(served.path)) for _ in range(module.CALLS_MAX)]
         for connection in waiting:
             connection.sendall(line(command="hang", deadline_s=30))
-        until(lambda: [*served._clients.values()] == [True] * module.CALLS_MAX)
+        until(lambda: [*served._server._clients.values()] == [True] * module.CALLS_MAX)
         until(lambda: served._calls[1]._value == 0)
         for _ in range(module.CONNECTIONS_MAX):
             with pytest.raises(ControlError, match="busy with 8 other calls; ask again later"):
@@ -239,11 +244,11 @@ def test_a_call_that_waits_is_not_made_once_the_server_closes(path, calls, monke
         hanging.sendall(line(command="hang", deadline_s=30))
         until(lambda: calls.made)
         waiting.sendall(line(deadline_s=30))
-        until(lambda: [*server._clients.values()] == [True, True])
+        until(lambda: [*server._server._clients.values()] == [True, True])
         server.close()
         assert (received(hanging), received(waiting)) == (b"", b"")
         calls.go.set()
-        until(lambda: not server._clients)
+        until(lambda: not server._server._clients)
     assert calls.made == [("hang", {})]
 
 
@@ -283,13 +288,22 @@ def test_a_request_that_no_server_would_take_is_not_sent(served, calls):
 
 
 def test_processes_of_other_users_are_refused(served, calls, monkeypatch, caplog):
-    monkeypatch.setattr(module, "peer_of", lambda _peer: (1, os.geteuid() + 1))
+    monkeypatch.setattr(local_sockets, "peer_of", lambda _peer: (1, os.geteuid() + 1))
     with connected(served.path) as connection:
         assert received(connection) == b""
-    until(lambda: "a process of user" in caplog.text)
+    until(lambda: f"{served.path}: a connection was refused: process 1 is of user" in caplog.text)
     monkeypatch.undo()
     assert ask(served.path, "find", {})["command"] == "find"
     assert calls.made == [("find", {})]
+
+
+def test_a_client_that_cannot_be_identified_ends_no_server(served, monkeypatch, caplog):
+    monkeypatch.setattr(local_sockets, "peer_of", MagicMock(side_effect=OSError(errno.ENOTCONN, "not connected")))
+    with connected(served.path) as connection:
+        assert received(connection) == b""
+    until(lambda: f"{served.path}: a connection was refused: OSError: [Errno 107]" in caplog.text)
+    monkeypatch.undo()
+    assert ask(served.path, "find", {})["command"] == "find"
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can be another user")
@@ -389,7 +403,7 @@ def test_the_socket_of_a_dead_process_is_replaced_and_one_of_a_living_is_not(pat
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     server = ControlSocket(path, calls.answer)
-    with pytest.raises(ConfigError, match=r"another engine listens there; allowed: .* with \{pid\}"):
+    with refuses("control.socket", "another engine listens there", value=str(path), allowed="{pid}"):
         ControlSocket(path, calls.answer)
     assert ask(path, "find", {})["command"] == "find"
     server.close()
@@ -436,7 +450,7 @@ def test_a_server_does_not_remove_the_socket_of_another(path, calls):
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
 def test_a_directory_in_which_others_can_write_is_refused(path, calls, mode):
     path.parent.chmod(mode)
-    with pytest.raises(ConfigError, match=f"mode {mode:o} and belongs to user .*; allowed: one of this user or root"):
+    with refuses("control.socket", f"mode {mode:o} ", value=str(path), allowed="one of this user or root"):
         ControlSocket(path, calls.answer)
     assert not path.exists()
 
@@ -449,7 +463,7 @@ def test_what_is_no_socket_is_refused_and_kept(path, calls, kind):
         path.symlink_to(path.parent / "other")
     else:
         path.mkdir()
-    with pytest.raises(ConfigError, match="is not a socket; allowed: a path without a file"):
+    with refuses("control.socket", "not a socket", value=str(path), allowed="a path without a file"):
         ControlSocket(path, calls.answer)
     assert path.is_symlink() or path.exists()
     assert not (path.parent / "other").exists()
@@ -459,7 +473,7 @@ def test_a_path_may_name_the_process_and_is_not_too_long(path, calls):
     server = ControlSocket(path.with_name("kv-{pid}.sock"), calls.answer)
     assert server.path == path.with_name(f"kv-{os.getpid()}.sock")
     server.close()
-    with pytest.raises(ConfigError, match="more than 107 bytes"):
+    with refuses("control.socket", "more than 107 bytes", value="x" * 120):
         ControlSocket(path.with_name("x" * 120), calls.answer)
 
 

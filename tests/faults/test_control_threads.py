@@ -35,13 +35,13 @@ from tests.rig import (
 
 from kvtier.config.sections import Config, JournalConfig, TraceConfig
 from kvtier.observe import metric_definitions as table
-from kvtier.runtime import line_file
+from kvtier.runtime.observers import line_file
+from kvtier.runtime.observers.trace_recorder import Served
 from kvtier.runtime.open import OpenedSession, open_session
-from kvtier.runtime.trace_recorder import Served
-from kvtier.tier.directory import kind as directory_kind
+from kvtier.tier.directory import tier as directory
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.disk import kind as disk_kind
+from kvtier.tier.disk import tier as disk
 from kvtier.tier.disk.kind import DiskSettings
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.types import NextTurn
@@ -195,7 +195,7 @@ def test_writes_that_hang_do_not_stop_reads(hanging: HangingFs, kind: str) -> No
     patient = replace(made, tiers=(replace(made.tiers[0], transfer_deadline_s=PATIENCE_S),))  # on a busy machine, too
     kv = open_session(patient, LAYOUT, FINGERPRINT, Engine(64, seed=1).copier())
     for seed in range(FILLS_HOST):
-        assert stored(kv.session, f"s{seed}", prefix_of(CHUNKS, kv.root, seed=seed), places_of(range(CHUNKS))).held
+        assert stored(kv.session, f"s{seed}", prefix_of(CHUNKS, kv.root, seed=seed), places_of(range(CHUNKS))).stored
     assert kv.session.close(PATIENCE_S).flushed
     (hanging.source / "kv" / "index").unlink(missing_ok=True)
     for file in (hanging.source / "kv").rglob("*"):
@@ -307,7 +307,7 @@ def test_tiers_are_called_by_their_own_threads_only(tmp_path: Path, kind: str, m
 
             return called
 
-    place = {"directory": directory_kind, "disk": disk_kind}[kind]
+    place = {"directory": directory, "disk": disk}[kind]
     monkeypatch.setattr(place, kinds[kind].__name__, Watched)
     kv = open_session(settings(kind, tmp_path / "kv"), LAYOUT, FINGERPRINT, Engine(64, seed=1).copier())
     Traffic(kv).until_it_works()

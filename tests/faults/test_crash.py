@@ -14,9 +14,9 @@ from tests.rig import CHUNK_TOKENS, LAYOUT, Engine, load_places, loaded, looked_
 from tests.system import in_child, until
 
 from kvtier.keys.object_names import object_name
-from kvtier.tier.cap_file import read_cap_file
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.store_lock import is_locked
+from kvtier.tier.files.ledger import read_ledger
+from kvtier.tier.files.store_lock import is_locked
 
 CHUNKS = 30
 
@@ -30,7 +30,7 @@ number = 0
 while True:
     prefix = prefix_of(30, kv.root, seed=number % 5)
     done = stored(kv.session, f"s{number}", prefix, places_of(range(30)))
-    print(f"stored {number % 5} {done.held}", flush=True)
+    print(f"stored {number % 5} {done.stored}", flush=True)
     number += 1
 """
 
@@ -82,7 +82,7 @@ def test_after_a_kill_at_any_moment_what_is_found_is_right(tmp_path, rounds):
             found_anything = True
         assert kv.session.close().flushed
         objects = [file for file in (tmp_path / "kv" / "objects").rglob("*") if file.is_file()]
-        assert read_cap_file(str(tmp_path / "kv" / "ledger")) == sum(
+        assert read_ledger(str(tmp_path / "kv" / "ledger")) == sum(
             -(-file.stat().st_size // 4096) * 4096 for file in objects
         )
     assert found_anything
@@ -123,7 +123,7 @@ def test_a_forked_child_of_an_engine_ends_without_a_trace(tmp_path):
     source, target = Engine(200, seed=7), Engine(200, seed=8)
     kv = opened(tmp_path / "kv", source)
     prefix = prefix_of(CHUNKS, kv.root)
-    assert stored(kv.session, "s", prefix, places_of(range(CHUNKS))).held
+    assert stored(kv.session, "s", prefix, places_of(range(CHUNKS))).stored
 
     def act() -> int:
         # Not isinstance: some objects of PyTorch's warn when it looks at them. Earlier tests leave tiers, too.
@@ -137,7 +137,7 @@ def test_a_forked_child_of_an_engine_ends_without_a_trace(tmp_path):
     assert in_child(act) == 1
     assert is_locked(str(tmp_path / "kv" / "kvtier-store.json"))
     assert not (tmp_path / "kv" / "index").exists()
-    assert stored(kv.session, "t", prefix_of(CHUNKS, kv.root, seed=1), places_of(range(CHUNKS))).held
+    assert stored(kv.session, "t", prefix_of(CHUNKS, kv.root, seed=1), places_of(range(CHUNKS))).stored
     assert kv.session.close().flushed
     kv = opened(tmp_path / "kv", target)
     found = looked_up(kv.session, "l", prefix)

@@ -38,15 +38,14 @@ from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
-from kvtier.tier import file_tier
 from kvtier.tier.base import Figures, Tier
-from kvtier.tier.directory import kind as directory_kind
+from kvtier.tier.directory import tier as directory
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.disk import kind as disk_kind
 from kvtier.tier.disk import tier as disk
 from kvtier.tier.disk.kind import DiskSettings
 from kvtier.tier.disk.tier import DiskTier
+from kvtier.tier.files import file_tier
 from kvtier.types import NextTurn
 
 KINDS = ["directory", "disk"]
@@ -248,7 +247,7 @@ def hung(monkeypatch: pytest.MonkeyPatch, kind: str) -> threading.Event:
         assert go_on.wait(DEADLINE_S)
         return kinds[kind](*given, **more)
 
-    place = {"directory": directory_kind, "disk": disk_kind}[kind]
+    place = {"directory": directory, "disk": disk}[kind]
     monkeypatch.setattr(place, kinds[kind].__name__, slow)
     return go_on
 

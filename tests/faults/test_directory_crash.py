@@ -12,7 +12,7 @@ from test_directory_shared import CAPACITY, DEADLINE_S, start_writer, used_exact
 
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.temp_files import TEMP_AGE_S
+from kvtier.tier.files.temp_files import TEMP_AGE_S
 
 
 def check_objects(tier):

@@ -8,7 +8,7 @@ from test_directory_shared import used_exactly
 
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.store_paths import charge_bytes
+from kvtier.tier.files.store_paths import charge_bytes
 
 CAPACITY = 12 * BLOCK_BYTES
 STEPS = ("open", "rename", "unlink", "pwrite", "pwritev", "ftruncate")

@@ -14,13 +14,13 @@ from kvtier.errors import TierError
 from kvtier.policy.lru import Lru
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import UNKNOWN
-from kvtier.tier.cap_file import CapFile, read_cap_file
-from kvtier.tier.directory import byte_cap
+from kvtier.tier.directory import ledger_cap as byte_cap
 from kvtier.tier.directory import tier as directory
 from kvtier.tier.directory.index import DirectoryIndex
 from kvtier.tier.directory.snapshot import SnapshotRow
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.store_paths import Found, Paths
+from kvtier.tier.files.ledger import Ledger, read_ledger
+from kvtier.tier.files.store_paths import Found, Paths
 
 DEADLINE_S = 60.0
 OBJECTS = 40_000
@@ -123,7 +123,7 @@ def test_what_enters_during_a_walk_stays_in_the_index(index, names):
 def counted_holds(monkeypatch):
     """Files that are looked at or removed in each hold of the cap file's lock."""
     handled = Handled()
-    locked, stat_object, unlink = CapFile.locked, Paths.stat_object, os.unlink
+    locked, stat_object, unlink = Ledger.locked, Paths.stat_object, os.unlink
 
     @contextmanager
     def counting(self):
@@ -141,7 +141,7 @@ def counted_holds(monkeypatch):
         return unlink(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CapFile, "locked", counting)
+        patch.setattr(Ledger, "locked", counting)
         patch.setattr(Paths, "stat_object", looking)
         patch.setattr(os, "unlink", removing)
         yield handled
@@ -275,7 +275,7 @@ def test_the_count_is_never_below_the_bytes_in_use(root, seed):
             tier.delete(object_name(number))
         else:
             tier.write(object_name(number), frame_of(number, BLOCK_BYTES))
-        assert read_cap_file(str(root / "ledger")) == drafted(root)
+        assert read_ledger(str(root / "ledger")) == drafted(root)
     while drafts:
         cap, draft = ended()
         cap.discard(draft)

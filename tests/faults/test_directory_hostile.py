@@ -18,18 +18,18 @@ import pytest
 from tests.system import snapshot
 
 from kvtier.cli.main import run
-from kvtier.codec.frame import frame_bytes, head_bytes, seal, verify_frame
-from kvtier.codec.head import Identity
+from kvtier.codec.frame import frame_bytes, head_bytes, pack, verify_frame
+from kvtier.codec.frame_header import Identity
 from kvtier.codec.raw import Raw
 from kvtier.errors import CorruptChunkError, KvError, TierError, UnreadableChunkError
 from kvtier.keys.secret import load_or_create
 from kvtier.layout import GroupLayout, History
 from kvtier.tier.base import About
-from kvtier.tier.direct import write_all
 from kvtier.tier.directory import tier as directory
 from kvtier.tier.directory.snapshot import SnapshotRow, save_snapshot
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.store_paths import charge_bytes
+from kvtier.tier.files.direct import write_all
+from kvtier.tier.files.store_paths import charge_bytes
 from kvtier.types import ObjectName
 
 GROUP = GroupLayout(History(), (6000, 5000), "test/pages")
@@ -47,7 +47,7 @@ def frame_of(number):
     slot = memoryview(bytearray(FRAME))
     payload = slot[head_bytes(GROUP) :]
     payload[:] = bytes([number % 256]) * len(payload)
-    return seal(slot, GROUP, Identity(name_of(number)), Raw())
+    return pack(slot, GROUP, Identity(name_of(number)), Raw())
 
 
 def path_of(root, number):

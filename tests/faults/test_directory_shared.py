@@ -15,7 +15,7 @@ import pytest
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.directory.tier import DirectoryTier, _open_for_reading
-from kvtier.tier.store_paths import Paths, charge_bytes
+from kvtier.tier.files.store_paths import Paths, charge_bytes
 
 WRITER = Path(__file__).with_name("directory_writer.py")
 CAPACITY = 40 * BLOCK_BYTES

@@ -71,7 +71,7 @@ def test_neighbours_take_one_call_in_whatever_order(tmp_path: Path, device: Devi
 
 def test_one_bad_block_costs_one_object_on_the_way_up(device: Device, tier: DiskTier) -> None:
     assert _write_all(tier) == [True] * len(NUMBERS)
-    (extent,) = tier._pool.find([object_name(3)])
+    (extent,) = tier._pool.locate([object_name(3)])
     assert extent is not None
     tier._pool.unpin([extent.segment])
     device.bad = (extent.offset, extent.offset + BLOCK_BYTES)
@@ -167,7 +167,7 @@ def test_a_batch_goes_on_in_the_next_segment(tmp_path: Path, tier: DiskTier) -> 
 def test_a_file_that_was_cut_off_costs_what_lay_behind(tmp_path: Path, open_disk: Callable[..., DiskTier]) -> None:
     tier = open_disk(tmp_path / "s", direct_io="off")
     assert _write_all(tier) == [True] * len(NUMBERS)
-    (extent,) = tier._pool.find([object_name(5)])
+    (extent,) = tier._pool.locate([object_name(5)])
     assert extent is not None
     tier._pool.unpin([extent.segment])
     os.truncate(tmp_path / "s" / "segments" / extent.segment.name, extent.offset + BLOCK_BYTES)

@@ -14,13 +14,13 @@ from tests.system import in_child, small_file_system, until
 from kvtier.cli.main import run
 from kvtier.errors import DamagedStoreError, TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import effective_cap
 from kvtier.tier.base import Read
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk import pool as disk_pool
 from kvtier.tier.disk.marker import MARKER_NAME
 from kvtier.tier.disk.segment import Segment
 from kvtier.tier.disk.tier import DiskTier
+from kvtier.tier.files import full_disk as effective_cap
 
 DEADLINE_S = 30.0
 

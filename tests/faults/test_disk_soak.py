@@ -25,11 +25,11 @@ from kvtier.cli.main import run
 from kvtier.errors import DamagedStoreError, TierError
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.directory_marker import MARKER_NAME as DIRECTORY_MARKER_NAME
 from kvtier.tier.disk.marker import MARKER_NAME
 from kvtier.tier.disk.status import STATUS_NAME
 from kvtier.tier.disk.tier import DiskTier
-from kvtier.tier.store_paths import charge_bytes
+from kvtier.tier.files.directory_marker import MARKER_NAME as DIRECTORY_MARKER_NAME
+from kvtier.tier.files.store_paths import charge_bytes
 
 CAPACITY_BYTES = 8 * SEGMENT_BYTES
 

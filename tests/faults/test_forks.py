@@ -61,7 +61,7 @@ def test_a_forked_child_changes_nothing_of_its_parents_store(root: Path, kind: s
             tier.scan,
         ]
         for call in calls:
-            with pytest.raises(TierError, match="of which this is a fork"):
+            with pytest.raises(TierError, match="this is a fork of it"):
                 call()
         tier.close()
         gc.collect()

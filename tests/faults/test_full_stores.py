@@ -75,7 +75,7 @@ def test_a_tier_without_a_reason(caplog):
         assert lines(caplog) == [("WARNING", f"tier memory refuses writes: {why}")]
         tier.is_full = False
         assert demoted(world, 3) == {Outcome.DONE}
-        assert lines(caplog) == [("INFO", "tier memory takes writes again")]
+        assert lines(caplog) == [("INFO", "tier memory accepts writes again")]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_bucket_over_its_quota(caplog, status, code):
             assert f"HTTP {status}" in text
             server.answers.clear()
             assert demoted(world, 3) == {Outcome.DONE}
-            assert lines(caplog) == [("INFO", "tier memory takes writes again")]
+            assert lines(caplog) == [("INFO", "tier memory accepts writes again")]
         tier.close()
 
 

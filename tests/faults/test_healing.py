@@ -72,7 +72,7 @@ def damage(tier: Tier, root: Path, dice: random.Random, share: float) -> Callabl
     where: list[tuple[Path, int, int]] = []
     for name in names:
         if isinstance(tier, DiskTier):
-            (extent,) = tier._pool.find([name])
+            (extent,) = tier._pool.locate([name])
             assert extent is not None
             tier._pool.unpin([extent.segment])
             where.append((root / SEGMENTS_NAME / extent.segment.name, extent.offset, extent.size_bytes))
@@ -101,7 +101,7 @@ def test_damaged_objects_are_healed_by_the_next_pass(tmp_path: Path, make: Tiers
     seed = round(promotes * share * 10)
     dice, engine, root = random.Random(seed), Engine(CHUNKS * 4, seed), tmp_path / "store"
     session_over = partial(
-        opened, threads=Threads(read=4, write=4), rules={"promotes": promotes, "probe_deadline_s": 30.0}
+        opened, threads=Threads(read=4, write=4), rules={"loads_in_flight": promotes, "probe_deadline_s": 30.0}
     )
     tier = make(root)
     with session_over(tier, engine) as session:

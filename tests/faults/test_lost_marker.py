@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from tests.memory_tier import MemoryTier
+from tests.refusals import refuses
 from tests.rig import (
     DEADLINE_S,
     FINGERPRINT,
@@ -52,8 +53,8 @@ from kvtier.tier.disk import tier as disk
 from kvtier.tier.disk.format import segment_bytes_for
 from kvtier.tier.disk.kind import DiskSettings
 from kvtier.tier.disk.tier import DiskTier
+from kvtier.tier.files.safe_open import folder_at
 from kvtier.tier.registry import TierContext, TierSettings, kind_of
-from kvtier.tier.safe_open import folder_at
 from kvtier.tier.shared_directory.kind import SharedDirectorySettings
 from kvtier.tier.shared_directory.tier import SharedDirectoryTier
 
@@ -306,13 +307,13 @@ def test_a_place_without_a_store_and_a_kind_without_a_repair_say_so(
     (tmp_path / "letter").write_text("to the editor")
     before = snapshot(tmp_path)
     for place, words in (
-        (tmp_path, "has no names of a kvtier store that can be mended; nothing was changed"),
+        (tmp_path, "holds no kvtier store that can be repaired; nothing was changed"),
         (tmp_path / "letter", "is not a directory"),
         (tmp_path / "none", "is not a directory"),
         (f"directory:{tmp_path / 'none'}", "No such file or directory"),
-        (f"disk:{tmp_path}", "has no names of a kvtier store"),
-        (f"directory:{tmp_path}", "has no names of a kvtier store"),
-        ("valkey:127.0.0.1:1?password=hunter2", "has no names of a kvtier store that can be mended"),
+        (f"disk:{tmp_path}", "holds no kvtier store that can be repaired"),
+        (f"directory:{tmp_path}", "holds no kvtier store that can be repaired"),
+        ("valkey:127.0.0.1:1?password=hunter2", "holds no kvtier store that can be repaired"),
         ("Valkey:127.0.0.1:1?password=hunter2", "is not a directory"),
     ):
         assert run(["inspect", "repair", str(place)]) == 2, place
@@ -471,7 +472,7 @@ def test_segments_for_smaller_chunks_do_not_stop_the_start(tmp_path: Path) -> No
     assert run(["inspect", "purge", str(tmp_path / "rank-0"), "--yes"]) == 0
     kind_of(settings).open(settings, TierContext(layout=LAYOUT)).close()
     small = DiskSettings(path=tmp_path / "new", capacity_bytes=MIB, reserve_bytes=0)
-    with pytest.raises(ConfigError, match="is too small"):
+    with refuses("tiers.disk.capacity_bytes", "too small", value=str(MIB)):
         kind_of(small).open(small, TierContext(layout=LAYOUT, ranks=64))
 
 
@@ -492,7 +493,7 @@ def test_an_engine_starts_whatever_its_secret_is(
         damage(how, file, tmp_path / "precious")
     before = snapshot(file) if how != "removed" else {}
     if how != "removed":
-        with pytest.raises(TierError, match=r"secret file .* required = true"):
+        with pytest.raises(TierError, match=r"secret file .*/secret.*: .* required = true"):
             opened(kind, root, engine, is_required=True)
     caplog.clear()
     session = opened(kind, root, engine)
@@ -514,7 +515,7 @@ def test_an_engine_starts_whatever_its_secret_is(
         assert file.read_bytes() == content
         file.chmod(0o600)
     else:
-        assert "was no secret and was renamed" in capsys.readouterr().out
+        assert "was not a secret and was renamed" in capsys.readouterr().out
     caplog.clear()
     one = opened(kind, root, engine, is_required=True)
     prefix = prefix_of(CHUNKS, one.root, seed=0 if how == "public" else 3)

@@ -117,7 +117,7 @@ def test_faults_are_logged_but_not_each_one(caplog: pytest.LogCaptureFixture) ->
     assert record.getMessage() == "promote of tier 'memory' failed: tier 'memory': is closed"
 
 
-@pytest.mark.parametrize("name", ["_settle", "_judged", "Completion"])
+@pytest.mark.parametrize("name", ["_complete", "_judged", "Completion"])
 def test_an_internal_error_of_the_mover_fails_its_commands_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:

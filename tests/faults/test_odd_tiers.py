@@ -8,8 +8,8 @@ from tests.rig import CHUNK_TOKENS, Engine, load_places, local, looked_up, place
 
 from kvtier.core.limits import Limits
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.counters import Gauges
 from kvtier.runtime.mover import Threads
+from kvtier.runtime.observers.counters import Gauges
 from kvtier.types import LoadDone, Presence, RequestId
 
 TOKENS = 3 * CHUNK_TOKENS
@@ -105,7 +105,7 @@ def test_nonsense_of_a_tier_costs_misses_only(name, answer, monkeypatch, caplog)
             if done.tokens == TOKENS:
                 assert target.same(source, load_places(TOKENS))
         session.release(request)
-        gauges()
+        gauges.each_second()
     assert not session._is_broken
     assert tier.calls or name.startswith("read")
     session.close(5.0)

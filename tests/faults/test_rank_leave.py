@@ -25,7 +25,7 @@ def test_what_is_owed_is_flushed_before_a_rank_ends(tmp_path, count):
         settings = replace(settings, store=StoreConfig(write_policy="back"))
         kv = open_core(settings, LAYOUT, FINGERPRINT, below)
         prefix = prefix_of(4, kv.root)
-        assert stored(kv.session, "a", prefix, places_of(range(4))).held == 8
+        assert stored(kv.session, "a", prefix, places_of(range(4))).stored == 8
         assert not [path for path in (directory / "objects").rglob("*") if path.is_file()]
         closers = []
 

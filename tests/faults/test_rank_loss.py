@@ -55,7 +55,7 @@ def test_a_killed_worker_ends_the_load_at_once_and_the_session_goes_on(tmp_path,
         )
         assert loaded(kv.session, "c", prefix, CHUNK_TOKENS, load_places(CHUNK_TOKENS)).tokens == 0
         store = stored(kv.session, "d", prefix_of(3, kv.root, seed=5), places_of(range(3)))
-        assert (store.held, store.dropped) == (0, 6)
+        assert (store.stored, store.dropped) == (0, 6)
         assert looked_up(kv.session, "e", prefix_of(3, kv.root, seed=6)).presence is Presence.ABSENT
         kv.session.close(5.0)
     assert sum("is lost" in record.message for record in caplog.records if record.levelno == logging.ERROR) == 1
@@ -80,7 +80,7 @@ def test_a_forked_child_on_either_side_ends_nothing_of_its_parents(tmp_path):
                 assert in_child(lambda: kv.session.close(1.0).lost) == 0
                 assert started[1].ask("fork and close") == 0
                 done = stored(kv.session, f"a{seed}", prefix_of(2, kv.root, seed=seed), places_of(range(2)))
-                assert done.held == 4
+                assert done.stored == 4
             assert not below.executor.lost
 
 
@@ -341,7 +341,7 @@ def test_an_internal_error_of_a_rank_disconnects_and_leaves_nothing_open(served,
         elif name == "encode":
             once(monkeypatch, rank_server, "encode")
         else:
-            once(monkeypatch, Mover, "_settle")
+            once(monkeypatch, Mover, "_complete")
         for number in range(3):
             mover.submit(a_transfer(Direction.SCATTER, number))
         mover.flush()

@@ -30,14 +30,15 @@ from tests.rig import (
 from tests.system import until
 
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime import rank_server
-from kvtier.runtime.counters import TierGauges
+from kvtier.runtime import local_sockets, rank_server
+from kvtier.runtime.local_sockets import set_timeout
 from kvtier.runtime.mover import CLOSED, Mover
+from kvtier.runtime.observers.counters import TierGauges
 from kvtier.runtime.open import open_core
 from kvtier.runtime.protocol import MessageReader, Note, Ping, ProtocolError, TierReport, decode, encode
 from kvtier.runtime.rank_group import RankGroup
 from kvtier.runtime.rank_server import connect
-from kvtier.runtime.remote_rank import RemoteRank, set_timeout
+from kvtier.runtime.remote_rank import RemoteRank
 from kvtier.types import WRITE_KINDS, ChunkKey, Direction, Drop, Figures, Outcome, Probe, RequestId
 
 __all__ = ["served"]
@@ -52,7 +53,7 @@ def test_what_was_stored_comes_back_in_new_processes(tmp_path, count):
     directory = tmp_path / "kv"
     with workers(directory, count, seed=1) as started, opened(directory, started) as (kv, _):
         root, prefix = kv.root, prefix_of(12, kv.root)
-        assert stored(kv.session, "a", prefix, places_of(range(12))).held == 24
+        assert stored(kv.session, "a", prefix, places_of(range(12))).stored == 24
         assert kv.session.close().flushed
         assert all(worker.end() for worker in started)
     with workers(directory, count, seed=11) as started, opened(directory, started) as (kv, _):
@@ -274,7 +275,7 @@ def test_a_silent_rank_costs_no_more_than_the_deadline():
 
 
 def test_processes_of_other_users_are_refused(served, monkeypatch, caplog):
-    monkeypatch.setattr(rank_server, "peer_of", lambda _peer: (1, rank_server.os.geteuid() + 1))
+    monkeypatch.setattr(local_sockets, "peer_of", lambda _peer: (1, rank_server.os.geteuid() + 1))
     with pytest.raises(ProtocolError, match="cannot be reached"):
         connect([served.handshake | {"pid": 0}])
     until(lambda: "process 1 is of user" in caplog.text)
@@ -314,14 +315,16 @@ def test_silent_connections_hold_up_no_core(served, count):
 
 def test_only_so_many_connections_may_be_silent_at_once(served):
     with ExitStack() as strangers:
-        silent = [strangers.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3 * rank_server.GREETINGS_MAX)]
+        silent = [
+            strangers.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3 * local_sockets.CONNECTIONS_MAX)
+        ]
         for stranger in silent:
             set_timeout(stranger, socket.SO_SNDTIMEO, DEADLINE_S)
             stranger.connect(f"\0{served.address}")
             stranger.settimeout(DEADLINE_S)
-        for stranger in silent[: -rank_server.GREETINGS_MAX]:
+        for stranger in silent[: -local_sockets.CONNECTIONS_MAX]:
             assert not stranger.recv(100)
-        for stranger in silent[-rank_server.GREETINGS_MAX :]:
+        for stranger in silent[-local_sockets.CONNECTIONS_MAX :]:
             stranger.settimeout(0.01)
             with pytest.raises(TimeoutError):
                 stranger.recv(100)

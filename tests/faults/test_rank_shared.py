@@ -101,7 +101,7 @@ def test_host_memory_holds_one_copy_for_all_ranks_that_can_map_it(tmp_path, rank
         assert {tuple(it.handshake["slots"]) for it in processes} == {(HOST_CHUNKS * ranks // copies,) * 2}
         with opened(directory, processes, disk=disk) as (kv, _):
             prefix = prefix_of(CHUNKS, kv.root)
-            assert stored(kv.session, "a", prefix, places_of(range(CHUNKS))).held == 2 * CHUNKS
+            assert stored(kv.session, "a", prefix, places_of(range(CHUNKS))).stored == 2 * CHUNKS
             assert loaded(kv.session, "b", prefix, TOKENS, target_places()).tokens == TOKENS
             assert {check(it, target_places()) for it in processes} == {len(target_places()) * CHUNK_BLOCKS}
             assert kv.session.close().flushed
@@ -120,7 +120,7 @@ def test_a_rank_has_nothing_of_a_group_that_others_hold_and_one_rank_of_all_find
         assert {tuple(it.handshake["slots"]) for it in processes} == {(HOST_CHUNKS * 3,) * 2}
         with opened(directory, processes, disk=disk) as (kv, _):
             prefix = prefix_of(CHUNKS, kv.root)
-            assert stored(kv.session, "a", prefix, places_of(range(CHUNKS))).held == 2 * CHUNKS
+            assert stored(kv.session, "a", prefix, places_of(range(CHUNKS))).stored == 2 * CHUNKS
             assert loaded(kv.session, "b", prefix, TOKENS, target_places()).tokens == TOKENS
             for rank, worker in enumerate(processes):
                 own = [place for place in target_places() if place.group == rank % 2]

@@ -282,7 +282,7 @@ def test_a_wrong_setting_still_stops_the_start(server, status, code):
 def test_a_server_that_fails_may_open_later(server):
     server.answers.append(refusing(503))
     with pytest.raises(TierError, match="HTTP 503") as raised:
-        open_tier(server.endpoint, deadline_s=0.3)
+        open_tier(server.endpoint, deadline_s=1.0)
     assert not isinstance(raised.value, DamagedStoreError)
 
 

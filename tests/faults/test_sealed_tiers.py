@@ -21,9 +21,9 @@ from kvtier.keys.keyring import Keyring, SealKey
 from kvtier.observe.metric_definitions import REFUSED_OBJECTS
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.codec_choice import CodecChoice
-from kvtier.runtime.object_store import ObjectStore
 from kvtier.runtime.open import open_session
-from kvtier.runtime.stored_forms import StoredForm
+from kvtier.runtime.tier_codecs import StoredForm
+from kvtier.runtime.tiered_object_store import ObjectStore
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.types import Outcome, RequestId
 
@@ -236,7 +236,7 @@ def test_a_removed_key_makes_objects_unreadable_without_a_restart(tmp_path, monk
         session.session.release(RequestId("c"))
         before = set(files())
         more = prefix_of(CHUNKS + 1, session.root)
-        assert stored(session.session, "d", more, places_of([CHUNKS])).held == 0
+        assert stored(session.session, "d", more, places_of([CHUNKS])).stored == 0
         assert set(files()) == before
         keys(line(1, "me") + line(1, "other", "2"))
         assert looked_up(session.session, "e", prefix).tokens == CHUNKS * 16

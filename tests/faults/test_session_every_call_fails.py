@@ -16,8 +16,9 @@ from kvtier.core.limits import Limits, TierRules
 from kvtier.layout import GroupLayout, History, KvLayout, Window
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
-from kvtier.runtime.counters import CommandCounters, Gauges
 from kvtier.runtime.executor import Completion
+from kvtier.runtime.observers.counters import CommandCounters, Gauges
+from kvtier.runtime.observers.guards import Feature, Guards
 from kvtier.runtime.session import Session, SessionError
 from kvtier.types import (
     Cancel,
@@ -129,13 +130,20 @@ class Instant:
         return {copy.request for copy in self.running}
 
 
+class WithoutThread(Session):
+    """A session whose `tick` the test calls."""
+
+    def _start(self) -> None:
+        pass
+
+
 class Recording:
     """One session, and the engine that calls it, with its open and ended requests."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.mover = Instant({(key, group) for key in prefix_of("xyz").keys for group in (0, 1)})
-        metrics = Metrics()
+        metrics, guards = Metrics(), Guards()
         cache = Cache(
             layout=LAYOUT,
             slots=(8, 8),
@@ -143,16 +151,16 @@ class Recording:
             evictor=lambda: make_evictor("adaptive"),
             limits=Limits(load_deadline_s=1.0, store_deadline_s=0.5),
         )
+        guards.register(Feature.METRICS, CommandCounters(metrics))
+        guards.register(Feature.METRICS, Gauges(metrics, cache, [LAYOUT], []))
         self.closed_below: list[float] = []
-        self.session = Session(
+        self.session = WithoutThread(
             cache,
             self.mover,
             on_close=self.closed_below.append,
-            on_second=Gauges(metrics, cache, [LAYOUT], []),
             metrics=metrics,
-            observer=CommandCounters(metrics),
+            guards=guards,
             clock=self.clock,
-            has_thread=False,
         )
         self.begun: Counter[tuple[type, str]] = Counter()
         self.ended: Counter[tuple[type, str]] = Counter()
@@ -247,10 +255,14 @@ PARTS = 8
 
 def replayed(k: int, error: type[Exception]) -> tuple[Recording, Raise]:
     recording = Recording()
-    with Raise(k, error, is_entrance) as planted:
-        recording.run()
-        recording.poll(40)
-        recording.end()
+    gc.disable()  # a search for garbage calls `__del__` of anything, at any call
+    try:
+        with Raise(k, error, is_entrance) as planted:
+            recording.run()
+            recording.poll(40)
+            recording.end()
+    finally:
+        gc.enable()
     return recording, planted
 
 
@@ -260,6 +272,7 @@ def check(k: int, error: type[Exception], caplog: pytest.LogCaptureFixture) -> N
         gc.collect()  # the traceback of each error holds a whole session, in a cycle
     recording, planted = replayed(k, error)
     about = f"call {k}, {error.__name__} in {planted.where}"
+    assert planted.where, f"nothing was raised in call {k}"
     assert recording.ended == recording.begun, about
     assert error is not MemoryError or not recording.session.fault_record.failure, about  # it ends by itself
     with pytest.raises(SessionError):
@@ -273,7 +286,8 @@ def check(k: int, error: type[Exception], caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_nothing_is_refused_and_all_ends_where_nothing_is_raised() -> None:
-    recording, _ = replayed(0, AssertionError)
+    recording, planted = replayed(0, AssertionError)
+    assert planted.calls == replayed(0, AssertionError)[1].calls, "the k-th call of another run is another one"
     assert not recording.refused
     assert recording.ended == recording.begun
     assert set(recording.begun.values()) == {1}

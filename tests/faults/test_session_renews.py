@@ -34,10 +34,10 @@ from kvtier.core.limits import TierRules
 from kvtier.runtime import locked_core as module
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Threads
-from kvtier.runtime.guards import ends_by_itself
 from kvtier.runtime.locked_core import LockedCore
-from kvtier.runtime.object_store import ObjectBytes, ObjectStore
+from kvtier.runtime.observers.guards import ends_by_itself
 from kvtier.runtime.session import SessionError
+from kvtier.runtime.tiered_object_store import ObjectBytes, ObjectStore
 from kvtier.types import LoadDone, Outcome, RequestId, StoreDone
 
 CORE = str(Path(kvtier.__file__).parent / "core")
@@ -140,7 +140,8 @@ class World:
             return False
         done = self.store(9)
         self.cache.check()
-        return done is not None and done.held == len(places_of(range(CHUNKS))) and self.load(9) == CHUNKS * CHUNK_TOKENS
+        is_stored = done is not None and done.stored == len(places_of(range(CHUNKS)))
+        return is_stored and self.load(9) == CHUNKS * CHUNK_TOKENS
 
 
 def shut_after(plant: Plant, calls: Iterator[int] | range) -> list[int]:
@@ -247,14 +248,14 @@ def test_a_core_begins_anew_only_after_the_copy_that_runs(caplog: pytest.LogCapt
     fail(cache, MemoryError())
     assert session.lookup(RequestId("b"), prefix).tokens == 0
     session.store(RequestId("c"), prefix, places_of(range(CHUNKS)))
-    assert ended(session, "c", StoreDone).held == 0  # at once, although a write hangs in the tier
+    assert ended(session, "c", StoreDone).stored == 0  # at once, although a write hangs in the tier
     time.sleep(3 * module.COPY_STEP_S)
     assert session._is_broken, "the write reads a slot"
     tier.open_again()
     waiting(session)
     assert session.obstacle == ""
     assert session.host_tokens(prefix) == 0
-    assert stored(session, "d", prefix, places_of(range(CHUNKS))).held
+    assert stored(session, "d", prefix, places_of(range(CHUNKS))).stored
     assert session.host_tokens(prefix) == CHUNKS * CHUNK_TOKENS
     assert [it.levelname for it in caplog.records if it.name == module.__name__] == ["WARNING", "INFO"]
     session.close()

@@ -16,7 +16,7 @@ from tests.system import in_child
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.runtime import locked_core as module
 from kvtier.runtime.executor import Completion, Threads
-from kvtier.runtime.guards import LogLine
+from kvtier.runtime.observers.guards import LogLine, Observer
 from kvtier.runtime.session import Closed, Session, SessionError
 from kvtier.types import Command, LoadDone, Outcome, Presence, RequestId, StoreDone, Tell, Transfer
 
@@ -169,10 +169,17 @@ class Scripted:
         return True
 
 
+class WithoutThread(Session):
+    """A session whose `tick` the test calls."""
+
+    def _start(self) -> None:
+        pass
+
+
 def scripted(executor: type[Scripted] = Scripted) -> Session:
     idle, cache, _ = local(Engine(8).copier(), {})
     idle.close()
-    return Session(cache, executor(), has_thread=False)
+    return WithoutThread(cache, executor())
 
 
 def test_what_is_completed_while_the_lock_is_held_is_settled_by_the_holder() -> None:
@@ -248,7 +255,7 @@ def test_calls_after_the_end_leave_nothing_behind() -> None:
 # ---- calls inside of a call ----------------------------------------------------------------------------------------
 
 
-class Inside:
+class Inside(Observer):
     """An observer that calls the session under its lock, in the same thread, as a finalizer might."""
 
     def __init__(self) -> None:
@@ -264,12 +271,6 @@ class Inside:
             except SessionError as error:
                 self.errors.append(error)
             self.is_done = True
-
-    def completed(self, completion: object) -> None:
-        pass
-
-    def renewed(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("name", ["release", "expects", "poll", "lookup", "load", "store", "close"])

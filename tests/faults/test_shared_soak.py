@@ -11,7 +11,7 @@ from tests.faults.disk_world import group_of, identity
 from tests.memory_tier import MemoryTier
 from tests.tier_soak import TierSoak, flip_a_bit, stop_this_process
 
-from kvtier.codec.frame import frame_bytes, seal
+from kvtier.codec.frame import frame_bytes, pack
 from kvtier.codec.raw import Raw
 from kvtier.errors import TierError
 from kvtier.testing.tier import empty_frame
@@ -90,7 +90,7 @@ def sealed_with_other_bytes(number):
     """A frame that verifies, as one of a slot that another object was written to before it was sealed."""
     group = group_of(number)
     slot = empty_frame(frame_bytes(group))
-    return seal(slot, group, identity(number), Raw())
+    return pack(slot, group, identity(number), Raw())
 
 
 def test_the_soak_finds_a_read_that_writes_late():

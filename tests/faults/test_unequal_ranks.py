@@ -11,7 +11,7 @@ from tests.rig import CHUNK_TOKENS, DEADLINE_S, STAGES, load_places, loaded, loo
 from tests.system import until
 
 from kvtier.codec.frame import frame_bytes
-from kvtier.codec.head import read_head
+from kvtier.codec.frame_header import read_head
 from kvtier.observe.metric_definitions import CAPACITY_BYTES
 from kvtier.runtime import rank_group
 from kvtier.runtime.rank_server import ProtocolError, connect
@@ -124,10 +124,10 @@ def test_a_stage_that_dies_or_stops_in_a_store_leaves_nothing_wrong_behind(tmp_p
         done = ended_after(act, started[rank], gate, kv.session, StoreDone)
         assert kv.session.close(DEADLINE_S)
     if act is signal.SIGSTOP:
-        assert (done.held, done.dropped) == (2 * CHUNKS, 0)
+        assert (done.stored, done.dropped) == (2 * CHUNKS, 0)
         assert reads_all(directory, prefix)
     else:
-        assert done.held < 2 * CHUNKS
+        assert done.stored < 2 * CHUNKS
         reads_all(directory, prefix)
 
 

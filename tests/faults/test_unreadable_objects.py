@@ -19,11 +19,11 @@ from tests.memory_tier import MemoryTier
 from tests.object_store_contract import LAYOUT, STAGED, got, object_id, put
 from tests.rig import CHUNK_TOKENS, Engine, load_places, loaded, local, looked_up, places_of, prefix_of, stored
 
-from kvtier.codec.head import read_head
+from kvtier.codec.frame_header import read_head
 from kvtier.core.limits import TierRules
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.command_runner import NOT_ADMITTED, UNREADABLE_S
-from kvtier.runtime.object_store import ObjectStore
+from kvtier.runtime.tiered_object_store import ObjectStore
 from kvtier.testing.tier import empty_frame
 from kvtier.tier.base import Tier
 from kvtier.tier.directory.tier import DirectoryTier

@@ -11,10 +11,10 @@ from tests.memory_tier import GatedTier
 from tests.object_store_contract import LAYOUT, STAGED, empty_pieces, got, object_id, pieces_of, put
 from tests.system import until
 
-from kvtier.connect.vllm.tiering_calls import JOBS_MAX, Calls
+from kvtier.connect.vllm.tiering.calls import JOBS_MAX, Calls
 from kvtier.core.limits import TierRules
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.object_store import ObjectBytes, ObjectStore
+from kvtier.runtime.tiered_object_store import ObjectBytes, ObjectStore
 from kvtier.types import Outcome
 
 FAR_S = 60.0
@@ -49,10 +49,11 @@ def store(tier):
         tier.open_again()
 
 
-def job(number, *, is_load):
+def job(number, *, is_load, request="request"):
     """A job for the object of this number, as vLLM makes it, with its memory."""
     pieces = empty_pieces() if is_load else pieces_of(number)
-    made = SimpleNamespace(job_id=number, keys=[b"%d" % number], is_promotion=is_load)
+    context = SimpleNamespace(req_id=request)
+    made = SimpleNamespace(job_id=number, keys=[b"%d" % number], is_promotion=is_load, req_context=context)
     return made, [ObjectBytes(object_id(number), pieces)], time.monotonic() + FAR_S
 
 
@@ -84,7 +85,8 @@ def test_jobs_end_with_the_keys_that_succeeded(store):
     calls = Calls(store, FAR_S, guarded)
     calls.submit(*job(1, is_load=False))
     until(lambda: [done.keys for done in calls.finished()] == [[b"1"]])
-    both = SimpleNamespace(job_id=2, keys=[b"absent", b"1"], is_promotion=True)
+    both = job(2, is_load=True)[0]
+    both.keys = [b"absent", b"1"]
     memory = [empty_pieces(), empty_pieces()]
     calls.submit(
         both,
@@ -94,6 +96,25 @@ def test_jobs_end_with_the_keys_that_succeeded(store):
     until(lambda: [done.keys for done in calls.finished()] == [[b"1"]])
     assert all(map(np.array_equal, memory[1], pieces_of(1)))
     assert all(map(np.array_equal, memory[0], empty_pieces()))
+    calls.close(0.0)
+
+
+def test_a_failed_load_is_returned_when_no_other_load_of_its_request_runs(tier, store):
+    """Otherwise vLLM would compute the request, and store nothing of what the other load is to bring."""
+    put(store, [1])
+    calls = Calls(store, FAR_S, guarded)
+    tier.shut = {"read"}
+    calls.submit(*job(1, is_load=True))
+    assert tier.hangs.wait(FAR_S)
+    for number, is_load, request in [(2, True, "request"), (3, True, "another"), (4, False, "request")]:
+        made, _, until_s = job(number, is_load=is_load, request=request)
+        calls.submit(made, [], until_s)
+    assert [done.job.job_id for done in calls.finished()] == [3, 4]
+    assert calls.finished() == []
+    tier.open_again()
+    found = []
+    until(lambda: found.extend(calls.finished()) or found)
+    assert [(done.job.job_id, *done.keys) for done in found] == [(1, b"1"), (2,)]
     calls.close(0.0)
 
 

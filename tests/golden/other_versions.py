@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 kind, folder, port, changes, later = json.loads(sys.argv[1])
 if later:
-    from kvtier.codec import head
+    from kvtier.codec import frame_header as head
     from kvtier.keys import object_names
     head.VERSION += later
     object_names._VERSION += later

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.rig import CHUNK_TOKENS, FINGERPRINT, LAYOUT, PAGE_BYTES, Engine, places_of, prefix_of, stored
 from tests.small_s3 import SmallS3
 
-from kvtier.codec.head import VERSION
+from kvtier.codec.frame_header import VERSION
 from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.value_types import PrivateText
 from kvtier.keys.fingerprint import root_key

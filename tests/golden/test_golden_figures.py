@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from kvtier import size
 from kvtier.cli.main import run
-from kvtier.plan.plan import make_plan, to_json
-from kvtier.plan.read_inputs import load
+from kvtier.tools import size
+from kvtier.tools.plan.plan import make_plan, to_json
+from kvtier.tools.plan.read_inputs import load
 
 HERE = Path(__file__).parent
 LINES = 800

@@ -7,8 +7,8 @@ import pytest
 import worked_example as example
 from test_golden_identity import made
 
-from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, open_in_place, verify_frame
-from kvtier.codec.head import ENTRY, ENTRY_BYTES, FIXED_BYTES, MAGIC, SECTIONS_MAX, VERSION
+from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, unpack_in_place, verify_frame
+from kvtier.codec.frame_header import ENTRY, ENTRY_BYTES, FIXED_BYTES, MAGIC, SECTIONS_MAX, VERSION
 from kvtier.errors import CorruptChunkError
 from kvtier.keys.fingerprint import canonical_json
 
@@ -51,7 +51,7 @@ def test_the_documents_frame_is_read():
         (1, 5, 8192),
     ]
     slot = bytearray(frame)
-    open_in_place(
+    unpack_in_place(
         memoryview(slot), len(frame), example.GROUP, example.IDENTITY, memoryview(bytearray(OPEN_SCRATCH_BYTES))
     )
     assert slot == frame
@@ -111,3 +111,31 @@ def test_a_zstandard_section_of_today_is_readable_for_ever():
     into = bytearray(b"\xa5" * 4096)
     Zstd().decode(memoryview(bytes.fromhex("28b52ffd60000f4d00001000000100fbf70116")), memoryview(into), "bytes")
     assert into == bytes(4096)
+
+
+def test_lossy_sections_of_today_are_readable_for_ever():
+    """16 tokens of 2 channels, n and 1 - 2n, in bf16; the first four may be exact."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    import numpy as np
+
+    from kvtier.codec.registry import lossy
+    from kvtier.layout import Axes, Cut
+
+    numbers = np.array([[n, 1 - 2 * n] for n in range(16)], np.float32)
+    raw = (numbers.view(np.uint32) >> 16).astype("<u2").tobytes()
+    codes = bytes((15 - n) << 4 | n for n in range(16)).hex()
+    for name, exact, stored in (
+        ("int4", 16, "40000000000000000000e8c1803f0040" + codes),
+        ("int4", 4, "4000000004000000" + raw[:16].hex() + "8040e8c13c3fbc3ff0e1c3b4a587785a4b3c1e0f"),
+        (
+            "k8v4",
+            0,
+            "4000000000000000803e003f" + bytes(it & 0xFF for n in range(16) for it in (4 * n, 2 - 4 * n)).hex(),
+        ),
+    ):
+        into = bytearray(b"\xa5" * len(raw))
+        cut = Cut(0, 0, len(raw), "bf16", "keys", Axes(("token", "channel"), (16, 2)))
+        lossy(name).decode(memoryview(bytes.fromhex(stored)), memoryview(into), cut)
+        assert into[: 4 * exact] == raw[: 4 * exact]
+        found = (np.frombuffer(into, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(16, 2)
+        assert np.abs(found - numbers).max() <= 0.75

@@ -1,6 +1,6 @@
 """The worked example of FORMAT.md, from the secret to the frame. Change nothing here: stored data depends on it."""
 
-from kvtier.codec.frame import Identity, frame_bytes, head_bytes, seal
+from kvtier.codec.frame import Identity, frame_bytes, head_bytes, pack
 from kvtier.codec.registry import by_name
 from kvtier.keys.chain import Extra, chunk_keys
 from kvtier.keys.fingerprint import Fingerprint, root_key
@@ -43,4 +43,4 @@ def filled_slot() -> bytearray:
 
 
 def frame() -> bytes:
-    return bytes(seal(memoryview(filled_slot()), GROUP, IDENTITY, by_name("raw")))
+    return bytes(pack(memoryview(filled_slot()), GROUP, IDENTITY, by_name("raw")))

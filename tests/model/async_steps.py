@@ -248,7 +248,7 @@ class Model(Schedules):
         new.weights = 1
 
     def _weights_change(self, new: Draft) -> None:
-        if new.is_off or new.is_broken or not self.on("Scheduler.weights_change"):
+        if new.is_off or new.is_broken or not self.on("Invalidation.weights_change"):
             return
         new.is_off = True
         self._cancel(new, range(len(new.stores)))
@@ -283,7 +283,7 @@ class Model(Schedules):
                 self._free(new, number)
                 new.set(number, status="W")
         is_running = any(request.status == "R" for request in new.requests)
-        if self.on("Scheduler.own_reset_begins"):
+        if self.on("Invalidation.own_reset_begins"):
             self._yield_idle(new)
             if not is_running:
                 self._restart_waiting(new)
@@ -305,7 +305,7 @@ class Model(Schedules):
             new.oldest = new.weights
         if self.on("KeyMaker.new_epoch"):
             new.meaning.append(new.weights if is_empty or not self.is_silent else -1)
-        if new.is_off and not is_empty and self.on("Scheduler.reset"):
+        if new.is_off and not is_empty and self.on("Invalidation.reset"):
             return
         new.is_off = False
         if is_empty:

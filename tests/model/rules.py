@@ -10,8 +10,8 @@ import kvtier
 
 RULES = {
     # stores
-    "requests:TrackedRequest.computed_tokens": "A chunk may be stored when the step that computes it has returned.",
-    "requests:TrackedRequest.computed_tokens/shared": "So may a shared one when its request's first step has returned.",
+    "tracked:TrackedRequest.computed_tokens": "A chunk may be stored when the step that computes it has returned.",
+    "tracked:TrackedRequest.computed_tokens/shared": "So may a shared one when its request's first step has returned.",
     "stores:Stores.begin": "A store pins its source block.",
     "stores:Stores.send": "A store begins when the worker's weights are known to be unchanged.",
     "stores:Stores.yield_idle": "A block that only stores hold is free, and watched.",
@@ -35,18 +35,18 @@ RULES = {
     "loads:Loads.last_reports": "After an internal error every open load is reported as failed.",
     "scheduler:Scheduler.last_orders": "After an internal error every store and load is revoked.",
     # weights and resets
-    "request_keys:KeyMaker.new_epoch": "A reset renews the keys.",
-    "scheduler:Scheduler.reset": "Other weights are used again only when vLLM's own cache is empty.",
-    "scheduler:Scheduler.weights_change": "After a change of weights nothing is stored or loaded until a reset.",
+    "keys:KeyMaker.new_epoch": "A reset renews the keys.",
+    "invalidation:Invalidation.reset": "Other weights are used again only when vLLM's own cache is empty.",
+    "invalidation:Invalidation.weights_change": "After a change of weights nothing is stored or loaded until a reset.",
     "worker:Worker.results": "The worker looks at its weights in each step.",
     "own_cache:OwnCache.restart": "Requests that wait for loads start anew when vLLM resets its cache.",
     "own_cache:OwnCache.watch_resets": "A reset does not count blocks that come free without being used again.",
-    "scheduler:Scheduler.own_reset_begins": "vLLM's reset gets the blocks that only stores hold.",
+    "invalidation:Invalidation.own_reset_begins": "vLLM's reset gets the blocks that only stores hold.",
 }
 
 SECOND_LINES = {
     "loads:Loads.void": "A load that is open when the weights change, or at a reset, is void.",
-    "worker:StepOrders": "After a change of weights the workers report every load as failed.",
+    "step_metadata:StepOrders": "After a change of weights the workers report every load as failed.",
 }
 """No promise needs these while `OwnCache.restart` holds. They spare a load's bandwidth, and guard against its loss."""
 
@@ -63,7 +63,7 @@ def missing() -> list[str]:
 
 def _exists(module: str, function: str) -> bool:
     """Whether a module defines a function. It reads the source, because some modules import vLLM or torch."""
-    path = Path(kvtier.__file__).parent / "connect" / "vllm" / f"{module}.py"
+    (path,) = (Path(kvtier.__file__).parent / "connect" / "vllm").rglob(f"{module}.py")
     body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
     for name in function.split("."):
         found = [it for it in body if isinstance(it, ast.ClassDef | ast.FunctionDef) and it.name == name]

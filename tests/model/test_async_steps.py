@@ -60,12 +60,12 @@ WEAKEST: dict[str, dict[str, Any]] = {
     "Loads.last_reports": CORE["internal errors"],
     "Scheduler.last_orders": CORE["internal errors"],
     "KeyMaker.new_epoch": ALONE,
-    "Scheduler.reset": CORE["resets"],
-    "Scheduler.weights_change": ALONE,
+    "Invalidation.reset": CORE["resets"],
+    "Invalidation.weights_change": ALONE,
     "Worker.results": ALONE | {"is_silent": True},
     "OwnCache.restart": CORE["weights"],
     "OwnCache.watch_resets": ALONE,
-    "Scheduler.own_reset_begins": ALONE,
+    "Invalidation.own_reset_begins": ALONE,
 }
 """For each rule a small model that needs it."""
 

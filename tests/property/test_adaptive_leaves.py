@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from kvtier.policy.adaptive import Adaptive
-from kvtier.testing.policy import held, name_of
+from kvtier.testing.policy import name_of, use_of
 from kvtier.types import NextTurn
 
 EVENTS = 1000
@@ -52,7 +52,7 @@ class Driver:
         return len(path)
 
     def use(self, name: int, parent: int | None, conversation: str | None) -> None:
-        event = held(name, parent)._replace(conversation=conversation)
+        event = use_of(name, parent)._replace(conversation=conversation)
         if name in self.parents and self.chance.random() < 0.8:
             self.policy.touched(event)
             return

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tests.core_driver import Driver, prefix_of
 
 from kvtier.core.cache import Cache
-from kvtier.core.host_memory import HOST
+from kvtier.core.host_residency import HOST
 from kvtier.core.prefix import load_sources
 from kvtier.layout import History, Window
 from kvtier.types import Lookup, Prefix

@@ -20,14 +20,15 @@ from tests.device_copies import run_held, run_transformers, run_vllm  # noqa: E4
 from tests.simulated_cuda import cuda  # noqa: E402
 
 from kvtier.connect.transformers import copier as cache_copier  # noqa: E402
-from kvtier.connect.vllm import copier as block_copier  # noqa: E402
-from kvtier.connect.vllm import cuda_copy  # noqa: E402
+from kvtier.connect.vllm.worker import copier as block_copier  # noqa: E402
+from kvtier.connect.vllm.worker import cuda_copy  # noqa: E402
 from kvtier.runtime.command_runner import CommandRunner  # noqa: E402
 
 Patch = pytest.MonkeyPatch
 Run = Callable[[int], list[str]]
 
-SEEDS = 100
+SEEDS = 50
+"""Each planted bug below is seen within as many, too. Nightly runs more."""
 NIGHTLY_SEEDS = 3000
 MUTANT_SEEDS = 200
 """A mutant that survives as many seeds breaks something that nothing checks."""
@@ -118,7 +119,7 @@ def a_fence_of_a_row_stands_before_its_last_copy(patch: Patch) -> None:
     def init(self: Any, _events: Any, row: Any) -> None:
         self.events, self.row = [early[torch.cuda.current_stream()]], row
 
-    patch.setattr(cache_copier.CudaFence, "__init__", init)
+    patch.setattr(cache_copier.StreamFence, "__init__", init)
 
 
 @mutant(run_vllm, RACE, BYTES)
@@ -198,7 +199,7 @@ def a_revoked_store_counts(patch: Patch) -> None:
 
 @mutant(run_transformers, RACE, BYTES)
 def tensors_are_freed_under_a_copy(patch: Patch) -> None:
-    patch.setattr(cache_copier.CudaFence, "__init__", lambda self, events, _row: setattr(self, "events", events))
+    patch.setattr(cache_copier.StreamFence, "__init__", lambda self, events, _row: setattr(self, "events", events))
 
 
 @pytest.mark.parametrize(("plant", "run", "seen"), MUTANTS, ids=lambda it: getattr(it, "__name__", ""))

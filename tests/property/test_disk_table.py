@@ -34,7 +34,7 @@ def test_the_table_is_a_dict(steps):
     table, model = ObjectTable(ROWS_MAX), {}
     for what, which, place in steps:
         if what == "put":
-            row = table.find(name(which))
+            row = table.row(name(which))
             assert (row is not None) == (which in model)
             if row is not None:
                 table.move(row, *place)
@@ -44,7 +44,7 @@ def test_the_table_is_a_dict(steps):
                 table.put(name(which), *place)
             model[which] = place
         elif what == "remove":
-            row = table.find(name(which))
+            row = table.row(name(which))
             if row is not None:
                 table.remove(row)
             model.pop(which, None)
@@ -61,14 +61,14 @@ def test_the_table_is_a_dict(steps):
 def check(table, model):
     assert len(table) == len(model)
     everybody = [name(number) for number in range(41)]
-    assert table.holds(everybody) == [number in model for number in range(41)]
+    assert table.contains(everybody) == [number in model for number in range(41)]
     for number, place in model.items():
-        row = table.find(name(number))
+        row = table.row(name(number))
         assert table.place(row) == place
         assert table.name(row) == name(number)
     assert sorted(table.items(0, 1 << 30)) == sorted((name(number), size) for number, (_, _, size) in model.items())
     for segment in range(4):
-        rows = [table.find(name(number)) for number in model]
+        rows = [table.row(name(number)) for number in model]
         mine = table.rows_in(segment, array("I", rows + rows))
         assert sorted(table.place(row) for row in mine.tolist()) == sorted(
             place for place in model.values() if place[0] == segment

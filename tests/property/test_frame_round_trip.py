@@ -14,9 +14,9 @@ from kvtier.codec.frame import (
     Identity,
     frame_bytes,
     head_bytes,
-    open_in_place,
-    seal,
-    seal_scratch_bytes,
+    pack,
+    pack_scratch_bytes,
+    unpack_in_place,
     verify_frame,
 )
 from kvtier.errors import CorruptChunkError, UnreadableChunkError
@@ -46,7 +46,7 @@ def filled(group: GroupLayout, content: str, seed: int) -> tuple[memoryview, byt
     draw = random.Random(seed)
     slot = bytearray(draw.randbytes(1) * frame_bytes(group))
     payload = bytearray(group.payload_bytes)
-    for _, offset, size, _ in group.sections:
+    for _, offset, size, *_ in group.sections:
         noisy = content == "noise" or (content == "mixed" and draw.random() < 0.5)
         piece = draw.randbytes(size) if noisy else bytes(size)
         payload[offset : offset + size] = piece
@@ -64,9 +64,9 @@ def identity_of(group: GroupLayout, seed: int) -> Identity:
 
 def sealed(group: GroupLayout, codec, content: str, seed: int) -> tuple[bytes, bytes, Identity]:
     slot, payload = filled(group, content, seed)
-    scratch = memoryview(bytearray(b"\xdd" * seal_scratch_bytes(group, codec)))
+    scratch = memoryview(bytearray(b"\xdd" * pack_scratch_bytes(group, codec)))
     identity = identity_of(group, seed)
-    return bytes(seal(slot, group, identity, codec, scratch)), payload, identity
+    return bytes(pack(slot, group, identity, codec, scratch)), payload, identity
 
 
 @given(groups, codecs, contents, st.integers(0, 1 << 32))
@@ -76,7 +76,7 @@ def test_open_gives_back_what_was_sealed(group, codec, content, seed):
     assert len(frame) % ALIGNMENT == 0
     slot = memoryview(bytearray(b"\xbb" * frame_bytes(group)))
     slot[: len(frame)] = frame
-    open_in_place(slot, len(frame), group, identity, SCRATCH)
+    unpack_in_place(slot, len(frame), group, identity, SCRATCH)
     assert slot[head_bytes(group) :] == payload
     assert verify_frame(frame).identity == identity
 
@@ -92,7 +92,7 @@ def test_any_flipped_bit_is_refused(group, codec, content, seed, data):
     slot = memoryview(bytearray(frame_bytes(group)))
     slot[: len(damaged)] = damaged
     with pytest.raises(CorruptChunkError):
-        open_in_place(slot, len(damaged), group, identity, SCRATCH)
+        unpack_in_place(slot, len(damaged), group, identity, SCRATCH)
     with pytest.raises(CorruptChunkError):
         verify_frame(damaged)
 
@@ -131,7 +131,7 @@ def test_heads_of_noise_end_in_one_error_with_and_without_the_shortcut(seed, nam
         slot[: len(frame)] = bytes(head) + frame[len(head) :]
         with patch.object(frame_module, "is_raw_head", shortcut):
             try:
-                open_in_place(slot, len(frame), group, identity, SCRATCH)
+                unpack_in_place(slot, len(frame), group, identity, SCRATCH)
                 answers.append(bytes(slot))
             except (CorruptChunkError, UnreadableChunkError) as error:
                 answers.append(f"{type(error)} {error}")

@@ -11,7 +11,7 @@ from tests.sim import engine, objects
 
 from kvtier.core import (
     cache,
-    host_memory,
+    host_residency,
     operations,
     pending_writes,
     prefix,
@@ -43,25 +43,25 @@ def mutant(plant: Mutant) -> Mutant:
 
 @mutant
 def a_pin_is_never_released(patch: Patch) -> None:
-    patch.setattr(host_memory.HostMemory, "unpin", lambda self, entry: None)
+    patch.setattr(host_residency.HostMemory, "unpin", lambda self, entry: None)
 
 
 @mutant
 def the_slot_of_a_late_promotion_is_reused_at_once(patch: Patch) -> None:
-    patch.setattr(host_memory.HostMemory, "late", host_memory.HostMemory.failed)
-    patch.setattr(host_memory.HostMemory, "settled", lambda self, entry: None)
+    patch.setattr(host_residency.HostMemory, "late", host_residency.HostMemory.failed)
+    patch.setattr(host_residency.HostMemory, "reclaim", lambda self, entry: None)
 
 
 @mutant
 def the_staging_area_has_no_limit(patch: Patch) -> None:
-    patch.setattr(host_memory.HostMemory, "take_staging_slot", host_memory.HostMemory.take_slot)
+    patch.setattr(host_residency.HostMemory, "take_staging_slot", host_residency.HostMemory.take_slot)
 
 
 @mutant
 def a_chunk_is_readable_before_it_has_arrived(patch: Patch) -> None:
     real = operations.OpenOperations.found
 
-    def found(self: operations.OpenOperations, item: operations.WorkItem, entry: host_memory.HostEntry) -> None:
+    def found(self: operations.OpenOperations, item: operations.WorkItem, entry: host_residency.HostEntry) -> None:
         if isinstance(item.work, operations.LoadOperation):
             item.state, item.entry = operations.QUEUED, entry
             self._host.pin(entry)
@@ -101,7 +101,7 @@ def a_probe_counts_although_the_tier_lacks_the_object(patch: Patch) -> None:
 def only_the_first_waiter_gets_an_arrived_chunk(patch: Patch) -> None:
     real = operations.OpenOperations.arrived
 
-    def arrived(self: operations.OpenOperations, entry: host_memory.HostEntry) -> None:
+    def arrived(self: operations.OpenOperations, entry: host_residency.HostEntry) -> None:
         del self.waiters.get(entry, [])[1:]
         real(self, entry)
 
@@ -160,7 +160,7 @@ def a_window_is_one_chunk_short(patch: Patch) -> None:
 def write_through_writes_nothing(patch: Patch) -> None:
     real = pending_writes.PendingWrites.mark_pending
 
-    def mark_pending(self: pending_writes.PendingWrites, entry: host_memory.HostEntry, now_s: float) -> None:
+    def mark_pending(self: pending_writes.PendingWrites, entry: host_residency.HostEntry, now_s: float) -> None:
         if self._limits.write_policy is not WritePolicy.THROUGH:
             real(self, entry, now_s)
 
@@ -184,7 +184,7 @@ def a_copy_that_was_replaced_is_still_left_alone(patch: Patch) -> None:
 def a_copy_is_read_again_while_a_read_of_it_is_stuck(patch: Patch) -> None:
     real = tier_state.TierState.read_failed
 
-    def read_failed(self: tier_state.TierState, item: host_memory.Item, now_s: float, *, is_stuck: bool) -> None:
+    def read_failed(self: tier_state.TierState, item: host_residency.Item, now_s: float, *, is_stuck: bool) -> None:
         del is_stuck
         real(self, item, now_s - tier_state.PAUSE_S_MAX, is_stuck=False)
 
@@ -235,7 +235,7 @@ def a_released_put_waits_for_tiers(patch: Patch) -> None:
 
 @object_mutant
 def an_object_stays_in_its_slot(patch: Patch) -> None:
-    patch.setattr(host_memory.HostMemory, "leave_if_written", lambda self, entry: None)
+    patch.setattr(host_residency.HostMemory, "leave_if_written", lambda self, entry: None)
 
 
 @object_mutant

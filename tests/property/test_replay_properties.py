@@ -4,10 +4,9 @@ from functools import cache
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.traces import listed
+from tests.traces import listed, replay
 
-from kvtier.replay.policies.reference import infinite_hit_tokens
-from kvtier.replay.single_cache import replay
+from kvtier.tools.replay.policies.reference import infinite_hit_tokens
 
 BLOCK = 16
 

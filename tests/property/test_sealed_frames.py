@@ -19,14 +19,14 @@ from kvtier.codec.frame import (
     Seals,
     frame_bytes,
     head_bytes,
-    open_in_place,
     open_seal,
+    pack,
+    pack_scratch_bytes,
     reseal,
-    seal,
-    seal_scratch_bytes,
+    unpack_in_place,
     verify_frame,
 )
-from kvtier.codec.head import EXTRAS_BYTES_MAX, METADATA_BYTES, opened_identity, read_head
+from kvtier.codec.frame_header import EXTRAS_BYTES_MAX, METADATA_BYTES, opened_identity, read_head
 from kvtier.errors import CorruptChunkError, UnreadableChunkError
 from kvtier.keys.keyring import Keyring, SealKey
 from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, Part, Run
@@ -79,8 +79,8 @@ def filled(group: GroupLayout, seed: int) -> tuple[memoryview, bytes, bytearray]
 def sealed(group: GroupLayout = SMALL, codec: str = "raw", key: SealKey | None = MINE, seed: int = 1) -> bytes:
     made, _, _ = filled(group, seed)
     used = registry.by_name(codec)
-    scratch = memoryview(bytearray(seal_scratch_bytes(group, used, is_sealed=key is not None)))
-    return bytes(seal(made, group, IDENTITY, used, scratch, key=key))
+    scratch = memoryview(bytearray(pack_scratch_bytes(group, used, is_sealed=key is not None)))
+    return bytes(pack(made, group, IDENTITY, used, scratch, key=key))
 
 
 def opened(frame: bytes, group: GroupLayout = SMALL, seals: Seals | None = SEALS, name: bytes = NAME) -> bytes:
@@ -88,7 +88,7 @@ def opened(frame: bytes, group: GroupLayout = SMALL, seals: Seals | None = SEALS
     slot[: len(frame)] = frame[: len(slot)]
     scratch = memoryview(bytearray(OPEN_SCRATCH_BYTES))
     try:
-        open_in_place(slot, len(frame), group, Identity(name), scratch, seals)
+        unpack_in_place(slot, len(frame), group, Identity(name), scratch, seals)
     finally:
         assert whole[: len(CANARY)] == whole[-len(CANARY) :] == CANARY
     return bytes(slot[head_bytes(group) :])
@@ -103,8 +103,8 @@ def reason(frame: bytes, group: GroupLayout = SMALL, seals: Seals = SEALS, name:
 @given(groups, codecs, st.integers(0, 1 << 32), st.sampled_from([MINE, OLD]))
 def test_what_was_sealed_comes_back(group, codec, seed, key):
     slot, payload, whole = filled(group, seed)
-    scratch = memoryview(bytearray(seal_scratch_bytes(group, codec, is_sealed=True)))
-    frame = bytes(seal(slot, group, IDENTITY, codec, scratch, key=key))
+    scratch = memoryview(bytearray(pack_scratch_bytes(group, codec, is_sealed=True)))
+    frame = bytes(pack(slot, group, IDENTITY, codec, scratch, key=key))
     assert whole[: len(CANARY)] == whole[-len(CANARY) :] == CANARY
     assert slot[head_bytes(group) :] == payload, "the slot is read by others meanwhile"
     assert len(frame) <= frame_bytes(group)
@@ -149,13 +149,13 @@ def test_any_flipped_bit_is_refused_with_and_without_right_checksums(group, code
 @given(groups, codecs, st.integers(0, 1 << 32), st.sampled_from([OLD, None]))
 def test_a_resealed_frame_opens_with_the_new_key_only(group, codec, seed, key):
     slot, payload, _ = filled(group, seed)
-    scratch = memoryview(bytearray(seal_scratch_bytes(group, codec, is_sealed=True)))
-    frame = memoryview(bytes(seal(slot, group, IDENTITY, codec, scratch, key=key)))
+    scratch = memoryview(bytearray(pack_scratch_bytes(group, codec, is_sealed=True)))
+    frame = memoryview(bytes(pack(slot, group, IDENTITY, codec, scratch, key=key)))
     new = bytes(reseal(frame, SEALS.keyring, MINE, memoryview(bytearray(len(frame) + 7))))
     assert opened(new, group, SEALS._replace(keyring=Keyring([MINE]))) == payload
     with pytest.raises(UnreadableChunkError, match="key is not known"):
         opened(new, group, SEALS._replace(keyring=Keyring([OLD])))
-    direct = bytes(seal(slot, group, IDENTITY, codec, scratch, key=MINE))
+    direct = bytes(pack(slot, group, IDENTITY, codec, scratch, key=MINE))
     places = [[section[:6] for section in read_head(each).sections] for each in (new, frame)]
     assert places[0] == places[1]
     assert verify_frame(new).identity == verify_frame(direct).identity
@@ -291,8 +291,8 @@ SOME_TEXT = struct.pack(f"<{TOKENS}I", *range(70_000, 70_000 + TOKENS)) + b"adap
 def with_text(text: bytes, key: SealKey | None = MINE, codec: str = "raw") -> bytes:
     made, _, _ = filled(WITH_IDS, 1)
     used = registry.by_name(codec)
-    scratch = memoryview(bytearray(seal_scratch_bytes(WITH_IDS, used, is_sealed=key is not None)))
-    return bytes(seal(made, WITH_IDS, IDENTITY._replace(key=b"k" * 32, text=text), used, scratch, key=key))
+    scratch = memoryview(bytearray(pack_scratch_bytes(WITH_IDS, used, is_sealed=key is not None)))
+    return bytes(pack(made, WITH_IDS, IDENTITY._replace(key=b"k" * 32, text=text), used, scratch, key=key))
 
 
 def identity_in(frame: bytes) -> Identity:

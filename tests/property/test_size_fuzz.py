@@ -10,11 +10,11 @@ from itertools import product
 from typing import Any
 
 import pytest
-from tests.unit.size.test_size_named import SIZES
+from tests.tools.size.test_size_named import SIZES
 
-from kvtier import size
 from kvtier.errors import ConfigError
-from kvtier.size.families import class_defaults
+from kvtier.tools import size
+from kvtier.tools.size.families import class_defaults
 
 UNKNOWN = (
     "kv_groups", "num_groups_of_heads", "linear_heads", "cross_layer_share", "layer_group", "inner_ut_steps",

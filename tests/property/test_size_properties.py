@@ -5,10 +5,9 @@ from typing import Any
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvtier import size
-from kvtier.size.capacity import TierCapacity
-from kvtier.size.dtype import NAMED
-from kvtier.size.sizes import pipeline_stages
+from kvtier.tools import size
+from kvtier.tools.size.caches import NAMED
+from kvtier.tools.size.sizes import TierCapacity, pipeline_stages
 
 powers = st.sampled_from([1, 2, 4, 8, 16])
 dims = st.sampled_from([16, 32, 64, 80, 128, 256])
@@ -16,9 +15,6 @@ counts = st.integers(1, 24)
 tokens = st.integers(1, 1 << 20)
 names = st.sampled_from(size.names())
 formats = st.sampled_from([name for name in NAMED if "mla" not in name] + ["int8:g64", "int4:g64", "int4:g128:sym"])
-
-
-"""The first use of the catalogue reads it."""
 
 
 def of(config: dict[str, Any], **how: Any) -> size.KvSize:

@@ -35,9 +35,9 @@ from tests.release.artifacts import (
 )
 
 from kvtier import __version__
-from kvtier.bench.serve.generator import INSTALL as AIPERF_INSTALL
 from kvtier.cli.main import COMMANDS
-from kvtier.demo.model import PRETRAINED_INSTALL
+from kvtier.tools.bench.serve.generator import INSTALL as AIPERF_INSTALL
+from kvtier.tools.demo.model import PRETRAINED_INSTALL
 
 HINT = re.compile(r"pip install (\S+(?: '[^']+')*)")
 SECRET = ("--set", "store.secret_file=secret")
@@ -62,7 +62,8 @@ class Environment:
         run(sys.executable, "-m", "venv", "--without-pip", str(folder), cwd=folder.parent)
         self.work.mkdir()
         shutil.copy(Path(__file__).with_name("round_trip.py"), self.work)
-        shutil.copy(ROOT / "tests" / "golden" / "traces" / "vllm_events.msgpack", self.work)
+        for name in ("vllm_events.msgpack", "requests.parquet"):
+            shutil.copy(ROOT / "tests" / "golden" / "traces" / name, self.work)
         (self.work / "secret").touch(mode=0o600)
         (self.work / "secret").write_bytes(bytes(range(32)))
 
@@ -146,6 +147,7 @@ def extras(servers: dict[str, str]) -> dict[str, Extra]:
         "zstd": of_tier("directory:kv?capacity=1GiB&codec=zstd"),
         "seal": of_tier("disk:kv?capacity=64MiB&reserve=0&seal=on"),
         "events": Extra(("replay", "describe", "vllm_events.msgpack")),
+        "parquet": Extra(("replay", "describe", "requests.parquet")),
         "plots": Extra(("plan", "llama-3.1-8b", "--report", "plan.html")),
         **stores,
         "transformers": Extra(demo.split()),
@@ -239,7 +241,10 @@ class Release:
         for tier in PLAIN:
             self.step(where, f"store, new process, load: {tier}", here.round_trip, "tier", tier)
         for name, extra in known.items():
-            self.step(where, f"the hint to install {name} is right", here.follow_hint, name, extra)
+            if name == "valkey":  # only `kvtier bench tier` needs its package
+                self.step(where, "store, new process, load: valkey", here.round_trip, "tier", extra.where, SECRET[1])
+            else:
+                self.step(where, f"the hint to install {name} is right", here.follow_hint, name, extra)
         for command, constraints in OTHER_HINTS.items():
             words = command.partition("pip install ")[2]
             self.step(where, f"pip install --dry-run {words}", here.try_install, split(words), constraints)

@@ -141,21 +141,24 @@ def test_every_program_runs_on_the_cpu_and_its_record_is_complete(tmp_path: Path
 @needs_engine
 @pytest.mark.engine
 @pytest.mark.timeout(620)
-def test_a_dry_run_of_what_a_machine_with_a_gpu_would_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [1, pytest.param(0, marks=pytest.mark.nightly)])
+def test_a_dry_run_of_what_a_machine_with_a_gpu_would_run(first: int, tmp_path: Path) -> None:
+    """The tests in it run on the simulated device in tests/unit/device as well."""
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     names = list(SIMULATED)
+    chosen = names[first:]
     assert names == list(SLICES)[:3]
     for name in names:
         assert not {"--device", "--dtype", "--no-splits", "--no-decode"} & SIMULATED[name].words.keys(), "only sizes"
-    command = [sys.executable, SCRIPT, "--simulated", "--within", "560", *names, "--out", str(tmp_path)]
+    command = [sys.executable, SCRIPT, "--simulated", "--within", "560", *chosen, "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"succeeded: {', '.join(names)}" in done.stdout
-    tests, links, ttft = (json.loads(gpu.record_of(name, tmp_path).read_text())["results"] for name in names)
-    assert (tests["passed"], tests["is_complete"]) == (gpu_slices.TESTS, True)
+    assert f"succeeded: {', '.join(chosen)}" in done.stdout
+    *tests, links, ttft = (json.loads(gpu.record_of(name, tmp_path).read_text())["results"] for name in chosen)
+    assert [(it["passed"], it["is_complete"]) for it in tests] == [(gpu_slices.TESTS, True)] * (1 - first)
     assert (links["device"], links["lock"]["bytes"]) == ("simulated", 64 << 20)
     assert min(links["product"][key] for key in ("alone", "plain_gb_per_s", "kvtier_gb_per_s")) > 0
     assert (ttft["device"], ttft["same_tokens"], ttft["skipped"]) == ("simulated", True, [])
@@ -236,24 +239,23 @@ def processes_below(folder: Path) -> list[str]:
     return [it for it in found if str(folder) in it]
 
 
-KILLS = [(9, signal.SIGKILL, True)]
-"""Complete samples when the run is killed, the signal, and whether all of its group get it."""
-MORE_KILLS = [
+KILLS = [
     (count, number, is_all)
     for count in (1, 9, 28, 40)
     for number, is_all in ((signal.SIGKILL, True), (signal.SIGTERM, False))
 ]
+"""Complete samples when the run is killed, the signal, and whether all of its group get it."""
 
 
 @needs_engine
 @pytest.mark.engine
-@pytest.mark.parametrize("kills", [KILLS, pytest.param(MORE_KILLS, marks=pytest.mark.nightly)], ids=["few", "many"])
+@pytest.mark.nightly
 def test_a_killed_run_loses_nothing_and_goes_on_with_what_is_left(
-    tmp_path: Path, output: Output, capsys: pytest.CaptureFixture[str], kills: list[tuple[int, signal.Signals, bool]]
+    tmp_path: Path, output: Output, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record, cut = tmp_path / "gpu_ttft.json", {"samples": []}
     command = [sys.executable, SCRIPT, "--quick", "ttft", "--out", str(tmp_path)]
-    for count, number, is_all in kills:
+    for count, number, is_all in KILLS:
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
             until_s = time.monotonic() + 200
             while not record.exists() or sum(map(len, samples_of(json.loads(record.read_text())).values())) < count:

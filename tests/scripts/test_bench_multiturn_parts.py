@@ -9,8 +9,8 @@ from bench.parts.power import PowerMeter, find_sensor
 from bench.parts.turns import ArmRun, MultiturnResult, TurnSample, percentiles_ms, users_within
 from bench.parts.workload import WorkloadSpec, draw
 
-from kvtier.bench.serve.power import Nvml
-from kvtier.bench.serve.workload import LENGTH_MAX, sharegpt_lengths
+from kvtier.tools.bench.serve.sampler import Nvml
+from kvtier.tools.bench.serve.workload import LENGTH_MAX, sharegpt_lengths
 
 WORK = WorkloadSpec(
     rounds=5, system_tokens=10, history_tokens=50, question_tokens=20, answer_tokens=30, rate_per_user=0.5,

@@ -8,8 +8,8 @@ from bench.peer import durations_ms, peer, rates
 from click.testing import CliRunner
 from tests.programs import program
 
-from kvtier.bench.fio import has_fio
 from kvtier.errors import ConfigError
+from kvtier.tools.bench.io import has_fio
 from kvtier.types import ObjectName
 
 

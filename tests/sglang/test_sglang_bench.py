@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.fio import has_fio
+from kvtier.tools.bench.io import has_fio
 
 TOP = Path(__file__).resolve().parents[2]
 

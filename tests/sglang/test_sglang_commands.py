@@ -2,11 +2,13 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from engines import PAGE, checkpoint, engine, equal, published
-from server import PLACE, command, flags, printed
+from server import PLACE, command, environment, flags, printed
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.server_args import prepare_server_args
@@ -64,6 +66,27 @@ def test_the_doctor_finds_what_the_engine_has_stored(tmp_path: Path) -> None:
             assert other["error"] == {str(root): f"holds pages of {PAGE} tokens; --page-size is {2 * PAGE}"}
     assert "holds KV of 2 models" in found["warning"][str(root)]
     assert "differs in: weights is" in found["warning"][str(root)]
+
+
+@pytest.mark.parametrize("compiler", ["c++", "/no/compiler"])
+def test_a_compiler_that_sglang_lacks_is_one_error_at_the_start(tmp_path: Path, compiler: str) -> None:
+    program = "import logging; from kvtier.connect.sglang import storage; logging.basicConfig(level='ERROR')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}; storage.check_page_hash()"],
+        env=environment() | {"CXX": compiler, "TORCH_EXTENSIONS_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR:kvtier")]
+    assert list(tmp_path.iterdir()) == [], "torch's folder is left alone, with its lock"
+    if compiler == "c++":
+        assert lines == []
+    else:
+        assert len(lines) == 1
+        assert "/no/compiler: [Errno 2] No such file" in lines[0]
+        assert "install a C++ compiler" in lines[0]
 
 
 @pytest.mark.parametrize(

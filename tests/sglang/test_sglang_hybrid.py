@@ -32,8 +32,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
-from kvtier.connect.sglang.pools import POOLS as POOL_KINDS
-from kvtier.connect.sglang.pools import describe
+from kvtier.connect.sglang.host_pools import POOLS as POOL_KINDS
+from kvtier.connect.sglang.host_pools import describe
 from kvtier.errors import ConfigError
 
 pytestmark = pytest.mark.sglang_core

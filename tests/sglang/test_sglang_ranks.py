@@ -18,7 +18,7 @@ torchvision_shim.install()
 from engines import PAGE, chain, checkpoint, engine, equal, mla, published  # noqa: E402 - after the stand-in
 
 PROMPT = range(8 * PAGE)
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 
 def shared(store: Path) -> dict[str, Any]:

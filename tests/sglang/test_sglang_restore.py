@@ -1,20 +1,28 @@
 """Pages of SGLang's host pools come back byte-equal, through SGLang's controllers, and never wrong."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import BACKEND, LAYOUTS, PAGE, Engine, engine, equal, mha, mla
+import torch
+from cpu_engine import sglang_cpu
+from engines import BACKEND, LAYOUTS, PAGE, Engine, engine, equal, latents_in_pages, mha, mla
+from tests.axes import check_axes, misread, numbered
 from tests.sealed_places import KINDS, sealed_place
 
+from kvtier.connect.sglang.host_pools import describe
 from kvtier.errors import ConfigError
+from kvtier.layout import KvLayout
+from kvtier.observe.metric_definitions import LOSSY_LOAD_TOKENS
 
 pytestmark = pytest.mark.sglang_core
 
 PROMPT = range(8 * PAGE)
 LONGER = [*PROMPT, *range(9000, 9000 + 2 * PAGE)]
+RANKS = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False)
 Start = Callable[..., Engine]
 
 
@@ -42,6 +50,88 @@ def test_pages_come_back_byte_equal(start: Start, make: Callable[[str], Any], la
     assert first.prefetch(range(500, 500 + 4 * PAGE)).hit == 0
     first.controller.detach_storage_backend()
     assert equal(start(pools=make(layout)).prefetch(PROMPT).pages, pages)
+
+
+@pytest.mark.parametrize(
+    ("layout", "values"), [*((layout, 8) for layout in LAYOUTS), ("page_first", 6), ("page_first_direct", 6)]
+)
+def test_the_axes_find_each_number_of_a_page(layout: str, values: int) -> None:
+    """Numbers come from the device in SGLang's own order: [token, head, channel] of each layer."""
+    device, host = mha(layout, layers=3, heads=2, dim=8, value_dim=values)
+    numbers = numbered(3, 2, 2 * PAGE, 8)
+    positions = torch.arange(2 * PAGE)
+    for layer in range(3):
+        keys, those = (torch.from_numpy(side[layer]).view(torch.bfloat16).transpose(0, 1) for side in numbers)
+        device.k_buffer[layer][positions] = keys
+        device.v_buffer[layer][positions] = those[..., :values]
+    sglang_cpu.copy_to_host(host, device, positions, positions, "kernel")
+    found = describe("kv", host, RANKS, positions[:PAGE])
+    assert found is not None
+    group = KvLayout(PAGE, (found.layout,)).of_class("int4").groups[0]
+    (pieces,) = found.pieces(positions[PAGE:])
+    payload = bytearray(group.payload_bytes)
+    for offset, piece in zip(group.layer_offsets, pieces, strict=True):
+        payload[offset : offset + len(piece)] = piece
+    check_axes(group, payload, numbers, start=PAGE, value_channels=values)
+    with pytest.raises(AssertionError, match=r"tokens of|heads of"):
+        check_axes(misread(group, "token", "head"), payload, numbers, start=PAGE, value_channels=values)
+
+
+def test_pages_without_axes_are_refused_in_a_class() -> None:
+    """Pools of windows, and pages too short for scales."""
+    for name, pool, message in (
+        ("swa", mha("layer_first")[1], "does not define the arrangement of kv"),
+        ("kv", mha("layer_first", page=8)[1], "has 8 tokens; int4 needs 16"),
+        ("kv", mla("layer_first")[1], "no keys and values that may be stored with loss"),
+        ("c4", latents_in_pages("c4")[1], "does not define the arrangement of bytes"),
+    ):
+        found = describe(name, pool, RANKS, torch.arange(pool.page_size))
+        assert found is not None
+        layout = KvLayout(pool.page_size, (found.layout,))
+        with pytest.raises(ValueError, match=message):
+            layout.of_class("int4")
+        assert layout.of_class("none") == layout
+
+
+def test_a_pool_that_lacks_an_attribute_has_no_axes() -> None:
+    """As in another release. Exact engines need none."""
+    pool = mha("page_first")[1]
+    del pool.v_head_dim
+    found = describe("kv", pool, RANKS, torch.arange(pool.page_size))
+    assert found is not None
+    layout = KvLayout(pool.page_size, (found.layout,))
+    assert layout.of_class("none") == layout
+    with pytest.raises(ValueError, match="does not define the arrangement of kv"):
+        layout.of_class("int4")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("loss", "keys_off"), [("k8v4", 0.01), ("int4", 0.12)])
+def test_pages_of_a_class_come_back_near(start: Start, layout: str, loss: str, keys_off: float, tmp_path: Path) -> None:
+    """In the next engine, too; an engine without the class finds nothing."""
+    settings = {"tiers": [f"directory:{tmp_path / 'store'}"], "store": {"loss": loss}}
+    pools, prompt = partial(mha, layout, page=64), range(4 * 64)
+    first = start(settings, pools=pools())
+    stored, pages = first.backup(prompt)
+    first.controller.detach_storage_backend()
+    assert stored == len(prompt)
+    sizes = [path.stat().st_size for path in (tmp_path / "store").rglob("*") if path.stat().st_size > 4096]
+    assert len(sizes) == 4
+    assert sum(sizes) < (0.46 if loss == "k8v4" else 0.36) * sum(page.nbytes for page in pages)
+
+    assert start(pools=pools()).prefetch(prompt).hit == 0
+    found = start(settings, pools=pools()).prefetch(prompt)
+    assert (found.hit, found.completed) == (len(prompt), len(prompt))
+    for before, after in zip(pages, found.pages, strict=True):
+        keys, values = (after.float() - before.float()).reshape(2, -1).std(1) / before.float().std()
+        assert 0.001 < keys < keys_off
+        assert 0.01 < values < 0.12
+    others = zip(pages, found.pages[1:], strict=False)
+    assert all((after.float() - before.float()).std() > before.float().std() for before, after in others), "the control"
+    if layout == "layer_first":
+        pairs = zip(pages, found.pages, strict=True)
+        same = [(after == before).view(2, 4, 64, -1).all((0, 1, 3)).nonzero().flatten() for before, after in pairs]
+        assert [it.tolist() for it in same] == [[0, 1, 2, 3], [], [], []], "the prompt's first tokens stay exact"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,6 +208,25 @@ def test_metrics_of_sglang_and_of_kvtier(start: Start) -> None:
     assert REGISTRY.get_sample_value("sglang:kvtier_objects_total", labels) == 8
 
 
+@pytest.mark.parametrize("loss", ["none", "int4"])
+def test_a_server_that_stores_kv_with_loss_says_so_and_that_no_salt_prevents_it(
+    start: Start, caplog: pytest.LogCaptureFixture, tmp_path: Path, loss: str
+) -> None:
+    settings = {"tiers": [f"directory:{tmp_path / 'store'}"], "store.loss": loss}
+    first = start(settings, pools=mha("page_first"))
+    _, pages = first.backup(PROMPT)
+    first.controller.detach_storage_backend()
+    second = start(settings, pools=mha("page_first"))
+    found = second.prefetch(PROMPT).pages
+    counted = second.storage._store.metrics.get(LOSSY_LOAD_TOKENS, loss="int4")  # type: ignore[union-attr]
+    second.controller.detach_storage_backend()
+    assert len(found) == len(pages)
+    assert equal(found, pages) == (loss == "none")
+    assert counted == (0 if loss == "none" else len(PROMPT))
+    told = [it for it in caplog.messages if "with loss" in it or "demand exact KV" in it]
+    assert len(told) == (0 if loss == "none" else 4), "two lines at each start"
+
+
 def test_attach_and_detach_at_run_time(start: Start, tmp_path: Path) -> None:
     """A controller gets the backend again, and finds what it stored."""
     engine = start()
@@ -141,7 +250,7 @@ def test_sglangs_own_test_of_a_storage(
     """The batch test that SGLang ships for its Mooncake backend, with its configurations and its pool, on ours."""
     from sglang.srt.mem_cache.storage.mooncake_store import test_mooncake_store as theirs
 
-    from kvtier.connect.sglang import KvtierStorage, pools
+    from kvtier.connect.sglang import KvtierStorage, host_pools
 
     stores: list[Any] = []
 
@@ -160,7 +269,7 @@ def test_sglangs_own_test_of_a_storage(
             self.on_host_pools_registered()
 
     monkeypatch.setattr(theirs, "MooncakeStore", Ours)
-    monkeypatch.setattr(pools, "POOLS", {"MockHostKVCache": frozenset({"page_first"})})
+    monkeypatch.setattr(host_pools, "POOLS", {"MockHostKVCache": frozenset({"page_first"})})
     config = theirs.make_hicache_storage_config(is_mla_model=is_latent, tp_rank=rank, tp_size=ranks)
     try:
         theirs.test_batch_operation(config)

@@ -4,7 +4,8 @@ from tests.small_s3 import KEY_ID, MIB, MODEL, name_of
 from tests.tier_makers import fresh_prefix, kept
 
 from kvtier.config.value_types import PrivateText
-from kvtier.tier.s3.bucket import Credentials, connect
+from kvtier.tier.s3.address import Credentials
+from kvtier.tier.s3.bucket import connect
 from kvtier.tier.s3.tier import S3Tier
 
 __all__ = ["KEY_ID", "MIB", "MODEL", "frame_of", "fresh_prefix", "name_of", "open_tier"]

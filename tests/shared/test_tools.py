@@ -11,7 +11,7 @@ from tests.shared.tool_store import FEW, Store, use_tools
 
 from kvtier.config import tier_list
 from kvtier.config.loader import load
-from kvtier.probe.tiers import ProbeTarget, open_trial
+from kvtier.tools.probe.tiers import ProbeTarget, open_trial
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Runs many seeds: `python -m tests.sim --seeds 0:5000`. Exits 1 when a seed fails, and names it."""
+"""Runs many seeds: `python -m tests.sim --seeds 0:5000`. If a seed fails, it names the seed and exits 1."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ from tests.sim.run import SeedReport, run
 
 PROGRESS_S = 2.0
 CHUNK_SEEDS = 16
-"""Seeds that a process takes at once."""
+"""Number of seeds that a process takes at once."""
 
 
 def main() -> int:

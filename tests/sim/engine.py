@@ -27,7 +27,7 @@ CONVERSATIONS_MAX = 10
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One load or store, until its done event. `blocks` maps (group, chunk) to the engine's block."""
+    """One load or store until its done event. `blocks` maps (group, chunk) to the engine's block."""
 
     prefix: Prefix
     start_s: float
@@ -37,7 +37,7 @@ class Operation:
     budget: LoadBudget | None = None
 
     def item(self, place: tuple[int, int]) -> Item:
-        """Object at (group, chunk)."""
+        """Return the object at (group, chunk)."""
         return self.prefix.keys[place[1]], place[0]
 
 
@@ -54,15 +54,15 @@ class SimJob:
     load: Operation | None = None
     stores: list[Operation] = field(default_factory=list[Operation])
     answered: list[Operation] = field(default_factory=list[Operation])
-    """Stores that ended while an indistinguishable one was open; their blocks stay open until all have ended."""
+    """Stores that ended while an indistinguishable one was open. Their blocks stay open until all have ended."""
     released_s: float | None = None
 
 
 class SimEngine:
-    """Requests from arrival to release.
+    """Makes requests, from arrival to release.
 
     Args:
-        observer: hears of each answer; of a load's end before its blocks are reused.
+        observer: is notified of each answer, and of a load's end before its blocks are reused.
         settle: executes the core's commands and delivers its events.
         expected: called with each next-turn hint before the core gets it.
     """
@@ -76,7 +76,7 @@ class SimEngine:
         expected: Callable[[str, NextTurn | None], None],
     ) -> None:
         self._expected = expected
-        # A generator of its own: hints change nothing else in a seed.
+        # Hints have a generator of their own, so that they change nothing else in a seed.
         self._session_dice = Random(f"sessions {world.scenario.seed}")
         self._announce_dice = Random(f"announced {world.scenario.seed}")
         self._hint_dice = Random(f"hints {world.scenario.seed}")
@@ -129,7 +129,7 @@ class SimEngine:
         self._look_up(job)
 
     def _announce(self, job: SimJob) -> None:
-        """Sometimes another engine announces chunks, and writes none, some or all of them one by one."""
+        """Sometimes let another engine announce chunks, and write none, some or all of them one by one."""
         dice, keys, scenario = self._announce_dice, job.prefix.keys, self._scenario
         if scenario.mode is Mode.QUIET or dice.random() >= scenario.announced:
             return  # in a quiet run nothing else writes
@@ -243,7 +243,7 @@ class SimEngine:
                 if dice.random() < share:
                     blocks[group, chunk] = self._world.new_block((job.prefix.keys[chunk], group))
         if blocks and any(len(other.blocks) == len(blocks) for other in job.stores):
-            self._world.close_block(blocks.popitem()[1])  # so that the sizes tell their StoreDones apart
+            self._world.close_block(blocks.popitem()[1])  # so that the sizes distinguish their StoreDones
         operation = Operation(job.prefix, self._world.now_s, blocks)
         job.stores.append(operation)
         self._world.note(RecordKind.STORE, job.request, sorted(blocks))
@@ -270,7 +270,7 @@ class SimEngine:
         self._forget_if_over(job)
 
     def _expect(self, job: SimJob) -> None:
-        """Sometimes give a next-turn hint, true or not."""
+        """Sometimes give a true or false next-turn hint."""
         if job.conversation is not None and self._session_dice.random() < HINTS:
             next_turn = self._session_dice.choice((*NextTurn, None))
             self._world.note(RecordKind.EXPECTS, job.conversation, next_turn)
@@ -279,7 +279,7 @@ class SimEngine:
             self._settle()
 
     def _hint(self, job: SimJob) -> None:
-        """Sometimes retain, lower or prefetch a prefix, that of the request or another."""
+        """Sometimes retain, lower or prefetch a prefix: the request's or another."""
         dice, now_s = self._hint_dice, self._world.now_s
         if dice.random() >= self._scenario.hinted:
             return
@@ -312,7 +312,7 @@ class SimEngine:
     # ---- events of the core ----------------------------------------------------------------------------------------
 
     def load_done(self, done: LoadDone) -> None:
-        """A load has ended: the engine may reuse its blocks."""
+        """Note that a load has ended, so that the engine may reuse its blocks."""
         job = self.jobs.get(done.request)
         assert job is not None, f"{done} for a request that waits for nothing"
         assert job.load is not None, f"{done} for a request that loads nothing"
@@ -324,10 +324,10 @@ class SimEngine:
         self._forget_if_over(job)
 
     def store_done(self, done: StoreDone) -> None:
-        """A store has ended: the engine may reuse its blocks."""
+        """Note that a store has ended, so that the engine may reuse its blocks."""
         job = self.jobs.get(done.request)
         assert job is not None, f"{done} for a request that waits for nothing"
-        fitting = [operation for operation in job.stores if len(operation.blocks) == done.held + done.dropped]
+        fitting = [operation for operation in job.stores if len(operation.blocks) == done.stored + done.dropped]
         assert fitting, f"{done} fits no store of the request"
         operation = fitting[0]
         job.stores.remove(operation)

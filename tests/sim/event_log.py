@@ -1,4 +1,4 @@
-"""An independent record of commands, answers and faults: it checks budgets and explains every missing chunk."""
+"""An independent record of commands, answers and faults, which checks budgets and explains every missing chunk."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from tests.sim.trace import RecordKind
 from tests.sim.world import Item, Violation, World
 
 from kvtier.core.cache import Cache
-from kvtier.core.host_memory import Residency
+from kvtier.core.host_residency import Residency
 from kvtier.core.tier_state import WAYS
 from kvtier.layout import History
 from kvtier.types import (
@@ -40,13 +40,13 @@ class OpenTransfer:
     transfer: Transfer
     is_cancelled: bool = False
     is_given_up: bool = False
-    """Reads of its tier stopped while it was in flight."""
+    """Whether reads of its tier stopped while it was in flight."""
     only_load: Operation | None = None
     """The load that needs this promotion, if exactly one does."""
     operation: Operation | None = None
     """The load whose blocks a scatter writes."""
     replaces_since_s: float | None = None
-    """For a demotion that follows the drop of a bad copy: the time of the drop."""
+    """For a demotion that follows the drop of a bad copy, the time of the drop."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,15 +59,15 @@ class OpenProbe:
 
 @dataclass(slots=True)
 class TierAnswers:
-    """Answers of the tiers to one request's probes."""
+    """The tiers' answers to one request's probes."""
 
     probed: set[Item] = field(default_factory=set[Item])
     holders: dict[Item, list[str]] = field(default_factory=dict[Item, list[str]])
     sure: set[tuple[str, Item]] = field(default_factory=set[tuple[str, Item]])
-    """The holders that no read has made doubtful."""
+    """The (tier, object) pairs that no read has made doubtful."""
     open: int = 0
     is_unsure: bool = False
-    """An answer arrived at its deadline; the core may or may not have counted it."""
+    """Whether an answer arrived at its deadline, so that the core may or may not have counted it."""
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ _NO_HINT = object()
 
 
 class EventLog:
-    """State reconstructed from commands and answers alone, compared with the core's decisions."""
+    """Reconstructs state from commands and answers alone, and compares it with the core's decisions."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -97,7 +97,7 @@ class EventLog:
         self.transfers: dict[int, OpenTransfer] = {}
         self.down: set[tuple[str, Way]] = set()
         self._unusable_s: dict[str, float] = {}
-        """Tier -> time at which its reads were last late or stopped."""
+        """For each tier, the time at which its reads were last late or stopped."""
         self._incidents: dict[Item, float] = {}
         self._evictions: dict[Item, float] = {}
         self.probes: dict[int, OpenProbe] = {}
@@ -107,25 +107,25 @@ class EventLog:
         """Objects of each prefetch that the engine has asked for."""
         self._refused: set[tuple[Operation, str, Item]] = set()
         self.arrivals: dict[Operation, list[tuple[float, Item]]] = {}
-        """Open load -> arrival times of its objects."""
+        """Arrival times of the objects of each open load."""
         self._drops_due: list[tuple[str, Item]] = []
         self._dropped: dict[tuple[str, Item], float] = {}
-        """Dropped and not yet replaced copies -> time of the drop."""
+        """Time of the drop, for each copy that was dropped and not yet replaced."""
         self._doubted: set[tuple[str, Item]] = set()
-        """Copies that the core may replace: a read failed, or the tier gave an open load a corrupt object."""
+        """Copies that the core may replace, because a read failed or the tier gave an open load a corrupt object."""
         self._replacing: tuple[str, Item] | None = None
-        """A doubted copy that was just dropped: the next command must be the demotion that replaces it."""
+        """A doubted copy that was just dropped. The next command must be the demotion that replaces it."""
         self.reads = ReadRecord(self._doubt)
         self._harmed: dict[Item, float] = {}
-        """Object -> time at which a tier's copy was last removed or damaged, other than by the core."""
+        """For each object, the time at which something other than the core last removed or damaged a tier's copy."""
         self._hints_due: dict[tuple[str, str], NextTurn | None] = {}
-        """(host or tier, conversation) -> hint that its evictor has not received yet."""
+        """By (host or tier, conversation), the hint that its evictor has not received yet."""
         self._back_due: set[tuple[str, Way]] = set()
         self._faults_in_a_row: defaultdict[tuple[str, Way], int] = defaultdict(int)
         self._troubled_s: dict[tuple[str, Way], float] = {}
         """Time of the last failure or late answer."""
         self._noticed_s: dict[tuple[str, Way], float] = {}
-        """Time of the last notice. Notices for several answers come together."""
+        """Time of the last notice. One notice may stand for several answers."""
         self.incident_counts: defaultdict[str, int] = defaultdict(int)
         count = max(1, len(world.scenario.tiers))
         self._slots_most = max(count, min(world.scenario.slots) // 4)
@@ -141,7 +141,7 @@ class EventLog:
             self._harmed[item] = self._world.now_s
 
     def evicted(self, key: bytes, group: int) -> None:
-        """The core evicted an object from host memory."""
+        """Note that the core evicted an object from host memory."""
         self.incident_counts["evicted"] += 1
         self._world.note(RecordKind.EVICTED, key, group)
         self._evictions[ChunkKey(key), group] = self._world.now_s
@@ -186,17 +186,17 @@ class EventLog:
                 sent.replaces_since_s = None
 
     def prefetched(self, request: RequestId, prefix: Prefix) -> None:
-        """The engine asks for a prefetch. It may begin later, and says nothing at its end."""
+        """Note that the engine asks for a prefetch, which may begin later and reports no end."""
         groups = range(len(self._scenario.slots))
         self._prefetched[request] = {(key, group) for key in prefix.keys for group in groups}
 
     def expected(self, conversation: str, next_turn: NextTurn | None) -> None:
-        """The engine gives a next-turn hint for a conversation."""
+        """Note that the engine gives a next-turn hint for a conversation."""
         for place in (_HOST, *self._scenario.tiers):
             self._hints_due[place, conversation] = next_turn
 
     def hint_to_host(self, conversation: str, next_turn: NextTurn | None) -> None:
-        """The evictor of host memory's first group received a hint."""
+        """Note that the evictor of host memory's first group received a hint."""
         self._hinted(_HOST, conversation, next_turn)
 
     def _hint_to_tier(self, tell: Tell, jobs: dict[RequestId, SimJob]) -> None:
@@ -211,7 +211,7 @@ class EventLog:
             raise Violation(f"{place} got the hint {next_turn} for {conversation}, which is not the last one given")
 
     def at_end(self) -> None:
-        """Every hint has been delivered."""
+        """Check that every hint has been delivered."""
         if self._hints_due:
             raise Violation(f"hints not delivered: {self._hints_due}")
 
@@ -240,7 +240,7 @@ class EventLog:
                     raise Violation(f"promote {transfer.id} from {transfer.tier!r}, which failed to give it already")
 
     def _check_relay(self, promote: Transfer) -> None:
-        """A relay reads from a tier that persists and has slower ones, and the staging area is small."""
+        """Check that a relay reads from a persistent tier with slower ones, and that the staging area is small."""
         count = self._scenario.slots[promote.group]
         if not any(it.persists and it.name == promote.tier for it in self._scenario.rules[:-1]):
             raise Violation(f"relay {promote.id} from {promote.tier!r}, whose objects are not relayed")
@@ -253,7 +253,7 @@ class EventLog:
             raise Violation(f"{taken} slots of {count} are in the staging area")
 
     def answered(self, transfer: Transfer, outcome: Outcome, *, is_fault: bool) -> None:
-        """Record an answer, before the core gets it."""
+        """Record an answer before the core gets it."""
         sent = self.transfers.pop(transfer.id)
         item = (transfer.key, transfer.group)
         if outcome is Outcome.CORRUPT and transfer.direction is Direction.PROMOTE:
@@ -262,7 +262,7 @@ class EventLog:
             fetching = [items for items in self._prefetched.values() if item in items]
             self._doubted.update((transfer.tier, other) for items in (*wanting, *fetching) for other in items)
         if transfer.direction is Direction.PROMOTE:
-            # Of one rank a copy that is dropped, of another a fault: what is dropped need not be left alone.
+            # One rank's copy may be dropped while another's read fails. A dropped copy need not be left alone.
             is_failed = is_fault and outcome is not Outcome.CORRUPT
             self.reads.read(transfer, outcome, self._world.now_s, is_fault=is_failed)
         elif transfer.direction is Direction.DEMOTE and outcome is Outcome.DONE:
@@ -328,7 +328,7 @@ class EventLog:
     # ---- probes -------------------------------------------------------------------------------------------------
 
     def _asked(self, probe: Probe) -> None:
-        # The core asks the next tier when the one before has answered, so no call shows the request.
+        # The core asks the next tier when the previous one has answered, so no call shows the request.
         pending = self.cache._probes._open.get(probe.id)
         if pending is not None and pending.survey is not None:
             self.probes[probe.id] = OpenProbe(probe, RequestId("survey"))
@@ -340,13 +340,13 @@ class EventLog:
         self.probes[probe.id] = OpenProbe(probe, asker)
 
     def probed(self, probe: Probe, present: list[bool] | None) -> None:
-        """Record an answer, before the core gets it."""
+        """Record an answer before the core gets it."""
         pending = self.probes.pop(probe.id)
         if self._world.now_s >= probe.deadline_s:
             present = None
         self._count_fault(probe.tier, "read", present is None, probe.deadline_s)
         if self._world.now_s >= probe.deadline_s:
-            # Answer or failure: that depends on whether the core has ticked since.
+            # Whether this is an answer or a failure depends on whether the core has ticked since.
             self._faults_in_a_row[probe.tier, "read"] = 0
         answers = self._answers.get(pending.request)
         if answers is None or answers.open == 0:
@@ -369,7 +369,8 @@ class EventLog:
                 pending.request = RequestId(f"{request} before")
 
     def holders(self, request: RequestId, item: Item, *, is_sure: bool = False) -> list[str]:
-        """Tiers that answered that they hold an object; `is_sure`: and that the core reads it from."""
+        """Return the tiers that answered that they have an object. `is_sure`: only those that the core reads it
+        from."""
         answers = self._answers.get(request, _NO_ANSWERS)
         return [tier for tier in answers.holders.get(item, []) if not is_sure or (tier, item) in answers.sure]
 
@@ -390,12 +391,12 @@ class EventLog:
         for place in operation.blocks:
             item = operation.item(place)
             tiers = list(self._scenario.tiers)
-            if self._scenario.has_remote:  # a remote tier is taken to have what lies between two answers
+            if self._scenario.has_remote:  # the core assumes that a remote tier has what lies between two answers
                 tiers = list(self.cache._probes.tiers_for(job.request, item))
             elif item in answers.probed and answers.holders.get(item):
                 tiers = tiers[tiers.index(answers.holders[item][0]) :]
             in_tier = any(self._world.tiers[tier].holds(item) for tier in tiers)
-            entry = self.cache.host.find(*item)
+            entry = self.cache.host.entry(*item)
             present[item] = in_tier or (entry is not None and entry.residency is not Residency.PROMOTING)
         self._wanted[operation] = OpenLoad(job, operation, present)
         self.arrivals[operation] = []
@@ -436,7 +437,7 @@ class EventLog:
                     self._unusable_s[transfer.tier] = now_s
                     self.reads.is_late(transfer, now_s, TICK_LATENESS_S_MAX)
                 self._incidents[transfer.key, transfer.group] = now_s
-            elif sent.is_given_up:  # its thread still counts against the limit of the tier
+            elif sent.is_given_up:  # its thread still counts towards the tier's limit
                 self._unusable_s[transfer.tier] = now_s
         overdue = [pending.probe for pending in self.probes.values() if now_s >= pending.probe.deadline_s]
         self._troubled_s.update(((probe.tier, "read"), now_s) for probe in overdue)
@@ -444,7 +445,7 @@ class EventLog:
     # ---- after each step -------------------------------------------------------------------------------------------
 
     def check_budgets(self) -> None:
-        """Check budgets by an own count, and that bad copies are dropped at once."""
+        """Check budgets by a count of its own, and that bad copies are dropped at once."""
         self._note_late()
         now_s, limits = self._world.now_s, self._scenario.limits
         out: defaultdict[tuple[Direction, str], int] = defaultdict(int)
@@ -457,12 +458,12 @@ class EventLog:
         by_name = {rules.name: rules for rules in self._scenario.rules}
         for (direction, tier), count in out.items():
             rules = by_name.get(tier)
-            small = rules.small_bytes // OBJECT_BYTES if rules else 0
+            small = rules.small_bytes_in_flight // OBJECT_BYTES if rules else 0
             most = {
-                Direction.GATHER: limits.gathers,
+                Direction.GATHER: limits.stores_in_flight,
                 Direction.SCATTER: limits.scatters,
-                Direction.PROMOTE: min(max(rules.promotes if rules else 0, small), self._tier_most),
-                Direction.DEMOTE: min(max(rules.demotes if rules else 0, small), self._tier_most),
+                Direction.PROMOTE: min(max(rules.loads_in_flight if rules else 0, small), self._tier_most),
+                Direction.DEMOTE: min(max(rules.writes_in_flight if rules else 0, small), self._tier_most),
             }[direction]
             if count > most:
                 raise Violation(f"{count} {direction.value}s {tier} in flight, {most} allowed")
@@ -479,5 +480,5 @@ class EventLog:
 
 
 def _demoted(transfer: Transfer) -> tuple[str, Item]:
-    """(tier, object) of a demotion; the tier is empty for other transfers."""
+    """Return (tier, object) of a demotion. The tier is empty for other transfers."""
     return transfer.tier if transfer.direction is Direction.DEMOTE else "", (transfer.key, transfer.group)

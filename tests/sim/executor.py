@@ -1,6 +1,6 @@
-"""Executes commands in any order, with the faults of the seed; and other writers.
+"""Executes commands in any order with the faults of the seed, and simulates other writers.
 
-A slot holds garbage from the start to the end of a write. A read returns the content at the time of the read.
+A slot has garbage from the start to the end of a write. A read returns the content at the time of the read.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ CANCELLED_IN_TIME = 0.7
 
 @dataclass(slots=True, eq=False)
 class RunningTransfer:
-    """One transfer, from its command to its answer."""
+    """One transfer from its command to its answer."""
 
     transfer: Transfer
     has_begun: bool = False
@@ -36,10 +36,10 @@ class RunningTransfer:
 
 
 class SimExecutor:
-    """The executor's threads of one rank.
+    """Simulates the executor's threads of one rank.
 
     Args:
-        memory: of the rank.
+        memory: memory of the rank.
         complete: called with the outcome of each transfer, and whether the tier is at fault.
         probed: called with the answer to each probe.
         incident: called with each fault that may lose an object.
@@ -150,7 +150,7 @@ class SimExecutor:
         transfer = task.transfer
         tier = self._memory.tiers[transfer.tier]
         now = tier.copies.get((transfer.key, transfer.group))
-        copy = self._world.dice.choice((task.copy, now))  # the file was opened at the beginning, or at the end
+        copy = self._world.dice.choice((task.copy, now))  # the file was opened at the start or at the end
         if copy is None:
             self._answer(task, Outcome.ABSENT)
         elif copy.condition is not Condition.GOOD:
@@ -166,7 +166,7 @@ class SimExecutor:
         copies = tier.copies
         room = self._world.scenario.tier_objects
         if item in copies:
-            self._answer(task, Outcome.DONE)  # an existing copy stays, good or bad
+            self._answer(task, Outcome.DONE)  # an existing copy stays, whether good or bad
             return
         if room is not None and len(copies) >= room / self._memory.traits.share:
             if not self._world.scenario.tier_evicts:
@@ -237,7 +237,7 @@ class SimExecutor:
         self._incident(item, "damaged")
 
     def is_dropping(self, tier: str, item: Item) -> bool:
-        """Whether a drop of the object waits."""
+        """Whether a drop of the object is pending."""
         return (tier, item) in self._dropping
 
     # ---- slots and blocks ------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class SimExecutor:
 
 
 class _SimRank(SimExecutor):
-    """One of several ranks, as an `Executor`. The real `CommandRunner` says what another rank does for this one."""
+    """One of several ranks, as an `Executor`. The real `CommandRunner` decides what another rank does for this one."""
 
     lost = ""
 
@@ -335,13 +335,13 @@ class _SimRank(SimExecutor):
         )
 
     def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None]) -> None:
-        """See `Executor`."""
+        """Set where completions go."""
         self._put, self._ready = put, ready
 
     def submit(self, *commands: Command) -> None:
-        """See `Executor`. Hints for a tier are done at once, and what another rank does for this one is soon done.
+        """Run commands. A tier's hints are done at once, and what another rank does for this one is done soon.
 
-        So is a drop behind another one of the object, which `Mover` refuses: one is enough.
+        So is a second drop of an object. `Mover` refuses it, because one is enough.
         """
         for command in commands:
             is_second = isinstance(command, Drop) and self.is_dropping(command.tier, (command.key, command.group))
@@ -363,7 +363,7 @@ class _SimRank(SimExecutor):
             self._done_soon(probe, present)
 
     def _contains(self, probe: Probe) -> list[bool]:
-        """See `SimExecutor`. In a common store a rank finds what another one has written of a group that it lacks."""
+        """Look up names. In a common store a rank finds what another has written of a group that it lacks."""
 
         def found(own: Probe) -> list[bool]:
             holders = [self._world.holders(group) for _, group in own.objects]
@@ -373,7 +373,7 @@ class _SimRank(SimExecutor):
         return self._answer_to(probe, found)
 
     def _answer_to(self, probe: Probe, look: Callable[[Probe], list[bool]]) -> list[bool]:
-        """What the real rank answers. It calls `look` for what it looks for itself, if for anything."""
+        """Return what the real rank answers. It calls `look` for the names that it looks up itself, if any."""
         runner: Any = self._runner
         runner._probe = lambda _tier, own: look(own)
         return list(runner._ask(SimpleNamespace(), probe).present)
@@ -387,7 +387,7 @@ class _SimRank(SimExecutor):
 
 
 class RankedExecutor:
-    """The real `RankGroup` over simulated ranks. The arguments are those of `SimExecutor`."""
+    """The real `RankGroup` over simulated ranks. It takes the arguments of `SimExecutor`."""
 
     def __init__(
         self,
@@ -420,7 +420,7 @@ class RankedExecutor:
         for completion in done:
             command, outcome = completion.command, completion.outcome
             if isinstance(command, Transfer):
-                if outcome is not Outcome.DONE:  # a rank may have failed before, and a slower one has answered now
+                if outcome is not Outcome.DONE:  # one rank may have failed earlier, and a slower one answers now
                     self._incident((command.key, command.group), "of a slower rank")
                 self._complete(command, outcome, completion.is_tier_fault)
             elif isinstance(command, Probe):
@@ -428,7 +428,7 @@ class RankedExecutor:
 
 
 class OtherWriters:
-    """Other processes that add, remove and damage objects in the tiers, unknown to the core; and copies that die.
+    """Simulates other processes that add, remove and damage objects unknown to the core, and copies that die.
 
     Each act concerns the tier of one rank.
     """
@@ -439,7 +439,7 @@ class OtherWriters:
         self._deaths = Random(f"deaths {world.scenario.seed}")
 
     def kill(self) -> None:
-        """Let a copy die, with the chance of the seed."""
+        """Let a copy die with the seed's chance."""
         dice, scenario = self._deaths, self._world.scenario
         if scenario.mode is Mode.STORM and self._world.tiers and dice.random() < scenario.deaths:
             tier = dice.choice(list(self._memory(dice).tiers.values()))

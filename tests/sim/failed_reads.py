@@ -1,4 +1,4 @@
-"""An independent record of failed reads: which copies the core must leave alone, and which ones it may."""
+"""An independent record of failed reads, which knows the copies that the core must or may leave alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ Which = tuple[str, Item]
 
 @dataclass(slots=True)
 class FailedReads:
-    """Reads of one copy that failed or were late, since the last that was answered in time."""
+    """Reads of one copy that failed or were late since the last one that was answered in time."""
 
     count: int = 0
     until_s: float = 0.0
-    """The core surely leaves the object alone until then."""
+    """Until this time the core surely leaves the object alone."""
     may_last: bool = True
-    """The core may leave it alone."""
+    """Whether the core may leave it alone."""
     is_replaced: bool = False
 
 
@@ -36,10 +36,10 @@ class ReadRecord:
         self._doubt = doubt
         self._failed: dict[Which, FailedReads] = {}
         self._stuck: set[int] = set()
-        """Promotions that the core must have noticed to be late."""
+        """Promotions whose lateness the core must have noticed."""
 
     def begins(self, promote: Transfer, now_s: float) -> None:
-        """Check that a promotion reads no copy that is to be left alone."""
+        """Check that a promotion reads no copy that must be left alone."""
         failed = self._failed.get(_which(promote))
         if failed is not None and now_s < failed.until_s:
             raise Violation(f"promote {promote.id}, of an object whose last {failed.count} reads have failed")
@@ -50,7 +50,7 @@ class ReadRecord:
         return failed is None or not failed.may_last
 
     def is_late(self, promote: Transfer, now_s: float, lateness_s: float) -> None:
-        """A promotion is past its deadline, which the core notices within `lateness_s`."""
+        """Note that a promotion is past its deadline, which the core notices within `lateness_s`."""
         which = _which(promote)
         self._doubt(which)
         self._failed.setdefault(which, FailedReads()).may_last = True
@@ -60,7 +60,7 @@ class ReadRecord:
             self._failed[which].until_s = inf
 
     def written(self, which: Which, *, is_doubted: bool) -> None:
-        """A demotion was done. Only the first one ends the pause, and only of a copy that is not doubted again."""
+        """Note that a demotion was done. Only the first one ends the pause, unless the copy is doubted again."""
         failed = self._failed.get(which)
         if failed is not None:
             failed.may_last = failed.is_replaced or is_doubted
@@ -68,7 +68,7 @@ class ReadRecord:
             failed.is_replaced = True
 
     def read(self, promote: Transfer, outcome: Outcome, now_s: float, *, is_fault: bool) -> None:
-        """A promotion has ended."""
+        """Note that a promotion has ended."""
         which, is_stuck = _which(promote), promote.id in self._stuck
         is_cancelled = outcome is Outcome.CANCELLED
         if is_fault:
@@ -77,18 +77,18 @@ class ReadRecord:
             failed = self._failed[which]
             failed.until_s = now_s + tier_state.PAUSE_S_MIN if failed.until_s == inf else failed.until_s
         elif now_s >= promote.deadline_s and which in self._failed and not is_stuck:
-            self._failed[which].until_s = 0.0  # the core may not have noticed that it is late, and forgets the failures
+            self._failed[which].until_s = 0.0  # the core may not have noticed its lateness, and forgets the failures
         elif is_stuck or not is_cancelled:
             self._failed.pop(which, None)
 
     def is_back(self, tier: str) -> None:
-        """Reads of a tier succeed again, which ends some pauses."""
+        """Note that reads of a tier succeed again, which ends some pauses."""
         for (of_tier, _), failed in self._failed.items():
             if of_tier == tier and failed.until_s != inf:
                 failed.until_s = 0.0
 
     def _failed_at(self, promote: Transfer, now_s: float) -> None:
-        """A read has failed, or is late."""
+        """Note that a read has failed or is late."""
         which = _which(promote)
         self._doubt(which)
         is_stuck = promote.id in self._stuck

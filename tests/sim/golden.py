@@ -1,20 +1,20 @@
-"""Digests of the core's decisions in tens of thousands of seeds: `python -m tests.sim.golden`.
+"""Computes digests of the core's decisions in tens of thousands of seeds: `python -m tests.sim.golden`.
 
-Prints what `tests/golden/simulator.json` holds. Seeds with one lower tier at most were recorded before the hierarchy of
-tiers, which changed no decision in them, and those with several after it. All were recorded again when estimates of
-links took whole rounds, which changed the seconds of load options, and those with several when relays took slots on
-demand, and relays without a staging area were dropped. Announced chunks came later, in runs of their own, which
-were recorded again when their searches no longer changed a tier's hit rate. All were recorded again when links had an
-estimate of their pauses, when loads no longer waited for a tier whose reads have stopped, and when seeds no longer drew
-a number of ranks, which the core does not see. Object stores came last. All but these were recorded again when a
-waiting request asked for what has left host memory since its first lookup. Hints that retain, lower and prefetch came
-later, in runs of their own, which were recorded again when an object that several hints retain counted for the newest,
-and when the end of the highest priority alone counted.
+It prints the content of `tests/golden/simulator.json`. Seeds with at most one lower tier were recorded before the
+hierarchy of tiers, which changed no decision in them. Seeds with several tiers were recorded after it. All were
+recorded again when estimates of links took whole rounds, which changed the seconds of load options. Those with several
+tiers were recorded again when relays took slots on demand, and relays without a staging area were dropped. Announced
+chunks came later, in runs of their own, which were recorded again when their searches no longer changed a tier's hit
+rate. All were recorded again when links had an estimate of their pauses, when loads no longer waited for a tier whose
+reads have stopped, and when seeds no longer drew a number of ranks, which the core does not see. Object stores came
+last. All but these were recorded again when a waiting request asked for what had left host memory since its first
+lookup. Hints that retain, lower and prefetch came later, in runs of their own. These were recorded again when the
+newest of several hints decided how an object is retained, and when only the end of the highest priority counted.
 
-All were recorded again when an object whose read failed was left alone in that tier: only runs in which a read failed
-or was late have changed.
+All were recorded again when an object whose read failed was left alone in that tier. Only runs in which a read failed
+or was late changed.
 
-A change of the core that is meant to change no decision leaves every digest as it is.
+A change of the core that should change no decision must leave every digest as it is.
 """
 
 import json
@@ -32,16 +32,16 @@ BLOCKS = 20
 
 
 class Kind(NamedTuple):
-    """Runs that a digest is for."""
+    """The runs that a digest covers."""
 
     has_several: bool
-    """Seeds with several lower tiers, rather than one at most."""
+    """Whether seeds have several lower tiers, or at most one."""
     announced: float = 0.0
-    """See `Scenario`."""
+    """`Scenario.announced` of the runs."""
     hinted: float = 0.0
     blocks: int = BLOCKS
     has_objects: bool = False
-    """Calls of an object store, in seeds with any number of tiers."""
+    """Whether the runs are calls of an object store, in seeds with any number of tiers."""
 
 
 KINDS = {
@@ -54,7 +54,7 @@ KINDS = {
 
 
 def digest(seeds: Iterable[int], kind: Kind) -> str:
-    """One digest of the traces of those `seeds` that are of this kind.
+    """Return one digest of the traces of all `seeds` of this kind.
 
     Raises:
         AssertionError: a seed fails.

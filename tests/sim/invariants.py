@@ -1,4 +1,4 @@
-"""Compares the core's answers with the simulated memory and tiers: nothing wrong, nothing late, nothing lost."""
+"""Compares the core's answers with the simulated memory and tiers. No answer may be wrong, late or missing."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +11,12 @@ from tests.sim.scenario import Mode
 from tests.sim.world import Item, Violation, World
 
 from kvtier.core.cache import Cache
-from kvtier.core.host_memory import READABLE, Residency
+from kvtier.core.host_residency import READABLE, Residency
 from kvtier.core.limits import WritePolicy
 from kvtier.types import ChunkKey, LoadDone, Lookup, Prefix, Presence, RequestId, StoreDone
 
 SLACK_S = 0.05
-"""Virtual time that an answer may take besides the copies in flight; covers late ticks."""
+"""Virtual time that an answer may take beyond the copies in flight. It covers late ticks."""
 
 ROUNDING_S = 1e-9
 """Tolerance of sums of times."""
@@ -39,7 +39,7 @@ class Counts:
 
 
 class Invariants:
-    """Checks of lookups, loads and stores."""
+    """Checks lookups, loads and stores."""
 
     def __init__(self, world: World, cache: Cache, log: EventLog) -> None:
         self._world = world
@@ -56,7 +56,7 @@ class Invariants:
         self._acknowledged.update(item for tier in self._world.tiers.values() for item in tier.copies)
 
     def prefetched(self, request: RequestId, prefix: Prefix) -> None:
-        """The engine asks for a prefetch."""
+        """Note that the engine asks for a prefetch."""
         self.counts.prefetches += 1
         self._log.prefetched(request, prefix)
 
@@ -67,7 +67,7 @@ class Invariants:
     # ---- lookups ---------------------------------------------------------------------------------------------------
 
     def looked_up(self, job: SimJob, lookup: Lookup) -> None:
-        """A lookup reports exactly what host memory holds and the tiers answered."""
+        """Check that a lookup reports exactly what host memory has and the tiers answered."""
         self.counts.lookups += 1
         log, host, prefix = self._log, self._cache.host, job.prefix
 
@@ -81,7 +81,7 @@ class Invariants:
 
         expect(lookup.ready_tokens == longest(self._groups, prefix, is_ready), "ready tokens", lookup)
         tokens = longest(self._groups, prefix, is_held)
-        if log.is_unsure(job.request) or self._scenario.has_remote:  # answers of rounds stand for others
+        if log.is_unsure(job.request) or self._scenario.has_remote:  # an answer of a round stands for others too
             expect(lookup.tokens in [0, *boundaries(prefix)], "tokens of a lookup", lookup)
         else:
             least = longest(self._groups, prefix, partial(is_held, is_sure=True))
@@ -109,7 +109,7 @@ class Invariants:
         if self._scenario.mode is Mode.STORM or is_sampled or self._scenario.waits is not None:
             return
         if self._scenario.announced:
-            return  # an absence is remembered, and another engine has written since
+            return  # the core remembers an absence, but another engine has written since
         items = [(key, group) for key in job.prefix.keys for group in range(len(self._groups))]
         seen = self._first_seen.setdefault(job, {item for item in items if self._world.is_in_a_tier(item)})
         if lookup.presence is Presence.PROBING:
@@ -128,12 +128,12 @@ class Invariants:
     # ---- loads -----------------------------------------------------------------------------------------------------
 
     def load_begun(self, job: SimJob, operation: Operation) -> None:
-        """Record what is available, to explain what does not arrive."""
+        """Record what is available, to explain later what does not arrive."""
         self.counts.loads += 1
         self._log.load_begun(job, operation)
 
     def load_done(self, job: SimJob, operation: Operation, done: LoadDone) -> None:
-        """Delivered chunks are in the blocks, missing chunks have a reason, and the load ended in time."""
+        """Check that delivered chunks are in the blocks, missing ones have a reason, and the load ended in time."""
         prefix, world = job.prefix, self._world
         failed = set(done.failed)
         expect(done.wanted_tokens == operation.tokens, "wanted tokens", done)
@@ -170,7 +170,7 @@ class Invariants:
         self.counts.loads_short += done.tokens < done.wanted_tokens
 
     def _expect_patience(self, job: SimJob, operation: Operation, done: LoadDone) -> None:
-        """A load is cut exactly when its regret has risen by the allowance, computed from the arrival times."""
+        """Check that a load is cut exactly when its regret, from the arrival times, has risen by the allowance."""
         arrivals, budget = self._log.arrivals.pop(operation), operation.budget
         if budget is None:
             expect(not done.was_cut, "a load without budget to go on", done)
@@ -191,7 +191,7 @@ class Invariants:
         expect(job.released_s is not None or self._world.now_s <= latest_s or not is_over_due, "to be cut", done)
 
     def _worth(self, operation: Operation, here: list[set[ChunkKey]]) -> float:
-        """Compute time saved by the leading chunks that have arrived."""
+        """Return the compute time that the leading chunks which have arrived save."""
         if operation.budget is None or not self._scenario.has_history_only:
             return 0.0
         size, keys = operation.prefix.chunk_tokens, operation.prefix.keys
@@ -203,16 +203,16 @@ class Invariants:
     # ---- stores ----------------------------------------------------------------------------------------------------
 
     def store_done(self, job: SimJob, operation: Operation, done: StoreDone) -> None:
-        """Acknowledged chunks are readable, or were evicted since."""
+        """Check that acknowledged chunks are readable, or were evicted since."""
         self.counts.stores += 1
-        self.counts.held += done.held
+        self.counts.held += done.stored
         self.counts.dropped += done.dropped
         items = [operation.item(place) for place in operation.blocks]
         kept = sum(
             key in self._cache.host.readable[group] or self._log.evicted_s(key, group) >= operation.start_s
             for key, group in items
         )
-        expect(done.held <= kept, f"an acknowledged store, {kept} are readable", done)
+        expect(done.stored <= kept, f"an acknowledged store, {kept} are readable", done)
         if self._scenario.mode is Mode.QUIET:
             expect(done.dropped == 0, "a quiet store drops nothing", done)
             self._acknowledged.update(items)

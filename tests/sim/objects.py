@@ -1,13 +1,13 @@
-"""Runs one seed of an object store's calls on the core: searches, gets and puts that share objects and end at any time.
+"""Runs one seed of an object store's calls on the core. Searches, gets and puts share objects and end at any time.
 
-The tiers, their faults and other writers are those of a session's seeds. A call begins, copies on command and ends with
-one ObjectsDone: when every object has an outcome, at its deadline, or at an interrupt. The checks:
+The tiers, their faults and other writers are the same as in a session's seeds. A call begins, copies on command and
+ends with one ObjectsDone: when every object has an outcome, at its deadline, or at an interrupt. The checks:
 
-1. A get's memory holds the right bytes where it is DONE, and nothing touches any call's memory after its end.
+1. A get's memory has the right bytes where it is DONE, and nothing touches any call's memory after its end.
 2. A call ends when it is released, except for copies in flight.
-3. A put that is DONE is in a tier, one that persists if there is one, unless something removed it meanwhile.
-4. At the end every slot is free; no way takes more than its share (`Cache.check`).
-5. Without faults every put is DONE, and so is every get of what tiers hold.
+3. A put that is DONE is in a tier (in a persistent tier if there is one), unless something removed it meanwhile.
+4. At the end every slot is free, and no direction has taken more than its share (`Cache.check`).
+5. Without faults every put is DONE, and so is every get of what the tiers have.
 """
 
 from dataclasses import dataclass, field, replace
@@ -44,7 +44,7 @@ GOES_ON_AFTER_S = 30.0
 
 @dataclass(slots=True, eq=False)
 class SimCall:
-    """One call, until its ObjectsDone."""
+    """One call until its ObjectsDone."""
 
     request: RequestId
     kind: str
@@ -54,7 +54,7 @@ class SimCall:
     began_s: float
     deadline_s: float | None
     there: set[ObjectId]
-    """Objects that a tier held when the call began."""
+    """Objects that a tier had when the call began."""
     lost: set[Item] = field(default_factory=set[Item])
     """Objects that a tier has lost since the call began."""
     released_s: float | None = None
@@ -74,7 +74,7 @@ class ObjectCounts:
 
 
 class ObjectSimulation(Simulation):
-    """Calls of several threads on one `ObjectCache`."""
+    """Simulates calls of several threads on one `ObjectCache`."""
 
     def __init__(self, scenario: Scenario, *, has_digest: bool = False) -> None:
         super().__init__(scenario, has_digest=has_digest)
@@ -94,7 +94,7 @@ class ObjectSimulation(Simulation):
         self._next_health_s = 0.0
         self._reads = ReadRecord()
         self._undropped: set[tuple[str, ObjectId]] = set()
-        """Bad copies that could not be dropped, as the core knows."""
+        """Bad copies that could not be dropped. The core knows that."""
 
     def run(self) -> None:
         for tier in self.world.tiers.values():
@@ -117,7 +117,7 @@ class ObjectSimulation(Simulation):
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     def _call(self) -> None:
-        """One thread of the engine begins a call, and the next one after its end."""
+        """Let a thread of the engine begin a call, and another call after its end."""
         if self.world.is_draining:
             return
         dice = self._dice
@@ -142,9 +142,9 @@ class ObjectSimulation(Simulation):
         self._settle()
         if kind == "find":
             self.counts.finds += 1
-            self.cache.find(request, objects, now_s, is_run=self._dice.random() < 0.7)
+            self.cache.lookup_objects(request, objects, now_s, is_run=self._dice.random() < 0.7)
         elif kind == "find for put":
-            self.cache.find_for_put(request, objects, now_s)
+            self.cache.lookup_for_put(request, objects, now_s)
         else:
             origins = [Origin(None, number, None) for number in range(len(objects))]
             self.counts.gets += not is_put
@@ -180,7 +180,7 @@ class ObjectSimulation(Simulation):
             self.world.close_block(block)
         missing = [each for each, it in zip(call.objects, done.outcomes, strict=True) if it is not Outcome.DONE]
         if call.kind == "find for put" and missing and call.released_s is None:
-            # The same thread, at once: the store puts what the first tier lacks.
+            # The same thread puts at once what the first tier lacks, as the store does.
             self.world.later(0.0, lambda: self._begin("put", missing, call.deadline_s))
         else:
             self.world.later(self._dice.uniform(0, 0.1), self._call)
@@ -195,7 +195,7 @@ class ObjectSimulation(Simulation):
             expect(each not in call.there, "an object that a tier holds", each)
 
     def _holders(self, each: ObjectId) -> list[str]:
-        """Tiers with a copy that is good, or not known to be bad."""
+        """Return the tiers with a copy that is good, or not known to be bad."""
         return [
             name
             for name, tier in self.world.tiers.items()
@@ -255,13 +255,13 @@ class ObjectSimulation(Simulation):
         return [self._with_block(command) for command in commands]
 
     def _drop_fails(self, drop: Drop) -> bool:
-        """Whether the tier cannot remove the bad copy. A mover has one drop of an object at a time."""
+        """Whether the tier cannot remove the bad copy. A mover runs one drop of an object at a time."""
         item = ObjectId(drop.key, drop.group)
         is_there = item in self.world.tiers[drop.tier].copies and not self.executor.is_dropping(drop.tier, item)
         return self._is_storm and is_there and self._dice.random() < 0.5
 
     def _with_block(self, command: Command) -> Command:
-        """A copy names the position of its object in the call."""
+        """Give a copy the block of its object, which it names by position in the call."""
         if isinstance(command, Transfer) and command.request is not None:
             return command._replace(blocks=(self.calls[command.request].blocks[command.blocks[0]],))
         return command
@@ -279,7 +279,7 @@ class ObjectSimulation(Simulation):
         self._settle()
 
     def _flush(self) -> None:
-        """Close: end what is open, and finish the writes."""
+        """Close the store: end what is open, and finish the writes."""
         self.cache.stop(self.world.now_s)
         self._drain()
         until_s = self.world.now_s + GOES_ON_AFTER_S
@@ -297,7 +297,7 @@ class ObjectSimulation(Simulation):
                     raise Violation(f"slot {entries[key].slot} of group {group} holds something else")
 
     def _check_released(self) -> None:
-        """A released call has only copies in flight left."""
+        """Check that only copies in flight are left of a released call."""
         copying = {transfer.request for transfer in self._flights.values()}
         for call in self.calls.values():
             if call.released_s is not None:
@@ -319,7 +319,7 @@ class ObjectSimulation(Simulation):
             self._reads.read(transfer, outcome, self.world.now_s, is_fault=is_fault)
         elif transfer.direction is Direction.DEMOTE and outcome is Outcome.DONE:
             self._reads.written((transfer.tier, (transfer.key, transfer.group)), is_doubted=True)
-        if transfer.direction is Direction.PROMOTE and outcome is Outcome.DONE:  # so the copy is good, or was just now
+        if transfer.direction is Direction.PROMOTE and outcome is Outcome.DONE:  # the copy is good, or was just now
             self._undropped.discard((transfer.tier, ObjectId(transfer.key, transfer.group)))
         self.world.note(RecordKind.ANSWER, transfer.id, outcome, is_fault)
         self.cache.complete(transfer.id, outcome, self.world.now_s, is_fault=is_fault)
@@ -341,14 +341,14 @@ class ObjectSimulation(Simulation):
 
 
 def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **overrides: object) -> SeedReport:
-    """Run one seed; every failure ends in the report, as with `tests.sim.run.run`."""
+    """Run one seed. Every failure ends in the report, as in `tests.sim.run.run`."""
     scenario = _scenario(seed, steps, **overrides)
     with short_pauses(scenario):
         return report_of(ObjectSimulation(scenario, has_digest=has_digest))
 
 
 def _scenario(seed: int, steps: int | None, **overrides: object) -> Scenario:
-    """The scenario of `seed`, with a tier at least, and without a cap where nothing may be lost."""
+    """Draw the scenario of `seed`, with at least one tier, and without a cap where nothing may be lost."""
     scenario = draw(seed, steps, **overrides)
     if not scenario.rules:
         scenario = replace(scenario, rules=(TierRules(name="disk"),), tier_s=((0.001, 0.02),))

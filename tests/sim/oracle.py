@@ -1,4 +1,4 @@
-"""Which prefix is restorable, computed token by token, without the core's arithmetic."""
+"""Computes which prefix is restorable, token by token and without the core's arithmetic."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ from kvtier.types import Prefix
 
 
 def boundaries(prefix: Prefix, tokens_max: int | None = None) -> range:
-    """Every token count, up to `tokens_max`, at which the engine may resume."""
+    """Return every token count up to `tokens_max` at which the engine may resume."""
     size = prefix.chunk_tokens
     return range(size, min(prefix.tokens, prefix.tokens if tokens_max is None else tokens_max) + 1, size)
 
@@ -23,7 +23,7 @@ def is_needed(group: GroupLayout, first: int, end: int, tokens: int) -> bool:
 
 
 def needed(groups: Sequence[GroupLayout], prefix: Prefix, tokens: int) -> list[tuple[int, int]]:
-    """(group, chunk) of everything that resuming at `tokens` needs."""
+    """Return (group, chunk) of everything that resuming at `tokens` needs."""
     size = prefix.chunk_tokens
     return [
         (index, chunk)
@@ -36,6 +36,6 @@ def needed(groups: Sequence[GroupLayout], prefix: Prefix, tokens: int) -> list[t
 def longest(
     groups: Sequence[GroupLayout], prefix: Prefix, present: Callable[[int, int], bool], tokens_max: int | None = None
 ) -> int:
-    """The largest boundary, up to `tokens_max`, at which everything needed is present; 0 when there is none."""
+    """Return the largest boundary up to `tokens_max` at which everything needed is present. 0 if there is none."""
     ends = boundaries(prefix, tokens_max)
     return max((end for end in ends if all(present(*item) for item in needed(groups, prefix, end))), default=0)

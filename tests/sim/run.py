@@ -21,14 +21,14 @@ from kvtier.core import operations, probes, tier_state
 from kvtier.core.cache import Cache
 from kvtier.core.object_cache import ObjectCache
 from kvtier.core.survey import Survey
-from kvtier.policy.base import Evictor, Held, Hinted
+from kvtier.policy.base import Evictor, Hinted, Use
 from kvtier.policy.registry import make_evictor
 from kvtier.types import Command, Event, LoadDone, NextTurn, Outcome, Probe, TierNotice, Transfer
 
 POLL_S = 0.002
 """Answers within this time may reach the core together."""
 STEPS_MAX_FACTOR = 60
-"""A run that takes this many times its steps to drain counts as stalled. Each rank has steps of its own."""
+"""A run that takes this many times its steps to drain has stalled. Each rank has steps of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SeedReport:
     seed: int
     steps: int
     digest: str
-    """Digest of the trace, if requested: equal for equal runs, in any process."""
+    """Digest of the trace, if requested. Equal runs have equal digests in any process."""
     failure: str | None
     """The broken invariant, or None."""
     where: str = ""
@@ -46,7 +46,7 @@ class SeedReport:
     trace: tuple[str, ...] = ()
     """Last lines of the trace of a failed run."""
     counts: Any = field(default_factory=Counts)
-    """Counters: `Counts`, or `ObjectCounts` of object stores."""
+    """Counters: `Counts`, or `ObjectCounts` for object stores."""
     incidents: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
@@ -56,13 +56,13 @@ class SeedReport:
 
 
 def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **overrides: object) -> SeedReport:
-    """Run one seed; every failure ends in the report, never in an exception.
+    """Run one seed. Every failure ends in the report, never in an exception.
 
     Args:
         seed: draws everything.
-        steps: steps before no new request arrives; drawn when None.
+        steps: number of steps after which no new request arrives. None: drawn.
         has_digest: compute the digest of the trace, which is slower.
-        overrides: fields of `Scenario` to set by hand.
+        overrides: fields of `Scenario` that replace the drawn ones.
 
     Raises:
         TypeError: an override is not a field of `Scenario`.
@@ -79,7 +79,7 @@ def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **over
 
 @contextmanager
 def short_pauses(scenario: Scenario) -> Iterator[None]:
-    """Where copies die, pauses after failed reads may be so short that several are in one run."""
+    """Shorten pauses after failed reads if copies die, so that a run may have several."""
     least_s = Random(f"pauses {scenario.seed}").choice((0.05, 0.3, 5.0)) if scenario.deaths else tier_state.PAUSE_S_MIN
     with (
         patch.object(tier_state, "PAUSE_S_MIN", least_s),
@@ -96,11 +96,11 @@ class _ObservedEvictor:
         self._group = group
         self._log = log
 
-    def added(self, held: Held) -> None:
-        self._inner.added(held)
+    def added(self, use: Use) -> None:
+        self._inner.added(use)
 
-    def touched(self, held: Held) -> None:
-        self._inner.touched(held)
+    def touched(self, use: Use) -> None:
+        self._inner.touched(use)
 
     def removed(self, name: bytes) -> None:
         self._log.evicted(name, self._group)
@@ -117,17 +117,17 @@ class _ObservedEvictor:
 
 
 class _RandomEvictor:
-    """Evicts at random: correctness may depend on no policy."""
+    """Evicts at random, because correctness must not depend on a policy."""
 
     def __init__(self, dice: Random) -> None:
         self._dice = dice
         self._names: dict[bytes, None] = {}
 
-    def added(self, held: Held) -> None:
-        self._names[held.name] = None
+    def added(self, use: Use) -> None:
+        self._names[use.name] = None
 
-    def touched(self, held: Held) -> None:
-        """Ignored."""
+    def touched(self, use: Use) -> None:
+        """Ignore the use."""
 
     def removed(self, name: bytes) -> None:
         self._names.pop(name, None)
@@ -141,7 +141,7 @@ class Simulation(ABC):
     """A world with the real core in it. A subclass makes the calls of an engine and checks the answers.
 
     Args:
-        scenario: of the seed.
+        scenario: scenario of the seed.
         has_digest: compute the digest of the trace.
     """
 
@@ -166,7 +166,7 @@ class Simulation(ABC):
 
     @abstractmethod
     def _step(self) -> bool:
-        """Process the next event or deadline; returns whether there was one."""
+        """Process the next event or deadline. Return whether there was one."""
 
     @abstractmethod
     def _happened(self, event: Event) -> None:
@@ -174,7 +174,7 @@ class Simulation(ABC):
 
     @abstractmethod
     def _ordered(self, commands: list[Command]) -> list[Command]:
-        """Take note of the core's commands; returns those that the executor gets."""
+        """Note the core's commands. Return those that the executor gets."""
 
     def _drain(self) -> None:
         while self._step():
@@ -182,7 +182,7 @@ class Simulation(ABC):
                 raise Violation("the run does not drain")
 
     def _settle(self) -> list[Command | Event]:
-        """Deliver commands and events until there are none; returns them."""
+        """Deliver commands and events until there are none. Return them."""
         self.cache.advance(self.world.now_s)
         handed_over: list[Command | Event] = []
         while True:
@@ -199,7 +199,7 @@ class Simulation(ABC):
 
 
 def report_of(simulation: Simulation) -> SeedReport:
-    """Run a simulation; every failure ends in the report."""
+    """Run a simulation. Every failure ends in the report."""
     failure, where = None, ""
     try:
         simulation.run()
@@ -267,7 +267,7 @@ class _Simulation(Simulation):
         self.log.at_end()
 
     def _step(self) -> bool:
-        """Process the next event or deadline; returns whether there was one."""
+        """Process the next event or deadline. Return whether there was one."""
         next_s, deadline_s = self.world.next_s(), self.cache.next_deadline()
         if deadline_s is not None:
             deadline_s = max(self.world.now_s, deadline_s + self._tick_lateness_s)
@@ -288,7 +288,7 @@ class _Simulation(Simulation):
         self._settle()
         self.invariants.after_step(is_waiting=self.engine.is_waiting)
         # An unknown answer makes the core advance again. It must have nothing left to do, except to stop using a tier
-        # whose trial this probe would have been.
+        # for which this probe would have been the trial.
         self.cache.probed(-1, None, self.world.now_s)
         more = self._settle()
         if more and not self.log.down:
@@ -302,7 +302,7 @@ class _Simulation(Simulation):
     def _comes_together(self, deadline_s: float | None) -> bool:
         """Whether the last answer and the next event reach the core together, as with polling.
 
-        Only answers wait; calls of the engine are passed on at once.
+        Only answers wait. Calls of the engine are passed on at once.
         """
         next_s = self.world.next_s()
         if (
@@ -339,12 +339,12 @@ class _Simulation(Simulation):
         self._settle()
 
     def _operate(self) -> None:
-        """Survey a prompt, or clear host memory, and check a survey that is complete."""
+        """Survey a prompt or clear host memory, and check each complete survey."""
         dice, now_s = self._operators, self.world.now_s
         for survey in [it for it in self._surveys if not it.unasked]:
             self._surveys.remove(survey)
-            if survey.tokens % survey.prefix.chunk_tokens or set(survey.held) != set(self.scenario.tiers):
-                raise Violation(f"a survey found {survey.tokens} tokens in {sorted(survey.held)}")
+            if survey.tokens % survey.prefix.chunk_tokens or set(survey.found) != set(self.scenario.tiers):
+                raise Violation(f"a survey found {survey.tokens} tokens in {sorted(survey.found)}")
         if dice.random() < 0.3:
             removed, kept = self.cache.clear(now_s)
             if kept != sum(map(len, self.cache.host.entries)):

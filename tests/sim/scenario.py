@@ -1,4 +1,4 @@
-"""Sizes, budgets, delays and faults, all drawn from one seed."""
+"""Draws sizes, budgets, delays and faults, all from one seed."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -10,7 +10,7 @@ from kvtier.layout import GroupLayout, History, KvLayout, State, Validity, Windo
 
 EVICTORS = ("lru", "adaptive", "fifo", "random")
 OBJECT_BYTES = 4096
-"""Object size in every group."""
+"""Size of an object in every group."""
 AGES_S = 10_000.0
 """A deadline that no run without faults reaches."""
 
@@ -18,14 +18,14 @@ AGES_S = 10_000.0
 class Mode(Enum):
     """Concurrency and faults, which decide how exact the checks can be."""
 
-    QUIET = "quiet"  # no faults, one request at a time: everything stored is restored
-    CALM = "calm"  # no faults, many requests, long deadlines: everything present is delivered
+    QUIET = "quiet"  # no faults, one request at a time, so everything stored is restored
+    CALM = "calm"  # no faults, many requests, long deadlines, so everything present is delivered
     STORM = "storm"  # faults, aborts and short deadlines
 
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A period in which a tier fails at once or hangs. With `spares_reads` only writes do, as on a full disk."""
+    """A period in which a tier fails at once or hangs. With `spares_reads` only writes fail, as on a full disk."""
 
     tier: str
     start_s: float
@@ -36,21 +36,21 @@ class Outage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Chances between 0 and 1; all zero in quiet and calm seeds."""
+    """Chances between 0 and 1, which are all zero in quiet and calm seeds."""
 
     copy_fails: float = 0.0
     read_fails: float = 0.0
     write_fails: float = 0.0
     flipped: float = 0.0
-    """Writes whose copy fails verification."""
+    """Chance that the copy of a write fails verification."""
     late: float = 0.0
-    """Answers long after the deadline."""
+    """Chance that an answer comes long after the deadline."""
     probe_fails: float = 0.0
     probe_late: float = 0.0
     other_writers: float = 0.0
-    """Per step: another process adds, removes or damages an object in a tier."""
+    """Chance per step that another process adds, removes or damages an object in a tier."""
     aborts: float = 0.0
-    """Per engine step: a request is aborted."""
+    """Chance per engine step that a request is aborted."""
     outages: tuple[Outage, ...] = ()
 
 
@@ -59,15 +59,15 @@ class RankTraits:
     """How one rank differs from the others."""
 
     faults: Faults
-    """Those of the seed, or some of them."""
+    """The seed's faults, or some of them."""
     share: float = 1.0
-    """Size of its objects, as a share of the largest rank's: the smaller, the more of them fit into its tiers."""
+    """Size of its objects as a share of the largest rank's. More of the smaller ones fit into its tiers."""
     pace: float = 1.0
-    """Time of its transfers, as a share of the slowest rank's."""
+    """Time of its transfers as a share of the slowest rank's."""
     filled_by: int | None = None
-    """The rank whose slots and tiers it has: it holds the same KV, and only scatters."""
+    """The rank whose slots and tiers it uses. It has the same KV, and only scatters."""
     lacks: frozenset[int] = frozenset()
-    """Groups that only other ranks hold."""
+    """Groups that only other ranks have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +77,14 @@ class Scenario:
     seed: int
     mode: Mode
     steps: int
-    """Steps before arrivals stop; the run then continues until everything has ended."""
+    """Number of steps before arrivals stop. The run then continues until everything has ended."""
     layout: KvLayout
     slots: tuple[int, ...]
     rules: tuple[TierRules, ...]
     tier_objects: int | None
-    """Capacity of each tier, in objects; None: unlimited."""
+    """Capacity of each tier in objects. None: unlimited."""
     tier_evicts: bool
-    """A full tier evicts; otherwise it refuses."""
+    """Whether a full tier evicts. Otherwise it refuses."""
     limits: Limits
     waiting: int
     """`WAITING_MAX` of this run."""
@@ -98,36 +98,36 @@ class Scenario:
     """Mean time between requests."""
     chunks_max: int
     branches: int
-    """Possible next chunks after each chunk; few make many shared prefixes."""
+    """Number of possible next chunks after each chunk. Few make many shared prefixes."""
     prefilled: int
-    """Conversations that the tiers hold at the start."""
+    """Number of conversations in the tiers at the start."""
     readers: float
     """Share of the requests that store nothing."""
     faults: Faults
     announced: float = 0.0
-    """Share of the requests for which another engine announces chunks, true or not."""
+    """Share of the requests for which another engine announces chunks, truly or not."""
     hinted: float = 0.0
     """Share of the released requests after which the engine retains, lowers or prefetches a prefix."""
     waits: float | None = None
-    """Seconds that computing a prompt takes, as the engine says at each lookup."""
+    """Seconds that computing a prompt takes. The engine states them at each lookup."""
 
     operators: float = 0.0
-    """Per step: a person asks for all places of a prompt, or clears host memory."""
+    """Chance per step that a person asks for all places of a prompt, or clears host memory."""
     most_ranks: int = 1
-    """Up to so many ranks, with different sizes, speeds and faults. The core sees what `RankGroup` makes of them."""
+    """Most ranks, with different sizes, speeds and faults. The core sees what `RankGroup` makes of them."""
     copied: float = 0.4
-    """Chance of a further rank to share the slots of one before it."""
+    """Chance that a further rank shares the slots of an earlier one."""
     absent: float = 0.4
-    """Chance of several ranks that a history is several groups, and that a rank lacks some of the groups."""
+    """Chance that with several ranks a history is several groups, and that a rank lacks some of these."""
     ranks: tuple[RankTraits, ...] = ()
-    """Drawn if there may be several; empty: one rank."""
+    """The ranks, drawn if there may be several. Empty: one rank."""
 
     deaths: float = 0.0
-    """Per step of a storm: a copy in a tier dies. Every read of it fails or hangs, until it is written anew."""
+    """Chance per step of a storm that a copy in a tier dies. Until a new write every read of it fails or hangs."""
 
     @property
     def has_remote(self) -> bool:
-        """Whether some tier is asked in rounds."""
+        """Whether any tier is asked in rounds."""
         return any(rules.is_remote for rules in self.rules)
 
     @property
@@ -137,12 +137,12 @@ class Scenario:
 
     @property
     def has_history_only(self) -> bool:
-        """Whether every group is of history."""
+        """Whether every group is a history."""
         return all(isinstance(group.validity, History) for group in self.layout.groups)
 
 
 def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
-    """The scenario of `seed`; `overrides` replace fields of `Scenario` after the draw.
+    """Draw the scenario of `seed`. `overrides` replace fields of `Scenario` after the draw.
 
     Raises:
         TypeError: an override is not a field of `Scenario`.
@@ -165,7 +165,7 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
         slots=tuple(max(2, slots_base + dice.randint(-2, 2)) for _ in groups),
         tier_objects=dice.randint(4, 40) if mode is Mode.STORM and dice.random() < 0.4 else None,
         tier_evicts=dice.random() < 0.6,
-        limits=_draw_limits(dice, mode, rules := {"small_bytes": _draw_small_bytes(seed)}),
+        limits=_draw_limits(dice, mode, rules := {"small_bytes_in_flight": _draw_small_bytes(seed)}),
         waiting=dice.choice((0, 3, 10, 4096, 4096, 4096)) if mode is Mode.STORM else 4096,
         requests=dice.choice((1, 3, 4096, 4096)) if mode is Mode.STORM else 4096,
         evictor=dice.choices(EVICTORS, (35, 35, 15, 15))[0],
@@ -194,19 +194,19 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
 
 
 def _with_hierarchy(scenario: Scenario, dice: Random) -> Scenario:
-    """Tiers that differ: slower ones behind faster ones, remote ones, each with limits of its own."""
+    """Add tiers that differ: slower ones behind faster ones and remote ones, each with limits of its own."""
     is_storm = scenario.mode is Mode.STORM
     rules: list[TierRules] = []
     tier_s: list[tuple[float, float]] = []
-    is_slow = dice.random() < 0.5  # objects wait to be relayed
+    is_slow = dice.random() < 0.5  # then objects wait to be relayed
     for number, (same, (low, high)) in enumerate(zip(scenario.rules, scenario.tier_s, strict=True)):
         rules.append(
             replace(
                 same,
                 persists=dice.random() < 0.8,
                 is_remote=number > 0 and dice.random() < 0.6,
-                promotes=dice.randint(1, 6),
-                demotes=1 if is_slow and number else dice.randint(1, 6),
+                loads_in_flight=dice.randint(1, 6),
+                writes_in_flight=1 if is_slow and number else dice.randint(1, 6),
                 probe_deadline_s=same.probe_deadline_s * dice.choice((1, 1, 3)) if is_storm else AGES_S,
                 transfer_deadline_s=same.transfer_deadline_s * dice.choice((1, 1, 3)) if is_storm else AGES_S,
                 failures=dice.randint(1, 4),
@@ -225,7 +225,7 @@ def _with_hierarchy(scenario: Scenario, dice: Random) -> Scenario:
 
 
 def _draw_ranks(scenario: Scenario, dice: Random) -> tuple[RankTraits, ...]:
-    """At least two ranks. One at least is as slow as the seed says, and one has all of its faults."""
+    """Draw at least two ranks. At least one is as slow as the seed says, and one has all of the seed's faults."""
     ranks: list[RankTraits] = []
     for number in range(dice.randint(2, scenario.most_ranks)):
         faults = scenario.faults
@@ -246,7 +246,7 @@ def _draw_ranks(scenario: Scenario, dice: Random) -> tuple[RankTraits, ...]:
 
 
 def _with_absent_groups(scenario: Scenario, dice: Random) -> Scenario:
-    """A history of several groups. Each group is on one rank at least, and each rank has one group at least."""
+    """Split a history into groups. Each group is on at least one rank, and each rank has at least one group."""
     groups: list[GroupLayout] = []
     slots: list[int] = []
     for group, count in zip(scenario.layout.groups, scenario.slots, strict=True):
@@ -284,13 +284,13 @@ def _draw_groups(dice: Random, chunk_tokens: int) -> tuple[GroupLayout, ...]:
 
 
 def _draw_limits(dice: Random, mode: Mode, rules: dict[str, Any]) -> Limits:
-    """Limits of the core; limits of each tier go into `rules`."""
+    """Draw the limits of the core. Limits of each tier go into `rules`."""
     is_calm = mode is not Mode.STORM
     drawn: dict[str, Any] = {
-        "gathers": dice.randint(1, 6),
+        "stores_in_flight": dice.randint(1, 6),
         "scatters": dice.randint(1, 6),
-        "promotes": dice.randint(1, 6),
-        "demotes": dice.randint(1, 6),
+        "loads_in_flight": dice.randint(1, 6),
+        "writes_in_flight": dice.randint(1, 6),
         "probe_deadline_s": AGES_S if is_calm else dice.uniform(0.02, 0.3),
         "load_deadline_s": AGES_S if is_calm else dice.uniform(0.1, 1.5),
         "transfer_deadline_s": AGES_S if is_calm else dice.uniform(0.1, 1.0),
@@ -300,13 +300,20 @@ def _draw_limits(dice: Random, mode: Mode, rules: dict[str, Any]) -> Limits:
         "write_policy": dice.choice(list(WritePolicy)),
         "selective_uses": dice.randint(1, 3),
     }
-    for name in ("promotes", "demotes", "probe_deadline_s", "transfer_deadline_s", "failures", "retry_s"):
+    for name in (
+        "loads_in_flight",
+        "writes_in_flight",
+        "probe_deadline_s",
+        "transfer_deadline_s",
+        "failures",
+        "retry_s",
+    ):
         rules[name] = drawn.pop(name)
     return Limits(**drawn)
 
 
 def _draw_small_bytes(seed: int) -> int:
-    # With dice of its own: what else a seed draws is older than this.
+    # This has dice of its own, because a seed's other draws are older.
     return Random(f"small {seed}").choice((0, 0, 1, 3, 6, 12)) * OBJECT_BYTES
 
 

@@ -1,8 +1,8 @@
-"""The trace of a run, and a digest of it that no rename changes.
+"""Keeps the trace of a run, and computes a digest of it that no rename changes.
 
-The digest covers numbers alone. Each kind of record and each enum member has a fixed number in this file. Keys,
-requests, tiers and conversations count by order of first appearance. A rename of a class, field or member in the core
-is made here too; the numbers stay. Fields without effect on behaviour (texts, hints) are left out.
+The digest covers numbers only. Each kind of record and each enum member has a fixed number in this file. Keys,
+requests, tiers and conversations are numbered in order of first appearance. If the core renames a class, field or
+member, rename it here too and keep the number. Fields without effect on behaviour (texts, hints) are left out.
 """
 
 from collections import deque
@@ -30,11 +30,11 @@ from kvtier.types import (
 )
 
 TAIL = 400
-"""Records that are kept for the report of a failure."""
+"""Number of records that are kept for the report of a failure."""
 
 
 class RecordKind(IntEnum):
-    """Kinds of records. The numbers are part of the recorded digests: never change or reuse one."""
+    """Kinds of records. The numbers are part of the recorded digests, so never change or reuse one."""
 
     DRAIN = 1
     TICK = 2
@@ -82,7 +82,7 @@ FIELDS: dict[type, tuple[RecordKind | None, Callable[[Any], tuple[object, ...]]]
     Lookup: (None, lambda a: (a.tokens, a.ready_tokens, a.presence, a.sources, a.options, a.history_tokens)),
     LoadOption: (None, lambda a: (a.tokens, a.source, a.seconds)),
     LoadDone: (RecordKind.LOAD_DONE, lambda a: (a.request, a.tokens, a.failed, a.sources, a.was_cut)),
-    StoreDone: (RecordKind.STORE_DONE, lambda a: (a.request, a.held, a.dropped)),
+    StoreDone: (RecordKind.STORE_DONE, lambda a: (a.request, a.stored, a.dropped)),
     ObjectsDone: (RecordKind.OBJECTS_DONE, lambda a: (a.request, a.outcomes)),
     TierNotice: (RecordKind.TIER_NOTICE, lambda a: (a.tier, a.way, a.is_up)),
     Transfer: (
@@ -100,7 +100,7 @@ class RunTrace:
     """Records of what passes between engine, core and executor.
 
     Args:
-        has_digest: digest every record; without it only the last records are kept.
+        has_digest: digest every record. Without it only the last records are kept.
     """
 
     def __init__(self, *, has_digest: bool) -> None:
@@ -123,13 +123,13 @@ class RunTrace:
             self._digest.update(" ".join(words).encode() + b"\n")
 
     def lines(self) -> tuple[str, ...]:
-        """The last records, to be read."""
+        """Return the last records as text."""
         return tuple(
             f"{now_s:.6f} {kind.name.lower()} {' '.join(map(str, values))}" for now_s, kind, values in self._tail
         )
 
     def digest(self) -> str:
-        """Digest of all records; empty without one."""
+        """Return the digest of all records. Empty without one."""
         return self._digest.hexdigest() if self._digest is not None else ""
 
     def _encode(self, values: Iterable[object], words: list[str]) -> None:
@@ -142,7 +142,7 @@ class RunTrace:
                 words.append(str(MEMBERS[value]))
             elif isinstance(value, float):
                 words.append(f"{value:.6f}")
-            elif isinstance(value, int):  # a bool, too
+            elif isinstance(value, int):  # also for a bool
                 words.append(str(int(value)))
             elif isinstance(value, str | bytes):
                 words.append(f"#{self._numbers.setdefault(value, len(self._numbers))}")

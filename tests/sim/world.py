@@ -1,4 +1,4 @@
-"""Simulated memory, tiers, clock and event queue. Content is (key, group), or garbage that equals nothing."""
+"""Simulates memory, tiers, clock and event queue. Content is (key, group), or garbage that equals nothing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tests.sim.trace import RecordKind, RunTrace
 from kvtier.types import ChunkKey
 
 Item = tuple[ChunkKey, int]
-"""(key, group): one object."""
+"""One object, as (key, group)."""
 Content = Item | int
 """(key, group), or a number for garbage."""
 
@@ -32,16 +32,16 @@ class Condition(Enum):
 
 @dataclass(slots=True)
 class StoredCopy:
-    """One stored object. `content` is what the slot held when it was written."""
+    """One stored object. `content` is the content of the slot when it was written."""
 
     content: Content
     condition: Condition = Condition.GOOD
     death: Outage | None = None
-    """How every read of it fails."""
+    """How every read of it fails. None: reads work."""
 
 
 class SimTier:
-    """Copies in one tier, of the groups that `lacks` leaves."""
+    """Copies in one tier, without the groups that it `lacks`."""
 
     def __init__(self, name: str, lacks: frozenset[int] = frozenset()) -> None:
         self.name = name
@@ -59,11 +59,11 @@ class SimTier:
 
 
 class SharedTier:
-    """One tier as the core sees it: an object is there when every rank that holds its group has its own part of it.
+    """One tier as the core sees it. It has an object when every rank with the object's group has its own part of it.
 
     Args:
         parts: the tier of each rank.
-        dice: choose the rank whose part is in a bad condition.
+        dice: chooses the rank whose part is in a bad condition.
     """
 
     def __init__(self, parts: list[SimTier], dice: Random) -> None:
@@ -100,12 +100,12 @@ class SlotUse:
 
 
 class RankMemory:
-    """What one rank holds: its slots, its part of the engine's blocks, and its objects in the tiers.
+    """One rank's slots, its part of the engine's blocks, and its objects in the tiers.
 
     Args:
-        scenario: of the run.
-        traits: of the rank.
-        first: the rank that fills its slots; None: it does so itself.
+        scenario: scenario of the run.
+        traits: traits of the rank.
+        first: the rank that fills its slots. None: it fills them itself.
     """
 
     def __init__(self, scenario: Scenario, traits: RankTraits, first: "RankMemory | None" = None) -> None:
@@ -120,7 +120,7 @@ class RankMemory:
 
 
 class World:
-    """Clock, event queue, the memory and tiers of each rank, and trace."""
+    """The clock, the event queue, the memory and tiers of each rank, and the trace."""
 
     def __init__(self, scenario: Scenario, trace: RunTrace) -> None:
         self.scenario = scenario
@@ -141,7 +141,7 @@ class World:
         """Blocks of the engine that transfers may touch."""
         self._last_block = 0
         self.parked: list[Callable[[], None]] = []
-        """Events that wait for the end of the run: operations that hang."""
+        """Events of operations that hang. They wait for the end of the run."""
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._garbage = 0
@@ -154,7 +154,7 @@ class World:
         heappush(self._queue, (self.now_s + delay_s, self._count, act))
 
     def next_s(self) -> float | None:
-        """Time of the next event."""
+        """Return the time of the next event. None if there is none."""
         return self._queue[0][0] if self._queue else None
 
     def take(self) -> Callable[[], None]:
@@ -176,12 +176,12 @@ class World:
     # ---- content ---------------------------------------------------------------------------------------------------
 
     def garbage(self) -> Content:
-        """Content that equals nothing else."""
+        """Return content that equals nothing else."""
         self._garbage += 1
         return self._garbage
 
     def new_block(self, item: Item | None) -> int:
-        """Allocate a block for a transfer, holding an object's content, or garbage."""
+        """Allocate a block for a transfer, with an object's content or garbage."""
         self._last_block += 1
         self.open_blocks.add(self._last_block)
         for rank in self.ranks:
@@ -195,15 +195,15 @@ class World:
             rank.blocks[block] = self.garbage()
 
     def holds_right(self, block: int, item: Item) -> bool:
-        """Whether a block holds the object, on every rank that has its group."""
+        """Whether a block has the object on every rank that has its group."""
         return all(rank.blocks[block] == item for rank in self.holders(item[1]))
 
     def is_in_slot(self, slot: int, item: Item) -> bool:
-        """Whether a slot holds the object, on every rank that has its group."""
+        """Whether a slot has the object on every rank that has its group."""
         return all(rank.slots[item[1]][slot] == item for rank in self.holders(item[1]))
 
     def holders(self, group: int) -> list[RankMemory]:
-        """The ranks that hold a group."""
+        """Return the ranks that have a group."""
         return [rank for rank in self.ranks if group not in rank.traits.lacks]
 
     def is_in_a_tier(self, item: Item) -> bool:

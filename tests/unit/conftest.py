@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvtier.cli.main import cli
 from kvtier.config import machine_checks
-from kvtier.tier import machine
+from kvtier.errors import ConfigError
+from kvtier.tier.files import machine
 
 
 @pytest.fixture
@@ -17,7 +19,20 @@ def no_settings(monkeypatch):
 
 
 @pytest.fixture
+def refusal(capsys):
+    """Runs a command that is refused; the error. Nothing is printed to stdout."""
+
+    def call(*arguments: object) -> ConfigError:
+        with pytest.raises(ConfigError) as caught:
+            cli.main([*map(str, arguments)], standalone_mode=False)
+        assert capsys.readouterr().out == ""
+        return caught.value
+
+    return call
+
+
+@pytest.fixture
 def large_machine(monkeypatch):
     """The default settings need more than a small machine has; `check` is tested elsewhere."""
     monkeypatch.setattr(machine, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
-    monkeypatch.setattr(machine_checks, "memory_bytes", lambda: 2**40)
+    monkeypatch.setattr(machine_checks, "_memory", lambda: (2**40, "the memory of this machine"))

@@ -1,21 +1,48 @@
 """What the documents say is what the records and the code say."""
 
 import json
+import os
 import pkgutil
 import re
+import shlex
 import statistics
 import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
+import click
 import pytest
 from bench import tables
 
-from kvtier.bench.ratio import ratio, ratio_text
-from kvtier.cli.main import COMMANDS
+from kvtier.cli.main import COMMANDS, cli, run
+from kvtier.tools.bench.repeats import ratio, ratio_text
 
 TOP = Path(__file__).parents[2]
 DOCUMENTS = [*TOP.glob("*.md"), *(TOP / "docs").rglob("*.md"), *(TOP / "deploy").rglob("*.md")]
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
+
+PAGES = [TOP / "README.md", *sorted((TOP / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^(?:<!-- (not run|without ([\w, -]+)): .+ -->\n)?```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+"""A fenced block, and perhaps a comment on the line before it: ``not run: REASON``, or ``without PROGRAM, PROGRAM:
+REASON``, which runs it with stand-ins for these programs that do nothing."""
+Block = tuple[str, str, str, str, str]
+"""A fenced block: its page, mark, programs with stand-ins, language and text."""
+
+
+def is_run(block: Block) -> bool:
+    _, mark, _, language, _ = block
+    return mark != "not run" and language not in {"text", "toml", "yaml", "json"}
+
+
+def blocks(page: str, text: str) -> list[Block]:
+    """All fenced blocks of a page."""
+    found = [(page, *it) for it in BLOCK.findall(text)]
+    assert 2 * len(found) == len(re.findall("^```", text, re.MULTILINE)), f"{page}: a fence is not understood"
+    return found
+
+
+BLOCKS = [it for page in PAGES for it in blocks(str(page.relative_to(TOP)), page.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize("document", tables.DOCUMENTS, ids=lambda path: path.name)
@@ -87,6 +114,143 @@ def test_the_readme_names_only_commands_that_exist():
     assert named <= set(COMMANDS)
 
 
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder in which commands of the documents run: it has a model, a secret, stores, and what is /mnt and /run."""
+    for name in ("bin", "my-model", "mnt/nvme", "mnt/hdd", "mnt/cephfs", "run", "tests/golden"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "tests/golden/traces").symlink_to(TOP / "tests/golden/traces")
+    config = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    (tmp_path / "my-model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "kv.secret").write_bytes(bytes(range(32)))
+    (tmp_path / "kv.secret").chmod(0o600)
+    for name, kind in (("mnt/nvme/kv", "directory"), ("sealed", "shared_directory")):
+        with tarfile.open(TOP / f"tests/golden/stores/format3/{kind}.tar.gz") as archive:
+            archive.extractall(tmp_path / name, filter="data")
+    for program in ("pip", "make", "curl", "apt-get"):
+        stand_in(tmp_path, program, "echo this needs a mark: not run, or without >&2; exit 1")
+    stand_in(tmp_path, "kvtier", f'exec {sys.executable} -m kvtier.cli.main "$@"')
+    stand_in(tmp_path, "python", f'exec {sys.executable} "$@"')
+    return tmp_path
+
+
+def stand_in(folder: Path, program: str, script: str = "") -> None:
+    (folder / "bin" / program).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "bin" / program).chmod(0o755)
+
+
+def printed(folder: Path, command: str) -> str:
+    """What commands of a document print when bash runs them in `folder`."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    environ |= {
+        "PATH": f"{folder / 'bin'}:{environ['PATH']}",
+        "PYTHONPATH": str(TOP / "src"),
+        "COLUMNS": "100",
+        "HOME": str(folder),
+    }
+    text = re.sub(r"/(mnt|run)/", rf"{folder}/\1/", command.replace("STORE", "/mnt/nvme/kv"))
+    line = ["timeout", "120", "bash", "-euo", "pipefail", "-c", text]  # with all that it starts
+    done = subprocess.run(line, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout.replace(str(folder), "")
+
+
+def check(block: Block, folder: Path) -> None:
+    """Run a block, and compare what it prints with what it shows; … stands for what is left out."""
+    page, _, programs, language, text = block
+    for program in re.findall(r"[\w-]+", programs):
+        stand_in(folder, program)
+    if language == "python":
+        printed(folder, f"python - <<'END'\n{text}END")
+    elif language in {"", "sh"}:
+        printed(folder, text)
+    else:
+        assert language == "console", f"{page}: {language!r} is neither commands nor data"
+        for command, shown in re.findall(r"^\$ ((?:.*\\\n)*.*\n)((?:(?!\$ ).*\n)*)", text, re.MULTILINE):
+            found, wanted = printed(folder, command), shown
+            if not command.startswith(
+                ("kvtier size", "kvtier plan", "kvtier replay")
+            ):  # figures of others are measured
+                number = r"-?\d[\d,.]*(?: ?(?:[kMGT]i?)?B\b| ?[mu]?s\b)?"
+                found, wanted = (re.sub(number, "#", re.sub("[ -]+", " ", it)) for it in (found, shown))
+            pattern = re.sub(r"(?m)^…\\\n", r"(?:.*\\n)*?", re.escape(wanted)).replace("…", ".*")
+            assert re.match(pattern, found), f"{command}\n{found}"
+
+
+@pytest.mark.parametrize("block", [*filter(is_run, BLOCKS)], ids=lambda it: f"{it[0]} {it[4][:40]!r}")
+def test_the_commands_of_a_page_run_and_print_what_it_shows(block: Block, checkout: Path) -> None:
+    check(block, checkout)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("```console\n$ kvtier size qwen3-8b --check '150 KB'\n150 KB is a token: 147,455 B", "150 KB is"),
+        ("```console\n$ echo '3 tiers, 1.5 GB/s'; echo more; echo end\n4 tiers, 25 MB/s\n…\nends", "tiers"),
+        ("```sh\nkvtier size qwen3-8b --tokns 1k", "--tokns"),
+        ("```sh\nnosuch-server && true", "nosuch-server"),
+        ("<!-- without one: it is not here -->\n```\none\ntwo", "two"),
+        ("```python\nimport kvtier.nothing", "kvtier.nothing"),
+        ("```ruby\nputs 1", "ruby"),
+    ],
+)
+def test_the_controls_a_command_that_fails_or_prints_something_else_is_noticed(text, wrong, checkout):
+    (block,) = blocks("page.md", f"{text}\n```\n")
+    with pytest.raises(AssertionError, match=wrong):
+        check(block, checkout)
+
+
+def unknown_options(text: str) -> set[str]:
+    """Options of kvtier's commands in a text, also in its sentences, that the command does not have."""
+    found: set[str] = set()
+    for line in re.findall(r"\bkvtier ([a-z][^\n|;()`\"]*)", text.replace("\\\n", "")):
+        command, words = cli, re.split(" -- |#| '", re.sub("'[^']*'", "", line))[0].split()
+        for word in [*words, "run"]:  # what `kvtier replay` stands for
+            if isinstance(command, click.Group):
+                command = command.get_command(click.Context(command), word) or command
+        known = {name for it in command.params for name in it.opts}
+        found |= {word.split("=")[0] for word in words if word.startswith("--")} - known
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(TOP)))
+def test_every_option_of_a_page_exists(page: Path) -> None:
+    assert unknown_options(page.read_text(encoding="utf-8")) == set()
+
+
+def test_the_controls_an_option_that_does_not_exist_is_noticed():
+    text = "`kvtier bench io --fast` and\nkvtier replay X --policy lru --tokns 1 | less --no; kvtier probe --dir_=x"
+    assert unknown_options(text) == {"--fast", "--tokns", "--dir_"}
+
+
+def undefined_terms(text: str) -> set[str]:
+    """Terms whose first use in the text is not in italics, as a definition is."""
+    prose = re.sub(r"^```.*?^```|^#[^\n]*|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "", prose)
+    first: dict[str, str] = {}
+    for found in re.finditer(r"\*?\b(TTFT|R|goodput|chunk|object|tier|planner)s?\b", prose):
+        first.setdefault(found[1], found[0])
+    return {term for term, found in first.items() if not found.startswith("*")}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [it for it in PAGES if it.parent.name == "docs" and it.stem not in {"comparison", "migrating"}],
+    ids=lambda path: path.name,
+)
+def test_a_page_says_what_a_term_means_where_it_first_uses_it(page: Path) -> None:
+    assert undefined_terms(page.read_text(encoding="utf-8")) == set()
+
+
+def test_the_controls_a_term_without_a_definition_is_noticed():
+    assert undefined_terms("# TTFT\n`chunk`, [it](object.md) and *R* are fine, R above 1, and two tiers") == {"tier"}
+
+
+def test_a_block_that_does_not_run_says_why():
+    marked = "<!-- not run -->\n```\nserver\n```\n<!-- not run: needs a server -->\n```\nserver\n```\n"
+    assert [is_run(it) for it in blocks("page.md", marked)] == [True, False]
+
+
 @pytest.mark.engine
 def test_the_readmes_python_runs(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
@@ -111,6 +275,26 @@ def test_the_readmes_python_runs(tmp_path, monkeypatch):
     exec(snippet, names)
     exec(snippet, names)
     assert names["kv"].last.restored_tokens == 512
+
+
+MIGRATING = (TOP / "docs" / "migrating.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("no_settings", "large_machine")
+@pytest.mark.parametrize(
+    ("line", "shown"), re.findall(r"```console\n\$ kvtier (.*?['\d])\n(-.*?)```", MIGRATING, re.DOTALL)
+)
+def test_converted_settings_are_those_of_the_page(line, shown, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", "mooncake.json")
+    mooncake = {"metadata_server": "P2PHANDSHAKE", "master_server_address": "10.0.0.5:50051"}
+    Path("mooncake.json").write_text(json.dumps(mooncake | {"global_segment_size": "4GB", "protocol": "tcp"}))
+    for name, text in re.findall(r"```yaml\n# (\S+)\n(.*?)```", MIGRATING, re.DOTALL):
+        Path(name).write_text(text)
+    assert run(shlex.split(line)) == 0
+    out, err = capsys.readouterr()
+    table = "".join(row for row in err.splitlines(keepends=True) if not row.startswith("note: "))
+    assert (table + out).replace(str(tmp_path), "/srv") == shown
 
 
 def test_the_life_of_a_chunk_names_functions_that_exist():

@@ -23,7 +23,7 @@ from kvtier.tier import registry as tiers
 from kvtier.tier.base import Tier
 from kvtier.tier.store_view import StoreView
 
-SHELF = (Path(__file__).parents[1] / "shelf_tier.py").read_text()
+SHELF = (Path(__file__).parents[2] / "src/kvtier/testing/example_tier.py").read_text()
 
 CODEC = """
 class Mirror:
@@ -41,9 +41,9 @@ POLICY = """
 class Queue:
     def __init__(self):
         self._names = {}
-    def added(self, held):
-        self._names[held.name] = None
-    def touched(self, held):
+    def added(self, use):
+        self._names[use.name] = None
+    def touched(self, use):
         pass
     def removed(self, name):
         self._names.pop(name, None)
@@ -143,9 +143,9 @@ def test_an_extension_that_fits_starts(start, source):
         (
             POLICY,
             ("def touched(", "def used("),
-            ["'queue' (outside:Queue)", "kvtier.policy.base.Evictor needs touched(held)"],
+            ["'queue' (outside:Queue)", "kvtier.policy.base.Evictor needs touched(use)"],
         ),
-        (POLICY, ("def added(self, held)", "def added(self, name, parent)"), ["Evictor needs added(held)"]),
+        (POLICY, ("def added(self, use)", "def added(self, name, parent)"), ["Evictor needs added(use)"]),
         (POLICY, ("conversation, next_turn", "conversation"), ["Hinted needs expects(conversation, next_turn)"]),
         (POLICY, ("def __init__(self)", "def __init__(self, slots)"), ["'queue' (outside:Queue) cannot be loaded"]),
         (

@@ -12,9 +12,8 @@ import pytest
 from tests.system import in_child
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.tier import safe_open
-from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.safe_open import (
+from kvtier.tier.files import safe_open
+from kvtier.tier.files.safe_open import (
     Descriptor,
     check_private,
     make_directory,
@@ -24,7 +23,8 @@ from kvtier.tier.safe_open import (
     set_aside,
     write_file,
 )
-from kvtier.tier.store_lock import lock_file
+from kvtier.tier.files.store_lock import lock_file
+from kvtier.tier.operation_guard import OperationGuard
 
 
 def plant(kind, path, target):
@@ -136,7 +136,7 @@ def test_a_gate_is_closed_in_a_forked_child_even_when_a_thread_held_its_lock():
     assert holding.wait(30)
 
     def try_it():
-        with pytest.raises(TierError, match="of which this is a fork"), gate:
+        with pytest.raises(TierError, match="this is a fork of it"), gate:
             pass
         return int(gate.close())
 

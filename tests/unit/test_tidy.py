@@ -18,8 +18,8 @@ BAD = [
     ("endless_waits", "src/kvtier/runtime/mover.py", "def f(self):\n    self.event.wait()\n"),
     ("endless_waits", "src/kvtier/runtime/mover.py", "import queue\nx = queue.Queue()\n"),
     ("endless_waits", "src/kvtier/runtime/mover.py", "from queue import SimpleQueue\nx = SimpleQueue()\n"),
-    ("endless_waits", "src/kvtier/bench/io.py", "import subprocess\nsubprocess.run(['fio'])\n"),
-    ("raw_errors", "src/kvtier/bench/io.py", "def f(e):\n    return f'lost: {type(e).__name__}: {e}'\n"),
+    ("endless_waits", "src/kvtier/tools/bench/io.py", "import subprocess\nsubprocess.run(['fio'])\n"),
+    ("raw_errors", "src/kvtier/tools/bench/io.py", "def f(e):\n    return f'lost: {type(e).__name__}: {e}'\n"),
     ("syntax", "src/kvtier/core/cache.py", "def f(:\n"),
 ]
 
@@ -96,13 +96,27 @@ def collected(folder, *args):
 
 def test_names_of_tests_depend_on_no_clock_and_no_seed(request):
     """Parallel workers collect for themselves: tests of other names are none that they share."""
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        return  # xdist has compared what these workers collected, see the second control
     here = {item.nodeid for item in request.session.items}
     assert here <= collected(request.config.invocation_params.dir, *request.config.args)
 
 
+CLOCK = "import pytest, time\n@pytest.mark.parametrize('it', [str(time.time_ns())])\ndef test(it): pass\n"
+
+
 def test_a_name_that_depends_on_the_clock_is_found(tmp_path):
-    module = "import pytest, time\n@pytest.mark.parametrize('it', [str(time.time_ns())])\ndef test(it): pass\n"
-    (tmp_path / "test_clock.py").write_text(module)
+    (tmp_path / "test_clock.py").write_text(CLOCK)
     one, other = (collected(tmp_path, "--rootdir", str(tmp_path), "test_clock.py") for _ in range(2))
     assert len(one | other) >= 2
     assert one != other
+
+
+def test_a_name_that_depends_on_the_clock_ends_a_parallel_run(tmp_path):
+    pytest.importorskip("xdist")
+    (tmp_path / "test_clock.py").write_text(CLOCK)
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode != 0
+    assert "Different tests were collected" in done.stdout

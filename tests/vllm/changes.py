@@ -92,19 +92,19 @@ def harmless(engine: Any, path: str) -> None:
 
 def overlook_calls() -> None:
     """Calls are not watched: the control of what the workers notice."""
-    from kvtier.connect.vllm import weights
+    from kvtier.connect.vllm import engine_hooks
 
-    weights.HARMLESS |= {"reload_weights"}
+    engine_hooks.HARMLESS |= {"reload_weights"}
 
 
 def overlook() -> None:
     """Nothing is watched: the control of the tests."""
-    from kvtier.connect.vllm.scheduler import Scheduler
-    from kvtier.connect.vllm.weight_calls import WeightCalls
-    from kvtier.connect.vllm.weights import WeightSample
+    from kvtier.connect.vllm.scheduler.invalidation import Invalidation
+    from kvtier.connect.vllm.scheduler.weight_calls import WeightCalls
+    from kvtier.connect.vllm.worker.weight_sample import WeightSample
 
     WeightSample.look = lambda self, *, is_reset=False: ""  # type: ignore[method-assign]
-    Scheduler.weights_change = lambda self, what: None  # type: ignore[method-assign]
+    Invalidation.weights_change = lambda self, what: None  # type: ignore[method-assign]
     WeightCalls.around = lambda self, call: nullcontext()  # type: ignore[method-assign]
 
 

@@ -59,11 +59,13 @@ class Workers:
 
 def hold_the_other() -> None:
     """Each rank takes itself for the one that holds what it does not hold: a control of the tests."""
-    from kvtier.connect.vllm import sides
+    from kvtier.connect.vllm.worker import worker_side
     from kvtier.layout import ELSEWHERE
 
-    inner = sides.held_parts
-    sides.held_parts = lambda *given: [(part, 0 if copy == ELSEWHERE else ELSEWHERE) for part, copy in inner(*given)]
+    inner = worker_side.parts_of_rank
+    worker_side.parts_of_rank = lambda *given: [
+        (part, 0 if copy == ELSEWHERE else ELSEWHERE) for part, copy in inner(*given)
+    ]
 
 
 def swap() -> None:
@@ -84,10 +86,10 @@ def say_first() -> None:
 
 
 def _share_is(share: Callable[[Any], int]) -> None:
-    from kvtier.connect.vllm import sides
+    from kvtier.connect.vllm.worker import worker_side
 
-    inner = sides.held_parts
-    sides.held_parts = lambda *given: [(part._replace(rank=share(part)), copy) for part, copy in inner(*given)]
+    inner = worker_side.parts_of_rank
+    worker_side.parts_of_rank = lambda *given: [(part._replace(rank=share(part)), copy) for part, copy in inner(*given)]
 
 
 class Shares:

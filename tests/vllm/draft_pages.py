@@ -64,14 +64,14 @@ def by_token(engine: Any, tokens: int) -> list[dict[int, str]]:
 
 def look_at_no_next_token() -> None:
     """Keys cover the chunk alone: the control of the tests."""
-    from kvtier.connect.vllm import request_keys
+    from kvtier.connect.vllm.requests import keys as request_keys
 
     request_keys.looks_ahead = lambda config: False
 
 
 def restore_no_drafts() -> None:
     """The second layer of two, a draft model's, is not restored: the control of the acceptance rate."""
-    from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+    from kvtier.connect.vllm.worker.cpu_copy import CpuPageCopy
 
     inner = CpuPageCopy.scatter
 

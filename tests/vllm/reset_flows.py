@@ -82,7 +82,8 @@ class Flows:
         self.pages: list[Page] = []
         self.weights = self.latest = self.age = self.oldest = 0
         """The present weights, the last new ones, the number of changes, and that of the oldest KV in vLLM itself."""
-        worker, module = core.model_executor.driver_worker.worker, import_module("kvtier.connect.vllm.weights")
+        worker = core.model_executor.driver_worker.worker
+        module = import_module("kvtier.connect.vllm.worker.weight_sample")
         worker.reload_weights = partial(setattr, self, "weights")
         module.digest_of = lambda *_: self.weights.to_bytes(32, "big")
         self.first = 0
@@ -424,7 +425,7 @@ def run(checkpoint: str, seed: int, flows: int, depth: int, needs: Sequence[str]
 
 def _slow(draw: random.Random) -> None:
     """Copies take some steps."""
-    from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+    from kvtier.connect.vllm.worker.cpu_copy import CpuPageCopy
 
     def late(inner: Callable[..., Any]) -> Callable[..., Any]:
         def copy(self: CpuPageCopy, *arguments: Any) -> Any:
@@ -442,7 +443,7 @@ def _slow(draw: random.Random) -> None:
 
 def keep_pins() -> None:
     """Blocks go back to vLLM only when their stores have ended."""
-    from kvtier.connect.vllm.stores import Stores
+    from kvtier.connect.vllm.scheduler.stores import Stores
 
     inner = Stores.yield_idle
     Stores.yield_idle = lambda self, *, is_thorough=False: not is_thorough and inner(self)  # type: ignore[method-assign]
@@ -450,7 +451,7 @@ def keep_pins() -> None:
 
 def unwatched() -> None:
     """Blocks go back to vLLM, and nobody looks whether they are handed out while a store reads them."""
-    from kvtier.connect.vllm.block_pool import BlockPins
+    from kvtier.connect.vllm.scheduler.block_pool import BlockPins
 
     COPY_S[0] = 0.05  # long after the blocks are needed again
     BlockPins._reused = lambda self, block: None  # type: ignore[method-assign]
@@ -458,21 +459,21 @@ def unwatched() -> None:
 
 def keep_loads() -> None:
     """Requests that wait for loads go on waiting."""
-    from kvtier.connect.vllm.own_cache import OwnCache
+    from kvtier.connect.vllm.scheduler.own_cache import OwnCache
 
     OwnCache.restart = lambda self, names: None  # type: ignore[method-assign]
 
 
 def forget_mixing() -> None:
     """What follows on vLLM's own KV of other weights is stored."""
-    from kvtier.connect.vllm.scheduler import Scheduler
+    from kvtier.connect.vllm.scheduler.invalidation import Invalidation
 
-    Scheduler.mixes_weights = lambda self: None  # type: ignore[method-assign]
+    Invalidation.mixes_weights = lambda self: None  # type: ignore[method-assign]
 
 
 def undo_more() -> None:
     """A change that is not known has no name of its own when the reset of a sleep is undone."""
-    from kvtier.connect.vllm.request_keys import KeyMaker
+    from kvtier.connect.vllm.requests.keys import KeyMaker
 
     KeyMaker.unknown_weights = lambda self: None  # type: ignore[method-assign]
 

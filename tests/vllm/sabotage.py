@@ -24,6 +24,13 @@ class InWorkers:
     """Adds nothing to vLLM's worker. With `worker_extension_cls` each worker imports this module for it."""
 
 
+def lose_unpin_blocks() -> None:
+    """Another release of vLLM, in which the block pool has another interface."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    del BlockPool.unpin_blocks
+
+
 def hang_reads() -> None:
     """A device that does not answer: every read of the directory waits."""
     _hang("read_one")
@@ -46,9 +53,31 @@ def code_all() -> None:
     CodecChoice.codes = lambda self, *_: True  # type: ignore[method-assign]
 
 
+def declare_axes() -> None:
+    """A CPU's packed pages count as rows of keys, so that such an engine can have a lossy class.
+
+    The numbers of a group then have little in common, so more is lost than with an arrangement that is right.
+    """
+    from kvtier.layout import ELEMENT_BYTES, Axes, GroupLayout
+
+    inner = GroupLayout.of_class
+
+    def of_class(self: GroupLayout, loss: Any) -> GroupLayout:
+        element = "fp32"
+        runs = tuple(tuple(it._replace(kind="keys", element=element) for it in layer) for layer in self.runs)
+        row = self.chunk_tokens * ELEMENT_BYTES[element]
+        axes = tuple(
+            tuple(Axes(("token", "channel"), (self.chunk_tokens, it.size_bytes // row)) for it in layer)
+            for layer in self.runs
+        )
+        return inner(replace(self, runs=runs, axes=axes) if loss != "none" else self, loss)
+
+    GroupLayout.of_class = of_class  # type: ignore[method-assign]
+
+
 def slow_copies(slow_s: float = SLOW_S) -> None:
     """Copies between the engine's blocks and host memory begin `slow_s` late, when the engine may be steps ahead."""
-    from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+    from kvtier.connect.vllm.worker.cpu_copy import CpuPageCopy
 
     def late(inner: Callable[..., Any]) -> Callable[..., Any]:
         def copy(self: CpuPageCopy, *arguments: Any) -> Any:
@@ -65,7 +94,7 @@ def hold_scatters() -> None:
     """Copies to the blocks of the second worker hang. Its process is in a file beside the flag."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+    from kvtier.connect.vllm.worker.cpu_copy import CpuPageCopy
 
     inner = CpuPageCopy.scatter
 
@@ -82,7 +111,7 @@ def hold_scatters() -> None:
 
 def unfenced_copies() -> None:
     """Later still, and without revocation: the control of the fence tests."""
-    from kvtier.connect.vllm.copier import BlockCopier
+    from kvtier.connect.vllm.worker.copier import BlockCopier
 
     slow_copies(LATE_S)
     BlockCopier.revoke = lambda self, requests, wait_s: True  # type: ignore[method-assign]
@@ -90,7 +119,7 @@ def unfenced_copies() -> None:
 
 def trust_launched_steps() -> None:
     """A step counts as computed when it is launched."""
-    from kvtier.connect.vllm.requests import TrackedRequest
+    from kvtier.connect.vllm.requests.tracked import TrackedRequest
 
     def computed_tokens(self: TrackedRequest, confirmed_step: int) -> int:
         return 0 if self.began_step is None else min(self.request.num_computed_tokens, self.request.num_tokens)
@@ -100,7 +129,7 @@ def trust_launched_steps() -> None:
 
 def confirm_early() -> None:
     """The workers report the step after the one that has returned."""
-    from kvtier.connect.vllm.worker import Worker
+    from kvtier.connect.vllm.worker.worker import Worker
 
     inner = Worker.done
     Worker.done = property(lambda self: replace(found := inner.__get__(self), step=found.step + 1))  # type: ignore[assignment, method-assign]
@@ -108,8 +137,8 @@ def confirm_early() -> None:
 
 def watch_no_reuse() -> None:
     """Stores are late, and nobody looks whether vLLM hands out a block that one reads."""
-    from kvtier.connect.vllm.block_pool import BlockPins
-    from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+    from kvtier.connect.vllm.scheduler.block_pool import BlockPins
+    from kvtier.connect.vllm.worker.cpu_copy import CpuPageCopy
 
     inner = CpuPageCopy.gather
 
@@ -130,7 +159,7 @@ def free_at_once() -> None:
 
 def load_late() -> None:
     """A load is reported before its bytes are there."""
-    from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+    from kvtier.connect.vllm.worker.cpu_copy import CpuPageCopy
 
     inner = CpuPageCopy.scatter
 
@@ -142,7 +171,7 @@ def load_late() -> None:
 
 def fail_lookups() -> None:
     """A bug in kvtier where a request is looked up."""
-    from kvtier.connect.vllm.scheduler import Scheduler
+    from kvtier.connect.vllm.scheduler.scheduler import Scheduler
 
     def fail(*arguments: Any) -> Any:
         raise RuntimeError("a mistake of ours")

@@ -6,6 +6,9 @@ from typing import Any
 CHUNK = 256
 """Tokens of a chunk, with blocks of 16 to 256 tokens."""
 
+PATIENT = "probe_deadline_s=20"
+"""Setting of a tier whose hits a test counts. A busy machine may not answer a lookup within the default of 0.5 s."""
+
 
 def connector(directory: Path | None, **settings: Any) -> dict[str, Any]:
     """A configuration that loads whatever it can: on models this small, computing would be faster.
@@ -16,7 +19,7 @@ def connector(directory: Path | None, **settings: Any) -> dict[str, Any]:
     """
     extra: dict[str, Any] = {"host.capacity_bytes": "64MiB", "planner.enabled": False}
     if directory is not None:
-        extra["tiers"] = [f"directory:{directory}"]
+        extra["tiers"] = [f"directory:{directory}?{PATIENT}"]
     extra |= {name.replace("__", "."): value for name, value in settings.items()}
     return {
         "kv_connector": "KvtierConnector",
@@ -29,6 +32,7 @@ def connector(directory: Path | None, **settings: Any) -> dict[str, Any]:
 
 def tiering(*tiers: str, chunk: int = 1, **settings: Any) -> dict[str, Any]:
     """vLLM's connector with the tiering manager, and kvtier below it. Settings are named like ``host__evictor``."""
+    patient = [f"{tier}{'&' if '?' in tier else '?'}{PATIENT}" for tier in tiers]
     kvtier = {name.replace("__", "."): value for name, value in settings.items()}
     return {
         "kv_connector": "OffloadingConnector",
@@ -42,7 +46,7 @@ def tiering(*tiers: str, chunk: int = 1, **settings: Any) -> dict[str, Any]:
                 {
                     "type": "KvtierSecondaryTier",
                     "module_path": "kvtier.connect.vllm.secondary_tier",
-                    **({"tiers": list(tiers)} if tiers else {}),
+                    **({"tiers": patient} if tiers else {}),
                     **kvtier,
                 }
             ],

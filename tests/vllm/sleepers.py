@@ -149,7 +149,7 @@ def _error_of_sleep(engine: Any) -> str:
 
 
 def _hang(worker: Any) -> None:
-    from kvtier.connect.vllm.copier import BlockCopier
+    from kvtier.connect.vllm.worker.copier import BlockCopier
 
     BlockCopier.close = lambda *_: worker.rank > 0  # type: ignore[method-assign]
 
@@ -215,7 +215,7 @@ def held_by_host(engine: Any) -> int:
     """Bytes of host memory that are not zero."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    rank = get_kv_transfer_group()._lower._rank
+    rank = get_kv_transfer_group()._worker_side._rank
     return sum(len(memory) - bytes(memory).count(0) for memory in rank.arena.memory)
 
 
@@ -223,17 +223,19 @@ def unfenced() -> None:
     """Copies are neither waited for nor stopped, and are late: the control of the fence."""
     from sabotage import LATE_S, slow_copies
 
-    from kvtier.connect.vllm.scheduler import Scheduler
-    from kvtier.connect.vllm.sides import WorkerSide
+    from kvtier.connect.vllm.scheduler.invalidation import Invalidation
+    from kvtier.connect.vllm.scheduler.scheduler import Scheduler
+    from kvtier.connect.vllm.worker.worker_side import WorkerSide
 
     slow_copies(LATE_S)
     WorkerSide.sleep = lambda self: setattr(self.worker, "is_asleep", True)  # type: ignore[method-assign]
-    Scheduler.stop = lambda self, why, *, drains_s: setattr(self._weights, "stopped_by", why)  # type: ignore[method-assign]
+    Scheduler.drain = lambda self, wait_s: None  # type: ignore[method-assign]
+    Invalidation.stop = lambda self, why: setattr(self, "stopped_by", why)  # type: ignore[method-assign]
 
 
 def undigested() -> None:
     """All weights have one digest: the control of the names."""
-    from kvtier.connect.vllm import weights
+    from kvtier.connect.vllm.worker import weight_sample as weights
 
     weights.digest_of = lambda *_: bytes(32)
 

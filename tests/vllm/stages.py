@@ -17,7 +17,7 @@ class Stage:
 
 def swap() -> None:
     """Each of two stages takes the part of the other one."""
-    from kvtier.connect.vllm.sides import EngineSetup
+    from kvtier.connect.vllm.engine_setup import EngineSetup
 
     inner = EngineSetup.first_layers
     EngineSetup.first_layers = property(  # type: ignore[assignment, method-assign]

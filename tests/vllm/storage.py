@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from kvtier.codec.head import FIXED_BYTES, RAW_ID, finish_head, read_head
+from kvtier.codec.frame_header import FIXED_BYTES, RAW_ID, finish_head, read_head
 
 
 def objects(directory: Path) -> list[Path]:
@@ -88,6 +88,11 @@ def heads(directory: Path) -> list[tuple[int, int, int]]:
     """(group, first head, depth) of every object."""
     result = [read_head(memoryview(frame)).identity for _, frame in _frames(directory)]
     return sorted((it.group, it.part.first_head, it.depth) for it in result)
+
+
+def codecs(directory: Path) -> list[set[int]]:
+    """Ids of the codecs of every object's sections."""
+    return [set(read_head(memoryview(frame)).codecs) for _, frame in _frames(directory)]
 
 
 def shares(directory: Path) -> list[tuple[int, str]]:

@@ -16,7 +16,7 @@ from settings import connector, whole
 from storage import corrupt
 from tests.answers import ENOUGH, assert_same, compare, questions_by_text
 
-from kvtier.demo.model import PRETRAINED, missing_packages, write_pretrained
+from kvtier.tools.demo.model import PRETRAINED, missing_packages, write_pretrained
 
 pytestmark = [
     pytest.mark.engine,

@@ -13,15 +13,15 @@ from urllib.parse import urlsplit
 import pytest
 from server import Client
 
-from kvtier.bench.serve.arms import Arm, parse_arms
-from kvtier.bench.serve.checkpoint import WORDS, kv_bytes_per_token
-from kvtier.bench.serve.generator import GeneratorResult, served_model
-from kvtier.bench.serve.load import tokens_per_word
-from kvtier.bench.serve.regret import join_runs
-from kvtier.bench.serve.results import arm_result
-from kvtier.bench.serve.run import Record, ServeSettings
-from kvtier.bench.serve.server import find_lmcache, find_vllm, session_pids
 from kvtier.errors import ConfigError
+from kvtier.tools.bench.serve.arms import Arm, parse_arms
+from kvtier.tools.bench.serve.checkpoint import WORDS, kv_bytes_per_token
+from kvtier.tools.bench.serve.generator import GeneratorResult, served_model
+from kvtier.tools.bench.serve.load import tokens_per_word
+from kvtier.tools.bench.serve.regret import join_runs
+from kvtier.tools.bench.serve.results import arm_result
+from kvtier.tools.bench.serve.run import Record, ServeSettings
+from kvtier.tools.bench.serve.server import find_lmcache, find_vllm, session_pids
 
 pytestmark = pytest.mark.engine
 
@@ -49,7 +49,7 @@ class Talks:
         port = str(urlsplit(url).port)  # the process that runs this test may have children of other tests
         (server,) = (pid for pid in children() if port in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
         self.sessions.append(server)
-        assert served_model(url).name == "m"
+        assert served_model(url)[0] == "m"
         draw = random.Random(repetition)
         talks = [[{"role": "user", "content": text(draw, TOKENS)}] for _ in range(self.users)]
         began_s, problem = time.time(), None

@@ -54,7 +54,7 @@ def until_in(at: Path, tokens: list[int], place: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.fleet_core
+@pytest.mark.vllm_core
 def test_an_engine_explains_finds_and_clears(start: Start, expected: Expected, tmp_path: Path, at: Path) -> None:
     engine = start("llama", connector(tmp_path / "kv", control__socket=str(at)), max_num_seqs=4)
     wanted, full = expected("llama")["long"], whole(len(LONG))
@@ -120,7 +120,7 @@ def test_an_engine_explains_finds_and_clears(start: Start, expected: Expected, t
         ask(at, "health", {})
 
 
-@pytest.mark.fleet_core
+@pytest.mark.vllm_core
 def test_an_internal_error_shows_in_health_and_the_engine_goes_on(
     start: Start, expected: Expected, tmp_path: Path, at: Path
 ) -> None:

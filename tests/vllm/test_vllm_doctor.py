@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from engines import SHORT, Start
-from settings import connector
+from settings import connector, tiering
 
 pytestmark = pytest.mark.engine
 
@@ -35,8 +35,19 @@ def doctor(given: dict[str, object], *arguments: str) -> dict[str, list[str]]:
     return levels
 
 
-def test_the_doctor_finds_the_models_own_kv(start: Start, checkpoints: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["connector", "below vLLM's own offloading"])
+def test_the_doctor_finds_the_models_own_kv(place: str, start: Start, checkpoints: Path, tmp_path: Path) -> None:
     given = connector(tmp_path / "kv", tiers__directory__capacity_bytes="1GiB")
+    wrong = [
+        ("--dtype bfloat16", 'differs in: dtype is "bfloat16", there "float32"'),
+        ("--dtype float33", "invalid choice: 'float33'"),
+    ]
+    if place != "connector":
+        given = tiering(f"directory:{tmp_path / 'kv'}?capacity=1GiB")
+        wrong += [
+            ("--dtype float32 --prefix-caching-hash-algo xxhash", "prefix_caching_hash_algo = 'xxhash'"),
+            ("--dtype float32 -pp 2", "pipeline_parallel_size = 2 below vLLM's offloading is not supported"),
+        ]
     start("llama", given).ask_and_close(SHORT)
 
     model = ("--model", str(checkpoints / "llama"), "--engine-args")
@@ -44,9 +55,6 @@ def test_the_doctor_finds_the_models_own_kv(start: Start, checkpoints: Path, tmp
     assert "error" not in result
     assert any("objects of this model" in it for it in result["fine"])
 
-    for other, expected in (
-        ("--dtype bfloat16", 'differs in: dtype is "bfloat16", there "float32"'),
-        ("--dtype float33", "invalid choice: 'float33'"),
-    ):
+    for other, expected in wrong:
         (found,) = doctor(given, *model, other)["error"]
         assert expected in found

@@ -75,7 +75,7 @@ def differ(pages: Pages, wanted: Pages, blocks: int) -> tuple[list[int], list[in
     return sorted({at for layer in target for at in layer}), draft
 
 
-@pytest.mark.parametrize("method", [pytest.param("eagle", marks=pytest.mark.fleet_core), "eagle3", "mtp"])
+@pytest.mark.parametrize("method", [pytest.param("eagle", marks=pytest.mark.vllm_core), "eagle3", "mtp"])
 def test_restored_drafts_are_those_of_the_same_next_token(
     method: str, draft: Callable[..., Engine], tmp_path: Path
 ) -> None:

@@ -54,8 +54,7 @@ def test_a_load_that_fails_in_the_middle_is_completed_by_computing(
     assert is_same(model, engine.ask(SHORT)[0], expected(model)["short"])
 
 
-@pytest.mark.vllm_core
-@pytest.mark.parametrize("method", ["reads", "probes"])
+@pytest.mark.parametrize("method", [pytest.param("reads", marks=pytest.mark.vllm_core), "probes"])
 def test_a_directory_that_hangs_costs_a_deadline_and_then_nothing(
     method: str, start: Start, expected: Expected, hangs: Path, tmp_path: Path
 ) -> None:
@@ -157,6 +156,12 @@ def test_other_weights_at_the_same_path_are_another_model(start: Start, tmp_path
 def test_a_wrong_setting_is_refused_with_its_name(start: Start, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"host\.capacity_byte.*did you mean.*capacity_bytes"):
         start("llama", connector(tmp_path / "kv", host__capacity_byte="64MiB"))
+
+
+@pytest.mark.vllm_core
+def test_a_class_is_refused_with_a_cpus_packed_pages(start: Start, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"store\.loss = k8v4: the engine does not define the arrangement of kv"):
+        start("llama", connector(tmp_path / "kv", store__loss="k8v4"))
 
 
 @pytest.mark.vllm_core

@@ -1,12 +1,20 @@
 """What kvtier fills is what vLLM's own block managers take for filled; and both need the same of a window."""
 
+import __future__
+
+import ast
 import random
 import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.axes import check_axes, numbered
+from tests.vllm_world import attended, cache_flash, gathered
 
 with warnings.catch_warnings():
     # What vLLM and torch have to say of each other while they are imported is not ours to mend.
@@ -15,6 +23,8 @@ with warnings.catch_warnings():
     from vllm.distributed import parallel_state
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
+    from vllm.utils.torch_utils import is_quantized_kv_cache
+    from vllm.v1.attention.backend import AttentionType
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
@@ -29,7 +39,8 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request
 
 from kvtier.connect.vllm.geometry import SKIP, DcpShards, Geometry
-from kvtier.connect.vllm.held_parts import token_share
+from kvtier.connect.vllm.rank_parts import token_share
+from kvtier.connect.vllm.worker.pages import SIDE_BY_SIDE
 from kvtier.layout import Window
 
 pytestmark = pytest.mark.vllm_core
@@ -195,3 +206,57 @@ def test_a_rank_has_the_share_of_the_tokens_that_vllms_groups_give_it(tp, pcp, d
         parallel_state.initialize_model_parallel(tp, pp, pcp, dcp)
     shares = {rank: (number, len(group)) for group in groups["dcp"] for number, rank in enumerate(group)}
     assert [shares[rank] for rank in ranks] == [token_share(parallel, rank) for rank in ranks]
+
+
+# ---- axes ----------------------------------------------------------------------------------------------------------
+
+
+def update_of(backend: str) -> Callable[..., None]:
+    """Return the method with which a backend of the installed vLLM writes keys and values, with its kernel replaced.
+
+    It is read from the source, because a backend for GPUs cannot always be imported.
+    """
+    spec = find_spec(f"vllm.v1.attention.backends.{backend}")
+    assert spec is not None
+    assert spec.origin is not None
+    (method,) = (
+        node
+        for node in ast.walk(ast.parse(Path(spec.origin).read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "do_kv_cache_update"
+    )
+    code = compile(
+        ast.Module([method], []), spec.origin, "exec", __future__.annotations.compiler_flag, dont_inherit=True
+    )
+    kernels = {"reshape_and_cache_flash": cache_flash, "triton_reshape_and_cache_flash": cache_flash}
+    ops = SimpleNamespace(ops=SimpleNamespace(_C_cache_ops=SimpleNamespace(**kernels)))
+    names: dict[str, Any] = {
+        "torch": ops,
+        "AttentionType": AttentionType,
+        "is_quantized_kv_cache": is_quantized_kv_cache,
+        **kernels,
+    }
+    exec(code, names)
+    return names["do_kv_cache_update"]
+
+
+@pytest.mark.parametrize("backend", sorted(SIDE_BY_SIDE))
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+def test_backends_write_where_the_axes_say(backend: str, layout: str) -> None:
+    update = update_of({"TRITON_ATTN": "triton_attn", "FLASH_ATTN": "flash_attn"}.get(backend, backend.lower()))
+    implementation = SimpleNamespace(
+        attn_type=AttentionType.DECODER,
+        head_size=9,
+        num_kv_heads=2,
+        kv_cache_dtype="auto",
+        cache_dtype="auto",
+        kv_sharing_target_layer_name=None,
+        is_kvcache_nvfp4=False,
+        nvfp4_fa2=False,
+        _is_per_token_head_quant=False,
+    )
+    scales = SimpleNamespace(_k_scale=None, _v_scale=None)
+    numbers = numbered(3, 2, 256, 9)
+    found, payload = gathered(
+        attended(layout, backend=backend), numbers, lambda *given: update(implementation, scales, *given)
+    )
+    check_axes(found.of_class("int4").groups[0], payload, numbers)

@@ -38,7 +38,7 @@ def hits(engine: Engine, ask: Ask) -> int:
     return found
 
 
-@pytest.mark.fleet_core
+@pytest.mark.vllm_core
 @pytest.mark.parametrize(
     "hints", [{"store": False}, {"max_offload_tokens": 0}, envelope(store=False), {"store": True}, {}]
 )
@@ -50,7 +50,7 @@ def test_a_request_that_is_not_to_be_stored_is_not(hints: dict[str, Any], start:
     assert bool(objects(tmp_path / "kv")) is (hints in ({"store": True}, {}))
 
 
-@pytest.mark.fleet_core
+@pytest.mark.vllm_core
 @pytest.mark.parametrize("hints", [{"load": False}, {"max_load_tokens": 0}, {"max_load_tokens": 300}, {}])
 def test_a_request_that_is_not_to_load_is_computed(
     hints: dict[str, Any], start: Start, expected: Expected, tmp_path: Path
@@ -62,7 +62,7 @@ def test_a_request_that_is_not_to_load_is_computed(
     assert is_same("llama", engine.ask(hinted(LONG, **hints))[0], expected("llama")["long"])
 
 
-@pytest.mark.fleet_core
+@pytest.mark.vllm_core
 @pytest.mark.parametrize("hints", [{"retain_s": 600}, {"priority": "high"}, envelope(retain_s=600), {}])
 def test_what_is_retained_survives_others(hints: dict[str, Any], start: Start, expected: Expected) -> None:
     engine = start("llama", connector(None, **SMALL, vllm__allow_high_priority=True))
@@ -88,7 +88,7 @@ def loaded(engine: Any) -> dict[str, float]:
     """Tokens that kvtier has loaded, by place; called in the engine's process, with vLLM's engine."""
     from kvtier.observe.metric_definitions import LOAD_TOKENS
 
-    side = engine.engine_core.engine_core.scheduler.connector._upper
+    side = engine.engine_core.engine_core.scheduler.connector._scheduler_side
     return {place: side.stats._metrics.get(LOAD_TOKENS, place=place) for place in ("host", "directory")}
 
 
@@ -96,11 +96,11 @@ def promoted(engine: Any) -> float:
     """Chunks that have come from the tier into host memory; as `loaded`."""
     from kvtier.observe.metric_definitions import TRANSFERS
 
-    side = engine.engine_core.engine_core.scheduler.connector._upper
+    side = engine.engine_core.engine_core.scheduler.connector._scheduler_side
     return side.stats._metrics.get(TRANSFERS, link="promote", outcome="done")
 
 
-@pytest.mark.fleet_core
+@pytest.mark.vllm_core
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_a_prompt_is_back_in_host_memory_at_its_time(is_asked: bool, start: Start, tmp_path: Path) -> None:
     engine = start("llama", connector(tmp_path / "kv", host__capacity_bytes="4MiB"))

@@ -1,25 +1,31 @@
 """KV is found only by requests and engines that it belongs to."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import sabotage
-from engines import LONG, Start
+from engines import LONG, Expected, Start
 from harness import Ask, in_process
 from judge import TOLERANCE, apart
 from models import make_adapter
-from settings import connector, whole
-from storage import heads
+from settings import CHUNK, connector, whole
+from storage import codecs, heads
+from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
+pytestmark = pytest.mark.engine
+
+LOSSY_ID = 5
+"""Of the codec int4."""
 
 
+@pytest.mark.vllm_core
 def test_requests_share_kv_only_under_the_same_salt(start: Start, tmp_path: Path) -> None:
     engine = start("llama", connector(tmp_path / "kv"))
     hits = []
-    for salt in ("a", "a", "b", "", "", "b"):
+    for salt in ("exact:", "exact:", "b", "", "", "b"):  # without a lossy class, the first is one like any other
         hits.append(engine.hits_of(LONG, salt=salt))
         engine.forget()
     all_of_it = whole(len(LONG))
@@ -29,6 +35,47 @@ def test_requests_share_kv_only_under_the_same_salt(start: Start, tmp_path: Path
     assert [again.hits_of(LONG, salt=salt) for salt in "bc"] == [all_of_it, 0]
 
 
+@pytest.mark.vllm_core
+def test_a_salt_gets_exact_answers_from_an_engine_that_stores_kv_with_loss(
+    start: Start, expected: Expected, tmp_path: Path
+) -> None:
+    wanted, all_of_it = expected("llama")["long"], whole(len(LONG))
+    lossy = connector(tmp_path / "kv", store__loss="int4", journal__path=str(tmp_path / "journal"))
+    first = start("llama", lossy, sabotage="sabotage:declare_axes")
+    assert apart(first.ask(LONG, salt="exact:")[0], wanted) == 0
+    assert first.hits_of(Ask(LONG, salt="exact:one"), Ask(LONG, salt="exact:one")) == 0
+    assert apart(first.ask_and_close(LONG)[0], wanted) == 0, "what is stored was computed"
+    assert len(codecs(tmp_path / "kv")) == len(LONG) // CHUNK, "nothing of the others was stored"
+    assert all(LOSSY_ID in it for it in codecs(tmp_path / "kv"))
+
+    second = start("llama", lossy, sabotage="sabotage:declare_axes")
+    inexact, exact = second.ask(LONG)[0], second.ask(LONG, salt="exact:")[0]
+    assert second.external_hits() == all_of_it
+    assert apart(inexact, wanted) > 10 * TOLERANCE, "the control: KV with loss gives another answer"
+    assert exact.cached == 0, "vLLM keeps blocks apart that were loaded"
+    assert apart(exact, wanted) == 0
+    again = second.ask_in_turn(Ask(LONG, salt="exact:"), Ask(LONG))
+    assert [it.cached for it in again] == [(len(LONG) - 1) // 128 * 128] * 2
+    assert apart(again[0], wanted) < TOLERANCE < apart(again[1], wanted)
+    assert [(it.transfer or {}).get("kvtier") for it in (inexact, exact, *again)] == [
+        {"loss": "int4", "loaded_tokens": all_of_it},
+        {"loss": "none", "loaded_tokens": 0},
+        {"loss": "none", "loaded_tokens": 0},
+        {"loss": "int4", "loaded_tokens": 0},
+    ]
+    wait_until(
+        lambda: second.drain() or second.metrics()["vllm:kvtier_lossy_load_tokens{loss=int4}"] == all_of_it,
+        "the count",
+        60,
+    )
+    second.close()
+    assert "this engine stores KV with loss (int4)" in second.printed()
+    lines = [json.loads(it) for file in (tmp_path / "journal").iterdir() for it in file.read_text().splitlines()]
+    told = [(it["loss"], sum(it["loaded_tokens"].values())) for it in lines if it["kind"] == "request"]
+    assert sorted(told) == sorted([*[("int4", 0)] * 2, ("int4", all_of_it), *[("none", 0)] * 5])
+
+
+@pytest.mark.vllm_core
 def test_adapters_have_kv_of_their_own(start: Start, checkpoints: Path, tmp_path: Path) -> None:
     with_adapters = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     one, two = tmp_path / "one", tmp_path / "two"
@@ -58,6 +105,7 @@ def test_adapters_have_kv_of_their_own(start: Start, checkpoints: Path, tmp_path
     assert third.external_hits() == 0
 
 
+@pytest.mark.vllm_core
 def test_an_adapter_that_changes_before_vllm_reads_it_names_no_kv(
     start: Start, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -99,6 +147,7 @@ def test_an_adapter_that_changes_before_vllm_reads_it_names_no_kv(
     assert again.external_hits() == whole(len(LONG))
 
 
+@pytest.mark.vllm_core
 def test_a_reset_forgets_what_the_connector_knows_only_if_told_so(start: Start, tmp_path: Path) -> None:
     engine = start("llama", connector(tmp_path / "kv"))
     engine.ask(LONG)
@@ -120,6 +169,7 @@ def test_a_reset_forgets_what_the_connector_knows_only_if_told_so(start: Start, 
     assert start("llama", connector(tmp_path / "other")).hits_of(LONG) == 0
 
 
+@pytest.mark.vllm_core
 def test_what_changes_the_numbers_or_their_place_is_another_fingerprint(start: Start, tmp_path: Path) -> None:
     start("llama", connector(tmp_path / "kv")).ask_and_close(LONG)
     for other in ({"dtype": "bfloat16"}, {"block_size": 64}, {"hf_overrides": {"rope_parameters": ROPE}}):
@@ -134,6 +184,7 @@ def test_what_changes_the_numbers_or_their_place_is_another_fingerprint(start: S
 ROPE = {"rope_type": "default", "rope_theta": 20000.0}
 
 
+@pytest.mark.vllm_core
 def test_engines_without_weight_files_share_nothing(start: Start, tmp_path: Path) -> None:
     for _ in range(2):
         engine = start("llama", connector(tmp_path / "kv"), load_format="dummy")
@@ -144,7 +195,7 @@ def test_engines_without_weight_files_share_nothing(start: Start, tmp_path: Path
         engine.close()
 
 
-@pytest.mark.parametrize("how", ["replace", "rewrite", "link"])
+@pytest.mark.parametrize("how", [pytest.param("replace", marks=pytest.mark.vllm_core), "rewrite", "link"])
 def test_weights_that_change_after_vllm_has_read_them_name_no_kv(
     how: str, start: Start, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -168,6 +219,7 @@ def test_weights_that_change_after_vllm_has_read_them_name_no_kv(
     assert heads(tmp_path / "kv")
 
 
+@pytest.mark.vllm_core
 def test_weights_that_a_download_brings_while_the_engine_starts_are_shared(
     start: Start, checkpoints: Path, tmp_path: Path
 ) -> None:

@@ -1,11 +1,19 @@
 """The connector fits the interface of the vLLM that runs it: every hook is called, with its arguments."""
 
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import in_process
+from engines import Start
+from harness import EngineError, in_process
+from settings import connector
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 
@@ -20,6 +28,9 @@ UNKNOWN_CHANGES = frozenset({
     "annotate_profile", "get_model", "get_draft_model",
 })  # fmt: skip
 """Methods of vLLM's workers that stop kvtier until a cache reset."""
+
+
+CODE_NAMES = ("co_names", "co_varnames", "co_cellvars")
 
 
 def check() -> None:
@@ -71,7 +82,7 @@ def check_pool() -> None:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-    from kvtier.connect.vllm.block_pool import BlockPins
+    from kvtier.connect.vllm.scheduler.block_pool import BlockPins
 
     pool = BlockPool(10, True, 16)
     pins = BlockPins(pool, lambda block: None)
@@ -100,10 +111,10 @@ def check_resets() -> None:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from kvtier.connect.vllm.own_cache import NEEDED
+    from kvtier.connect.vllm.engine_hooks import SCHEDULER_STATE
 
     text = inspect.getsource(Scheduler.__init__)
-    for name in (*NEEDED, "deferred_frees"):
+    for name in (*SCHEDULER_STATE, "deferred_frees"):
         assert f"self.{name}: " in text or f"self.{name} = " in text, name
     text = inspect.getsource(Scheduler.reset_prefix_cache)
     assert text.index("self._preempt_request(") < text.index("self.kv_cache_manager.reset_prefix_cache()")
@@ -122,8 +133,8 @@ def check_calls() -> None:
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
 
-    from kvtier.connect.vllm.weight_calls import CHANGES, SLEEPS, TAGS
-    from kvtier.connect.vllm.weights import HARMLESS
+    from kvtier.connect.vllm.engine_hooks import HARMLESS
+    from kvtier.connect.vllm.scheduler.weight_calls import CHANGES, SLEEPS, TAGS
 
     found = {name for it in (Worker, CPUWorker) for name in dir(it) if callable(getattr(it, name)) and name[0] != "_"}
     known = (HARMLESS, frozenset(CHANGES), SLEEPS, {"wake_up"}, UNKNOWN_CHANGES)
@@ -157,13 +168,15 @@ def check_tiering() -> None:
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-    from kvtier.connect.vllm.tiering_setup import HASHES
+    from kvtier.connect.vllm.tiering.setup import HASHES
 
     entry = {"type": "KvtierSecondaryTier", "module_path": "kvtier.connect.vllm.secondary_tier"}
     ours: Any = SecondaryTierFactory.get_tier_class(entry)
     assert issubclass(ours, SecondaryTierManager)
     assert not inspect.isabstract(ours)
-    for name in [it for it, value in vars(ours).items() if inspect.isfunction(value) and not it.startswith("_")]:
+    methods = {it for it, value in vars(ours).items() if inspect.isfunction(getattr(value, "__func__", value))}
+    assert "build_metric_definitions" in methods
+    for name in [it for it in methods if not it.startswith("_")]:
         taken, given = (inspect.signature(getattr(it, name)).parameters for it in (ours, SecondaryTierManager))
         assert list(taken) == list(given), f"{name} takes {list(taken)}, vLLM gives {list(given)}"
     assert ours.cache_hit_source.name == "DISK"
@@ -184,6 +197,83 @@ def check_tiering() -> None:
     assert text.index("self.model_executor =") < text.index("self.scheduler: SchedulerInterface = Scheduler(")
 
 
-@pytest.mark.parametrize("one", [check, check_role, check_pool, check_resets, check_calls, check_tiering])
+def check_hooks() -> None:
+    """Runs where vLLM is imported: it has every row of the table, and what a row lacks is named with this row alone."""
+    from kvtier.connect.vllm.engine_hooks import HOOKS
+
+    assert refused_or_warned() == ("", "")
+    removed: set[tuple[str, str]] = set()
+    for hook in HOOKS:
+        for place in hook.places:
+            where, *names = place.split()
+            for name in names or [""]:
+                assert (where, name) not in removed, "one row for each"
+                removed.add((where, name))
+                with without(where, name):
+                    refusal, warning = refused_or_warned()
+                assert bool(warning) == bool(hook.without), (hook.name, warning)
+                text = refusal + warning
+                assert [it.name for it in HOOKS if f"({it.name})" in text] == [hook.name], (where, name, text)
+                assert f"{name} in vllm.{where}".removeprefix(" in ") in text
+                assert hook.why in text
+    assert len(removed) > 60
+    assert refused_or_warned() == ("", "")
+
+
+def refused_or_warned() -> tuple[str, str]:
+    """Compare all rows. Return the text of the error and of the warnings."""
+    from kvtier.connect.vllm.engine_hooks import HOOKS, check, logger
+    from kvtier.errors import ConfigError
+
+    lines: list[str] = []
+    keep = logging.Handler()
+    keep.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(keep)
+    refusal = ""
+    try:
+        check(*{hook.part for hook in HOOKS})
+    except ConfigError as error:
+        refusal = str(error)
+    logger.removeHandler(keep)
+    assert not refusal or "Allowed: vLLM 0.3" in refusal
+    return refusal, "\n".join(lines)
+
+
+@contextmanager
+def without(place: str, name: str) -> Iterator[None]:
+    """Remove a function or class of vLLM, or a name in it, as another release might."""
+    module, _, path = f"vllm.{place}".partition(":")
+    *owners, last = path.split(".")
+    owner: Any = reduce(getattr, owners, import_module(module))
+    found = inspect.unwrap(getattr(owner, last))
+    if name and inspect.isfunction(found):
+        code = found.__code__
+        gone = {it: tuple("gone" if known == name else known for known in getattr(code, it)) for it in CODE_NAMES}
+        found.__code__ = code.replace(**gone)
+        yield
+        found.__code__ = code
+        return
+    kept = [(it, vars(it)[last]) for it in getattr(owner, "__mro__", [owner]) if last in vars(it)]
+    for it, _ in kept:
+        delattr(it, last)
+    if name:  # it is a class
+        others = {*dir(found), *getattr(found, "__dataclass_fields__", ())} - {
+            name,
+            *dir(object),
+            "__dataclass_fields__",
+        }
+        setattr(owner, last, SimpleNamespace(**dict.fromkeys(others)))
+    yield
+    for it, value in kept:
+        setattr(it, last, value)
+
+
+@pytest.mark.parametrize("one", [check, check_role, check_pool, check_resets, check_calls, check_tiering, check_hooks])
 def test_the_connector_fits_vllm(one: Callable[[], None]) -> None:
     in_process(one)
+
+
+def test_an_engine_without_a_hook_does_not_start_and_its_error_names_it(start: Start, tmp_path: Path) -> None:
+    lacking = r"vLLM has no vllm\.v1\.core\.block_pool:BlockPool\.unpin_blocks \(`BlockPool` and its blocks\)"
+    with pytest.raises(EngineError, match=lacking):
+        start("llama", connector(tmp_path / "kv"), sabotage="sabotage:lose_unpin_blocks")

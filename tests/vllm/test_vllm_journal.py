@@ -12,8 +12,8 @@ from server import Server
 from settings import CHUNK, connector, whole
 from tests.waiting import wait_until
 
-from kvtier.bench.serve.run import STATISTICS, STATISTICS_PATH
-from kvtier.bench.serve.server import write_packages
+from kvtier.tools.bench.serve.run import STATISTICS, STATISTICS_PATH
+from kvtier.tools.bench.serve.server import write_packages
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 
@@ -100,7 +100,7 @@ def test_times_of_what_never_came_are_null() -> None:
         from vllm.v1.engine import FinishReason
         from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
-        from kvtier.bench.serve import request_stats
+        from kvtier.tools.bench.serve import vllm_stat_logger
 
     # vLLM sets the time of the first token also for an end without one.
     began = {"queued_ts": 1e6, "scheduled_ts": 1e6 + 2}
@@ -111,7 +111,7 @@ def test_times_of_what_never_came_are_null() -> None:
         stats = RequestStateStats(num_generation_tokens=tokens, **times, **ended)
         step = IterationStats()
         step.update_from_finished_request(FinishReason.ERROR, "cmpl-a-0", 10, 5, stats)
-        (line,) = request_stats._lines((0.0, step.finished_requests[0]))
+        (line,) = vllm_stat_logger._lines((0.0, step.finished_requests[0]))
         fields = json.loads(line)
         found.append([fields[name] for name in ("queued_s", "prefill_s", "decode_s")])
     assert found == [[2.0, 1.0, 4.0], [2.0, None, None], [None, None, None]]

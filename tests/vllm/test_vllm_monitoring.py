@@ -181,7 +181,7 @@ def test_a_gauge_is_the_last_one_of_several_server_processes(tmp_path: Path) -> 
     code = """if True:
         import sys
         from prometheus_client import Counter, Gauge, Histogram
-        from kvtier.connect.vllm.stats import LABEL_SEPARATOR, PromMetrics
+        from kvtier.connect.engine_metrics import LABEL_SEPARATOR, PromMetrics
         kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
         shown = PromMetrics(kinds, ["model_name", "engine"], {0: ["m", "0"]})
         shown.observe({"kvtier_tier_up": {LABEL_SEPARATOR.join(("disk", "read")): [float(sys.argv[1])]}})

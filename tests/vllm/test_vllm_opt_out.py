@@ -64,12 +64,12 @@ def digests(engine: Any, tokens: list[int], salt: str) -> dict[str, list[bytes]]
 
     from kvtier.keys.object_names import names_of
 
-    heads = get_kv_transfer_group()._lower._rank.mover._transfers._name_heads
-    side = engine.engine_core.engine_core.scheduler.connector._upper
+    heads = get_kv_transfer_group()._worker_side._rank.mover._runner._name_heads
+    side = engine.engine_core.engine_core.scheduler.connector._scheduler_side
     scheduler, chain = side.scheduler, side._keys.chain_of(salt, "")
     chain.extend(tokens)
     keys = chain.prefix().keys
-    root, recorder = scheduler._journal._root, scheduler._recorder
+    root, recorder = scheduler._log._journal._root, scheduler._log._recorder
     return {
         "key": list(keys),
         "object": names_of([(key, 0) for key in keys], heads),
@@ -80,8 +80,8 @@ def digests(engine: Any, tokens: list[int], salt: str) -> dict[str, list[bytes]]
 
 def held_tokens(engine: Any) -> list[list[int]]:
     """Tokens of the chunks that the table of events knows; called in the engine's process."""
-    side = engine.engine_core.engine_core.scheduler.connector._upper
-    chunks = side.scheduler._events._part._chunks.values()
+    side = engine.engine_core.engine_core.scheduler.connector._scheduler_side
+    chunks = side.scheduler._log._events._part._chunks.values()
     return [list(chunk.blocks.tokens) for chunk in chunks if chunk.blocks is not None]
 
 
@@ -144,7 +144,12 @@ def test_nothing_is_left_of_a_request_that_opts_out(start: Start, tmp_path: Path
     answers = engine.ask(*hidden)
     assert [it.reason for it in answers] == ["length"] * 3 + ["abort", "length"]
     assert answers[1].cached == whole(len(SHORT))  # it loads what another request has stored
-    assert engine.metrics()["vllm:kvtier_load_tokens{place=host}"] == whole(len(SHORT))
+    loaded, until_s = "vllm:kvtier_load_tokens{place=host}", time.monotonic() + 60
+    while not engine.metrics()[loaded]:  # vLLM takes metrics in steps, four times a second at most
+        assert time.monotonic() < until_s
+        time.sleep(0.3)
+        engine.drain()
+    assert engine.metrics()[loaded] == whole(len(SHORT))
     engine.forget()
     engine.ask(*shown)
     wanted, unwanted = forms(engine, "shown", shown), forms(engine, "hidden", hidden)

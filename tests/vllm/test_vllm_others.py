@@ -33,7 +33,7 @@ def ours(directory: Path) -> dict[str, Any]:
     return connector(directory)
 
 
-@pytest.mark.fleet_core
+@pytest.mark.vllm_core
 @pytest.mark.parametrize("is_first", [True, False])
 def test_beside_an_example_connector_both_store_and_one_loads(
     is_first: bool, start: Start, expected: Expected, tmp_path: Path
@@ -61,6 +61,17 @@ def test_an_offloading_connector_beside_kvtier_is_refused(start: Start, tmp_path
     other["kv_connector_extra_config"] = {"cpu_bytes_to_use": 64 << 20}
     with pytest.raises(EngineError, match=r"OffloadingConnector beside kvtier .*Use one of the two"):
         start("llama", several(ours(tmp_path / "kv"), other))
+
+
+def test_a_class_beside_another_connector_is_refused(start: Start, tmp_path: Path) -> None:
+    """Its names lack the class, so another engine would take lossy KV for exact KV."""
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
+    }
+    with pytest.raises(EngineError, match=r"store\.loss = int4: ExampleConnector beside kvtier would pass lossy KV on"):
+        start("llama", several(connector(tmp_path / "kv", store__loss="int4"), example))
 
 
 # ---- NIXL --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from harness import Answer, Ask, Engine
 from judge import TOLERANCE, furthest, is_same, prompt
 from settings import CHUNK, connector, whole
 
-from kvtier.connect.vllm.stats import INTERVAL_S
+from kvtier.connect.engine_metrics import INTERVAL_S
 
 pytestmark = pytest.mark.engine
 

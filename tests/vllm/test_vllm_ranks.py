@@ -18,7 +18,7 @@ from settings import CHUNK, connector, whole
 from storage import corrupt, heads, remove
 from tests.waiting import wait_until
 
-from kvtier.connect.vllm.stats import INTERVAL_S
+from kvtier.connect.engine_metrics import INTERVAL_S
 
 pytestmark = [
     pytest.mark.engine,

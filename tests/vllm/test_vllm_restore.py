@@ -8,7 +8,7 @@ from judge import TOLERANCE, apart, furthest, is_same, prompt
 from models import SMALL
 from settings import CHUNK, connector, whole
 from storage import corrupt, heads, objects
-from tests.sealed_places import KINDS, sealed_place
+from tests.sealed_places import sealed_place
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -59,8 +59,7 @@ def test_every_kind_of_model_answers_the_same_cold_warm_and_from_disk(
     assert not is_same(model, wrong, wanted["long"])
 
 
-@pytest.mark.vllm_core
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["disk", pytest.param("s3", marks=pytest.mark.vllm_core), "valkey"])
 def test_the_answer_comes_back_through_split_and_a_seal(start: Start, kind: str, tmp_path: Path) -> None:
     with sealed_place(kind, tmp_path / kind) as (settings, heads):
         given = connector(None) | {"kv_connector_extra_config": SETTINGS | settings}
@@ -145,14 +144,6 @@ def test_a_prompt_larger_than_host_memory_is_loaded_whole(start: Start, tmp_path
     second = start("llama", small)
     assert apart(second.ask(tokens)[0], plain) < TOLERANCE
     assert second.external_hits() == whole(len(tokens))
-
-
-def test_a_store_in_host_memory_alone_serves_while_the_process_lives(start: Start, expected: Expected) -> None:
-    engine = start("llama", connector(None))
-    engine.ask(LONG)
-    engine.forget()
-    assert is_same("llama", engine.ask(LONG)[0], expected("llama")["long"])
-    assert engine.external_hits() == whole(len(LONG))
 
 
 def test_a_prompt_of_whole_chunks_leaves_its_last_chunk_to_the_engine(start: Start, tmp_path: Path) -> None:

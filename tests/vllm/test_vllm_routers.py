@@ -208,7 +208,7 @@ def only_on_disk(dynamo: Dynamo, node: int, of: Node, tokens: Sequence[int], see
         assert number < 40, dynamo.held(tokens, node)
 
 
-@pytest.mark.fleet_core
+@pytest.mark.vllm_core
 def test_dynamo_selects_the_engine_that_has_the_prompt_on_disk_until_it_is_evicted(
     nodes: list[Node], tmp_path: Path
 ) -> None:
@@ -249,7 +249,7 @@ def test_a_router_that_comes_late_gets_again_what_is_held(nodes: list[Node], tmp
         assert dynamo.held(wanted, 1) == (0, 0, 0)
 
 
-@pytest.mark.fleet_core
+@pytest.mark.vllm_core
 def test_vllms_router_sends_a_prompt_to_the_engine_that_has_it_on_disk(nodes: list[Node], tmp_path: Path) -> None:
     """Whichever of the two that is. Dynamo shows when the prompt is nowhere else."""
     with (

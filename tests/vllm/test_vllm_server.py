@@ -40,19 +40,21 @@ def config(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.vllm_core
-@pytest.mark.parametrize("is_one_of_several", [False, True])
+@pytest.mark.parametrize("is_one_of_several", [pytest.param(False, marks=pytest.mark.vllm_core), True])
 def test_the_server_streams_restarts_and_hits(
     is_one_of_several: bool, checkpoints: Path, start: Start, tmp_path: Path
 ) -> None:
-    plain = start("llama").ask_in_turn(LONG, SHORT, count=16)
-    given = config(
-        "--tier", f"directory:{tmp_path}/kv", "--set", "host.capacity_bytes=64MiB", "--set", "planner.enabled=false"
-    )
+    plain, arguments = start("llama").ask_in_turn(LONG, SHORT, count=16), SIZES
     if is_one_of_several:
-        given = json.dumps(among_others(json.loads(given)))
+        tier = ("--tier", f"directory:{tmp_path}/kv", "--set", "host.capacity_bytes=64MiB")
+        given = json.dumps(among_others(json.loads(config(*tier, "--set", "planner.enabled=false"))))
+    else:  # as a user of LMCache comes
+        disk = f"local_cpu: false\nmax_local_cpu_size: 0.0625\nlocal_disk: file://{tmp_path}\nmax_local_disk_size: 1\n"
+        (tmp_path / "lmcache.yaml").write_text(disk)
+        given = config("--from-lmcache", f"{tmp_path}/lmcache.yaml", "--set", "planner.enabled=false")
+        arguments = (*SIZES, "--shutdown-timeout", "60")  # `disk` syncs once a second
     for turn in range(2):
-        with Server(checkpoints / "llama", tmp_path / f"server{turn}.log", given, *SIZES) as server:
+        with Server(checkpoints / "llama", tmp_path / f"server{turn}.log", given, *arguments) as server:
             found = [server.complete(tokens, 16) for tokens in (LONG, SHORT)]
             assert found == [it.tokens for it in plain]
             both = whole(len(LONG)) + whole(len(SHORT))
@@ -67,18 +69,6 @@ def test_the_server_streams_restarts_and_hits(
                 server.complete([5], 1)  # counts travel with steps
                 time.sleep(0.2)
             assert "EngineDeadError" not in server.printed()
-
-
-@pytest.mark.vllm_core
-@pytest.mark.parametrize("is_one_of_several", [False, True])
-def test_the_printed_configuration_works_as_it_is(is_one_of_several: bool, start: Start, tmp_path: Path) -> None:
-    given = json.loads(config("--tier", f"directory:{tmp_path}/kv"))
-    assert given["kv_connector"] == "KvtierConnector"
-    assert given["kv_load_failure_policy"] == "recompute"
-    engine = start("llama", among_others(given) if is_one_of_several else given)
-    assert engine.hits_of(LONG) == 0
-    engine.forget()
-    assert engine.hits_of(LONG) == whole(len(LONG))
 
 
 @pytest.mark.vllm_core

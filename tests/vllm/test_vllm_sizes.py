@@ -13,8 +13,8 @@ import pytest
 from harness import in_process
 from models import COMMON, CONFIGS
 
-from kvtier import size
-from kvtier.size.capacity import GpuCapacity
+from kvtier.tools import size
+from kvtier.tools.size.sizes import GpuCapacity
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 

@@ -104,8 +104,9 @@ def test_new_weights_in_flight_name_kv_that_engines_with_them_share(
     assert second.ask(SHORT)[0].tokens == wanted("reload")["short"].tokens
 
 
-@pytest.mark.vllm_core
-@pytest.mark.parametrize("how", ["awake without weights", "half of other weights"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("awake without weights", marks=pytest.mark.vllm_core), "half of other weights"]
+)
 def test_kv_of_lost_weights_is_not_stored_as_that_of_the_weights_around_them(
     how: str, start: Start, expected: Expected, checkpoints: Path, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from models import make_checkpoint
 from settings import CHUNK, connector, whole
 from storage import objects, remove
 
-from kvtier.codec.head import read_head
+from kvtier.codec.frame_header import read_head
 
 pytestmark = [
     pytest.mark.engine,

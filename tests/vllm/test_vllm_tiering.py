@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.fleet]
 BLOCK = 128
 """Tokens of vLLM's blocks on a CPU, and so of a chunk."""
 
+LOAD_NOTHING = {"action_type": "kvtier.hints", "action_version": "1", "payload": {"load": False}}
+
 UNMAPPED = "Failed to close mmap_obj"
 """Logged by vLLM when something still refers to its host memory."""
 
@@ -36,7 +38,7 @@ def whole(tokens: int, chunk: int = BLOCK) -> int:
 @pytest.mark.parametrize(
     ("model", "chunk"),
     [
-        pytest.param("llama", 1, marks=pytest.mark.fleet_core),
+        pytest.param("llama", 1, marks=pytest.mark.vllm_core),
         ("gemma3", 1),
         ("llama", 2),
         ("qwen3-next", 1),
@@ -71,7 +73,7 @@ def test_an_engine_that_starts_again_answers_the_same(
     assert not is_same(model, wrong, wanted["long"])
 
 
-@pytest.mark.parametrize("kind", [pytest.param("s3", marks=pytest.mark.fleet_core), "disk", "valkey"])
+@pytest.mark.parametrize("kind", [pytest.param("s3", marks=pytest.mark.vllm_core), "disk", "valkey"])
 def test_kv_comes_back_from_each_kind_of_tier_coded_and_sealed(
     kind: str, start: Start, expected: Expected, tmp_path: Path
 ) -> None:
@@ -86,12 +88,20 @@ def test_kv_comes_back_from_each_kind_of_tier_coded_and_sealed(
         second.close()
 
 
-@pytest.mark.parametrize("damage", [pytest.param(flip_a_bit, marks=pytest.mark.fleet_core), truncate])
+@pytest.mark.parametrize(
+    ("damage", "how"),
+    [
+        pytest.param(flip_a_bit, "", marks=pytest.mark.vllm_core),
+        (flip_a_bit, "tiering_on_cpu:split_loads"),
+        (truncate, ""),
+    ],
+)
 def test_damaged_files_are_recomputed_and_heal(
-    damage: Callable[[Path], int], start: Start, expected: Expected, tmp_path: Path
+    damage: Callable[[Path], int], how: str, start: Start, expected: Expected, tmp_path: Path
 ) -> None:
     for store in ("empty", "damaged", "healed"):
-        engine = start("llama", tiering(f"directory:{tmp_path / 'kv'}"))
+        given = tiering(f"directory:{tmp_path / 'kv'}")
+        engine = start("llama", given, sabotage=how if store == "damaged" else "")
         assert is_same("llama", engine.ask(LONG)[0], expected("llama")["long"]), store
         assert engine.external_hits() == (whole(len(LONG)) if store == "healed" else 0)
         engine.close()
@@ -110,7 +120,7 @@ def test_a_load_that_fails_in_the_middle_delivers_what_came_before(
     assert is_same("llama", engine.ask(LONG)[0], expected("llama")["long"])
 
 
-@pytest.mark.parametrize("method", [pytest.param("probes", marks=pytest.mark.fleet_core), "reads", "writes"])
+@pytest.mark.parametrize("method", [pytest.param("probes", marks=pytest.mark.vllm_core), "reads", "writes"])
 def test_a_tier_that_hangs_keeps_no_request_and_no_reset_waiting(
     method: str, start: Start, expected: Expected, hangs: Path, tmp_path: Path
 ) -> None:
@@ -257,7 +267,28 @@ def test_of_a_request_that_opts_out_only_vllms_own_host_memory_holds_anything(st
     assert start("llama", given).hits_of(Ask(SHORT, transfer={"store": False})) == whole(len(SHORT))
 
 
-@pytest.mark.fleet_core
+@pytest.mark.vllm_core
+def test_a_request_may_load_nothing_of_kvtier_and_kvtiers_metrics_are_vllms(start: Start, tmp_path: Path) -> None:
+    given, loaded = tiering(f"directory:{tmp_path / 'kv'}"), "vllm:kvtier_transfer_bytes{link=promote,tier=directory}"
+    first = start("llama", given)
+    first.ask(SHORT)
+    first.close()
+    engine = start("llama", given)
+    for hints in ({"load": False}, {"kv_hint": {"actions": [LOAD_NOTHING]}}):
+        assert engine.hits_of(Ask(SHORT, transfer=hints)) == 0
+        engine.do("tiering_on_cpu:empty_host_memory")
+    assert engine.metrics().get(loaded, 0) == 0
+    assert engine.hits_of(Ask(SHORT, transfer={"load": True})) == whole(len(SHORT)), "the control"
+    for seed in range(1, 50):  # a step takes the metrics only if the last did so 0.25 s ago
+        engine.ask(prompt(700, seed))
+        found = engine.metrics()
+        if loaded in found:
+            break
+    assert found[loaded] > 0
+    assert found["vllm:kvtier_tier_up{tier=directory,way=read}"] == 1
+
+
+@pytest.mark.vllm_core
 def test_after_a_change_of_weights_nothing_is_loaded_or_stored(
     start: Start, expected: Expected, tmp_path: Path
 ) -> None:
@@ -299,6 +330,7 @@ def test_a_reset_makes_kv_of_before_unreachable_until_a_restart(start: Start, tm
     given = tiering(f"directory:{tmp_path / 'kv'}")
     engine = start("llama", given)
     engine.ask(LONG)
+    engine.do("changes:harmless", "")
     assert engine.forget(everywhere=True)
     assert engine.hits_of(LONG) == 0
     engine.do("tiering_on_cpu:empty_host_memory")
@@ -327,8 +359,16 @@ def test_an_internal_error_switches_kvtier_off_and_disturbs_no_request(
 def test_a_wrong_setting_is_named(start: Start, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="from secondary_tiers of kv_connector_extra_config"):
         start("llama", tiering(f"directory:{tmp_path / 'kv'}", limits__load_deadline_s=-1))
-    with pytest.raises(EngineError, match="no tier; allowed: at least one"):
+    with pytest.raises(EngineError, match=r"tiers .*: none; allowed: one or more"):
         start("llama", tiering())
+
+
+def test_a_class_is_refused_alone_and_beside_another_tier(start: Start, tmp_path: Path) -> None:
+    given = tiering(f"directory:{tmp_path / 'kv'}", store__loss="int4")
+    for others in ([], [{"type": "fs", "root_dir": str(tmp_path / "fs")}]):
+        given["kv_connector_extra_config"]["secondary_tiers"] += others
+        with pytest.raises(EngineError, match=r"store\.loss = int4: vLLM's offloading does not define the arrangement"):
+            start("llama", given)
 
 
 def own_arguments() -> None:

@@ -8,10 +8,10 @@ from engines import Start
 from harness import Ask
 from judge import prompt
 from settings import CHUNK, connector, whole
+from tests.traces import replay
 
-from kvtier.replay.single_cache import replay
-from kvtier.trace.arrays import read_arrays
-from kvtier.trace.open import open_trace
+from kvtier.tools.trace.arrays import read_arrays
+from kvtier.tools.trace.formats.base import open_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]
 

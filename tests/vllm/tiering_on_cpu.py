@@ -4,6 +4,8 @@ vLLM's own worker for them needs a GPU's streams (`CPUOffloadingSpec.get_worker`
 vLLM's: connector, scheduler, manager, host memory, and where a page lies in it.
 """
 
+import itertools
+import threading
 import time
 from typing import Any
 
@@ -92,12 +94,41 @@ def empty_host_memory(engine: Any) -> None:
 
 def fail() -> None:
     """A bug in kvtier where a key is looked up."""
-    from kvtier.connect.vllm.tiering_calls import Calls
+    from kvtier.connect.vllm.tiering.calls import Calls
 
     def ask(*arguments: Any, **fields: Any) -> Any:
         raise RuntimeError("a mistake of ours")
 
     Calls.ask = ask  # type: ignore[method-assign]
+
+
+def split_loads() -> None:
+    """A lookup is answered while vLLM asks again, key by key: it loads the last keys first, and they take a second."""
+    from kvtier.connect.vllm.tiering.calls import Calls
+    from kvtier.runtime.tiered_object_store import ObjectStore
+
+    ask, find, get_into = Calls.ask, Calls._find, ObjectStore.get_into
+    asked: list[bytes] = []
+    half, is_found, loads = threading.Event(), threading.Event(), itertools.count()
+
+    def ask_slowly(self: Calls, request: str, key: bytes, *given: Any, **fields: Any) -> bool | None:
+        asked.append(key)
+        if 2 * len(asked) == 3 * len(set(asked)):
+            half.set()
+            assert is_found.wait(60.0)
+        return ask(self, request, key, *given, **fields)
+
+    def find_late(self: Calls, batch: Any) -> Any:
+        assert half.wait(60.0)
+        found = find(self, batch)
+        is_found.set()
+        return found
+
+    def get_slowly(self: ObjectStore, *given: Any) -> Any:
+        time.sleep(0.0 if next(loads) else 1.0)
+        return get_into(self, *given)
+
+    Calls.ask, Calls._find, ObjectStore.get_into = ask_slowly, find_late, get_slowly  # type: ignore[method-assign]
 
 
 _EVENTS: list[Any] = []
@@ -119,7 +150,7 @@ def keep_events() -> None:
 
 def keep_events_of_slow_stores() -> None:
     """As `keep_events`; and a store takes a second, so that a reset comes before its end."""
-    from kvtier.runtime.object_store import ObjectStore
+    from kvtier.runtime.tiered_object_store import ObjectStore
 
     inner = ObjectStore.put_from
 

@@ -1,4 +1,4 @@
-"""`kvtier cache`: questions and orders to a running engine, through its control socket."""
+"""`kvtier cache`: ask a running engine or give it orders, through its control socket."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -32,12 +32,12 @@ Ask = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 salt_option = click.option(
-    "--salt", envvar="KVTIER_CACHE_SALT", help="`cache_salt` of the request. A list of processes shows flags."
+    "--salt", envvar="KVTIER_CACHE_SALT", help="`cache_salt` of the request. Flags are visible in a list of processes."
 )
 
 
 def engine_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the options that name an engine to a command, which gets a call of that engine."""
+    """Add the options that name an engine to a command. The command gets a function that calls that engine."""
 
     @wraps(command)
     def with_engine(
@@ -58,7 +58,7 @@ def engine_options(command: Callable[..., int]) -> Callable[..., int]:
             type=Duration(0.1, DEADLINE_S_MAX),
             default=DEADLINE_S,
             show_default=True,
-            help="Time for the answer.",
+            help="Longest wait for the answer.",
         ),
         click.option(
             "--socket",
@@ -72,11 +72,11 @@ def engine_options(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _socket(given: Path | None, file: Path | None, flags: tuple[str, ...]) -> Path:
-    """The socket of the only engine that is meant.
+    """Return the socket of the one engine that is meant.
 
     Raises:
-        ConfigError: none is named, or several exist.
-        ControlError: none exists.
+        ConfigError: no engine is named, or several sockets exist.
+        ControlError: no socket exists.
     """
     path = given or load(file, flags=flags).config.control.socket
     if path is None:
@@ -85,17 +85,19 @@ def _socket(given: Path | None, file: Path | None, flags: tuple[str, ...]) -> Pa
         return path
     found = sockets(path)
     if not found:
-        raise ControlError(f"no engine listens: {SETTING} = {str(path)!r} stands for no socket")
+        raise ControlError(f"no engine listens: {SETTING} = {str(path)!r} matches no socket")
     if len(found) > 1:
         names = ", ".join(map(str, found))
-        raise ConfigError(f"{SETTING} = {str(path)!r} stands for {len(found)} sockets: {names}; give --socket PATH")
+        raise ConfigError(
+            f"matches {len(found)} sockets: {names}; give --socket PATH", setting=SETTING, value=repr(str(path))
+        )
     return found[0]
 
 
 def sockets(path: Path) -> list[Path]:
-    """The files that `path`, a setting with ``{pid}`` in its name, stands for; without that the path itself.
+    """Return the sockets that `path` matches if its name contains ``{pid}``, else `path` itself.
 
-    Those that killed engines have left count only where no engine listens.
+    Sockets that killed engines left behind are returned only if no engine listens on any.
     """
     before, pid, after = path.name.partition(PID)
     found = path.parent.glob("*") if pid else [path]
@@ -139,7 +141,8 @@ def prompt_options(command: Callable[..., int]) -> Callable[..., int]:
 def find(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
     """Show where the chunks of a prompt are, and how many tokens a request for it would load.
 
-    FILE (-: stdin) has the token ids as a JSON list, or the answer of vLLM's /tokenize. Exit code 1 without a hit.
+    FILE (-: stdin) contains the token ids as a JSON list, or the answer of vLLM's /tokenize. Exit code 1 without a
+    hit.
     """
     result = call("find", prompt)
     print_result(result, _draw_found, as_json=as_json)
@@ -150,10 +153,11 @@ def find(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
 @engine_options
 @prompt_options
 def prefetch(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
-    """Bring what lower tiers have of a prompt to host memory, and wait for it until the deadline.
+    """Load a prompt from lower tiers into host memory, and wait for it until the deadline.
 
-    FILE is that of `find`. It stays for some seconds only; `pin` keeps it. Exit code 1 if not all that is stored is in
-    host memory then: it exceeds what hints may retain (limits.retained_percent), or is still on its way.
+    FILE is as in `find`. The prompt stays for only some seconds. To keep it, use `pin`. The exit code is 1 if host
+    memory then lacks a stored part of the prompt. Either hints may not retain that part (limits.retained_percent), or
+    it is still on its way.
     """
     result = call("prefetch", prompt)
     print_result(result, _draw_prefetched, as_json=as_json)
@@ -165,10 +169,10 @@ def prefetch(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
 @engine_options
 @prompt_options
 def pin(call: Ask, prompt: Mapping[str, Any], seconds: float, as_json: bool) -> int:
-    """Prefetch a prompt, and keep it in host memory for a time, at most limits.retain_s.
+    """Prefetch a prompt and keep it in host memory for a time, at most limits.retain_s.
 
-    FILE is that of `find`. All pins and hints together keep at most limits.retained_percent of host memory; beyond it
-    hints of requests end first, and then the oldest pins. Exit code 1 if not all that is stored was pinned.
+    FILE is as in `find`. All pins and hints together keep at most limits.retained_percent of host memory. Beyond that,
+    hints of requests end first, then the oldest pins. Exit code 1 if not all that is stored was pinned.
     """
     result = call("pin", {**prompt, "seconds": seconds})
     print_result(result, _draw_pinned, as_json=as_json)
@@ -179,7 +183,7 @@ def pin(call: Ask, prompt: Mapping[str, Any], seconds: float, as_json: bool) -> 
 @engine_options
 @prompt_options
 def unpin(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
-    """Let a prompt be evicted from host memory again, whatever keeps it there: a pin, or a hint of a request."""
+    """Let host memory evict a prompt again, whether a pin or a hint of a request keeps it."""
     result = call("unpin", prompt)
     print_result(result, lambda it: click.echo(f"{it['unpinned_tokens']} tokens were kept"), as_json=as_json)
     return 0
@@ -198,16 +202,16 @@ def why(call: Ask, request: str, as_json: bool) -> int:
 
 
 @cache.command()
-@click.option("--all", "is_all", is_flag=True, help="Everything.")
+@click.option("--all", "is_all", is_flag=True, help="Clear all KV.")
 @salt_option
-@click.option("--model", metavar="ID", help="Not for an engine: the answer names the command for a store.")
-@click.option("--age", type=Duration(0, 1e12), help="As --model.")
+@click.option("--model", metavar="ID", help="For stores only; the error names the command for a store.")
+@click.option("--age", type=Duration(0, 1e12), help="For stores only, like --model.")
 @engine_options
 def clear(call: Ask, is_all: bool, as_json: bool, **given: object) -> int:
-    """Make what is cached unreachable for this engine: --all, or what requests of a --salt have stored.
+    """Make cached KV unreachable for this engine: all of it (--all), or that of requests with a --salt.
 
-    Both end all pins and hints. --all also frees host memory. Lower tiers keep their objects, which this engine does
-    not find again until its restart; other engines find them. To delete objects for good: `kvtier inspect purge` and
+    Both end all pins and hints. --all also frees host memory. Lower tiers keep their objects. This engine does not
+    find them again until it restarts, but other engines do. To delete objects for good, use `kvtier inspect purge` and
     `kvtier inspect free`.
     """
     named = {name: value for name, value in given.items() if value is not None}
@@ -221,10 +225,10 @@ def clear(call: Ask, is_all: bool, as_json: bool, **given: object) -> int:
 @click.option("--ready", "_is_ready", is_flag=True, help="Exit code 0 only if kvtier loads and stores (the default).")
 @engine_options
 def health(call: Ask, is_live_enough: bool, _is_ready: bool, as_json: bool) -> int:
-    """Show whether kvtier works in the engine, and its tiers.
+    """Show whether kvtier works in the engine, and the state of its tiers.
 
-    Exit code 1 when it is not ready (with --live: not alive), or when no engine answers. A tier that is down does not
-    change the exit code: requests are served without it.
+    Exit code 1 if it is not ready (with --live: not alive), or if no engine answers. A tier that is down does not
+    change the exit code, because requests are served without it.
     """
     result: dict[str, Any]
     try:
@@ -236,7 +240,7 @@ def health(call: Ask, is_live_enough: bool, _is_ready: bool, as_json: bool) -> i
 
 
 def read_tokens(file: TextIO) -> list[int]:
-    """Token ids: a JSON list, or an object with the list `tokens`.
+    """Read token ids from a JSON list, or from an object with the list `tokens`.
 
     Raises:
         ConfigError: the file has neither, or is too long.
@@ -244,14 +248,14 @@ def read_tokens(file: TextIO) -> list[int]:
     try:
         text = file.read(ANSWER_BYTES_MAX + 1)
         found: Any = json.loads(text) if len(text) <= ANSWER_BYTES_MAX else None
-    except (ValueError, RecursionError):  # bytes that are no UTF-8 are a ValueError, too
+    except (ValueError, RecursionError):  # bytes that are not UTF-8 are a ValueError, too
         found = None
     if isinstance(found, dict):
         found = cast("dict[str, Any]", found).get("tokens")
     if not isinstance(found, list) or not all(type(it) is int for it in cast("list[Any]", found)):
         raise ConfigError(
-            'the input is no JSON list of token ids, and no object with "tokens", as of /tokenize; allowed: at most '
-            f"{ANSWER_BYTES_MAX} characters"
+            'the input is neither a JSON list of token ids nor an object with "tokens", such as the answer of '
+            f"/tokenize; allowed: at most {ANSWER_BYTES_MAX} characters"
         )
     return cast("list[int]", found)
 

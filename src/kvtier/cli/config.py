@@ -20,9 +20,9 @@ from kvtier.tier.registry import names as kinds
 
 
 def rows(loaded: Loaded) -> dict[str, dict[str, object]]:
-    """The list of tiers, and every setting of `loaded`, in the order of the sections; by name.
+    """Return the list of tiers and every setting of `loaded`, by name, in the order of the sections.
 
-    A value is in base units, or "(set)" for a secret; its text is for people.
+    A value is in base units, or "(set)" if it is secret. Its text is for people.
     """
     tiers = loaded.config.tiers
     named = [tier.name if tier.name == tier.kind else f"{tier.name} ({tier.kind})" for tier in tiers]
@@ -31,7 +31,7 @@ def rows(loaded: Loaded) -> dict[str, dict[str, object]]:
         "text": ", ".join(named) or "(none)",
         "from": str(loaded.origins[TIERS]),
         "default": [],
-        "allowed": f"tables [[tiers]] with kind, name and settings, or texts {FORM}; kinds: {', '.join(kinds())}",
+        "allowed": f"tables [[tiers]] with kind, name and settings, or strings {FORM}; kinds: {', '.join(kinds())}",
         "help": "Tiers below host memory, asked in this order.",
     }
     return {TIERS: listed, **{setting.name: _row(loaded, setting) for setting in all_settings(loaded.config)}}
@@ -103,7 +103,7 @@ def show(file: Path | None, flags: tuple[str, ...], tiers: tuple[str, ...], as_j
 def check_command(file: Path | None, flags: tuple[str, ...], tiers: tuple[str, ...], as_json: bool) -> int:
     """Check the settings against this machine, read-only.
 
-    Exit code 1 when a setting will not work here, 2 when a setting is invalid.
+    Exit code 1 if a setting will not work here, 2 if a setting is invalid.
     """
     loaded = load(file, flags=flags, tiers=tiers)
     findings = check(loaded.config, loaded.origins, loaded.file)
@@ -113,7 +113,8 @@ def check_command(file: Path | None, flags: tuple[str, ...], tiers: tuple[str, .
     else:
         for finding in findings:
             click.echo(f"{finding.level}: {finding}")
-        doubt = ", but not as expected: see the warnings" if findings else ""
+        is_doubted = any(finding.level == "warning" for finding in findings)
+        doubt = ", but not as expected: see the warnings" if is_doubted else ""
         click.echo("the settings will not work here" if is_bad else f"the settings can work here{doubt}")
     return 1 if is_bad else 0
 

@@ -1,4 +1,4 @@
-"""`kvtier doctor`: why stored prompts are not found. One command for every engine, and for none."""
+"""`kvtier doctor`: find out why stored prompts are not found, for every engine or without one."""
 
 import shlex
 import sys
@@ -23,20 +23,22 @@ from kvtier.cli.doctor_findings import (
 from kvtier.cli.main import Commands
 from kvtier.cli.options import Duration, Quantity
 from kvtier.cli.sglang import python_option
-from kvtier.connect.local_files import installed_version
+from kvtier.connect.programs import installed_version
 from kvtier.connect.sglang import installed as sglang_installed
 from kvtier.connect.vllm import installed as vllm_installed
 from kvtier.errors import ConfigError, install_hint
 from kvtier.keys.secret import redacted
 
 TRANSFORMERS = {"torch": (2, 11), "transformers": (5, 17)}
-"""The least releases of the packages that the adapter of Transformers needs, as in pyproject.toml."""
+"""Lowest releases of the packages that the Transformers adapter needs, as in pyproject.toml."""
 
 TERMS = EngineTerms(
     naming="name one: --tier disk:DIR, a settings file, or attach(model, tiers=[...]) with Transformers",
     unit="chunks",
     setting="store.chunk_tokens",
     equal="weights, configuration, dtype, attention and release of the engine",
+    exact="expected with this setting; docs/lossy.md says how a request gets exact KV",
+    without_tiers="note",  # an engine's flags or a program's call may name tiers
 )
 
 
@@ -50,7 +52,7 @@ def doctor_options(command: Callable[..., int]) -> Callable[..., int]:
             type=Duration(1, 3600),
             default=TIMEOUT_S,
             show_default=True,
-            help="Time for the answer; what is not checked by then is named.",
+            help="Longest wait for the answer, which names unfinished checks.",
         ),
         tier_option,
     ):
@@ -64,21 +66,19 @@ def doctor_options(command: Callable[..., int]) -> Callable[..., int]:
 def doctor(context: click.Context, tiers: tuple[str, ...], timeout_s: float, as_json: bool) -> int:
     """Find out why stored prompts are not found, and what to do about it.
 
-    Without an engine: the engines of this environment, the settings file and the environment, this machine, the tiers,
-    and the engine behind control.socket, if it runs. The command changes nothing. Run it where the server runs, as its
-    user. Exit code 1 with an error or a warning.
+    Without an engine's name the command checks the engines of this environment, the settings file and the environment,
+    this machine, the tiers, and the engine behind control.socket, if it runs. It changes nothing. Run it where the
+    server runs, as the server's user. The exit code is 1 with an error or a warning.
     """
     if context.invoked_subcommand is None:
         return report(_examine(tiers, TimeLimit(timeout_s)), as_json=as_json)
     if tiers or as_json or timeout_s != TIMEOUT_S:
-        raise click.UsageError(
-            f"options before the engine; allowed: kvtier doctor {context.invoked_subcommand} OPTIONS"
-        )
+        raise click.UsageError(f"options must follow the engine: kvtier doctor {context.invoked_subcommand} OPTIONS")
     return 0
 
 
 @doctor.command()
-@click.argument("transfer", metavar="[CONFIG_JSON]", required=False)
+@click.argument("arguments", nargs=-1, metavar="[CONFIG_JSON | -- SERVER_FLAGS...]", type=click.UNPROCESSED)
 @click.option("--model", help="Model: a folder, or a name in the local hub cache.")
 @click.option("--block-size", type=Quantity(1, 1 << 20), help="vLLM's --block-size [default: what vLLM chooses].")
 @click.option(
@@ -89,7 +89,7 @@ def doctor(context: click.Context, tiers: tuple[str, ...], timeout_s: float, as_
 )
 @doctor_options
 def vllm(
-    transfer: str | None,
+    arguments: tuple[str, ...],
     tiers: tuple[str, ...],
     model: str | None,
     block_size: int | None,
@@ -99,16 +99,21 @@ def vllm(
 ) -> int:
     """Check a vLLM server.
 
-    CONFIG_JSON is the server's --kv-transfer-config; without it, only the settings file and the environment are
-    checked. With --model, vLLM is imported and the weights are digested: allow a minute (--timeout 60) the first time.
+    CONFIG_JSON is the server's --kv-transfer-config. SERVER_FLAGS, after `--`, are those of `vllm serve`, which include
+    it. Without either, only the settings file and the environment are checked. With a model, the command imports vLLM
+    and digests the weights. Allow a minute (--timeout 60) the first time.
     """
+    transfer, named, flags = vllm_doctor.server_flags(arguments)
     try:
-        engine_arguments = shlex.split(engine_args)
+        engine_arguments = [*flags, *shlex.split(engine_args)]
     except ValueError as error:
         raise ConfigError(
-            f"--engine-args {redacted(engine_args)!r}: {error}; allowed: a command line in shell syntax"
+            str(error),
+            setting="--engine-args",
+            value=repr(redacted(engine_args)),
+            allowed="a command line in shell syntax",
         ) from None
-    found = vllm_doctor.examine(transfer, tiers, model, block_size, engine_arguments, TimeLimit(timeout_s))
+    found = vllm_doctor.examine(transfer, tiers, model or named, block_size, engine_arguments, TimeLimit(timeout_s))
     return report(found, as_json=as_json)
 
 
@@ -145,7 +150,7 @@ def transformers(tiers: tuple[str, ...], timeout_s: float, as_json: bool) -> int
 
 
 def _examine(tiers: tuple[str, ...], limit: TimeLimit) -> Iterator[DoctorFinding]:
-    """The findings without an engine's name."""
+    """Yield the findings if no engine is named."""
     engines: dict[str, tuple[str | None, Callable[[], Any]]] = {
         "vLLM": (vllm_installed.installed(), lambda: [vllm_doctor.version()]),
         "SGLang": (
@@ -154,7 +159,7 @@ def _examine(tiers: tuple[str, ...], limit: TimeLimit) -> Iterator[DoctorFinding
         ),
     }
     has_engine = any(version for version, _ in engines.values())
-    if not has_engine:  # else Transformers is there as a dependency of the engine
+    if not has_engine:  # an engine depends on Transformers and installs it
         engines["Transformers"] = (installed_version("transformers"), _transformers)
     found = [f"{name} {version}" for name, (version, _) in engines.items() if version]
     looked = f"looked for {', '.join((*vllm_installed.DISTRIBUTIONS, 'sglang', 'transformers'))} in {sys.prefix}"
@@ -167,7 +172,7 @@ def _examine(tiers: tuple[str, ...], limit: TimeLimit) -> Iterator[DoctorFinding
 
 
 def _settings_and_tiers(tiers: tuple[str, ...], limit: TimeLimit) -> list[DoctorFinding]:
-    """What does not depend on an engine."""
+    """Check what does not depend on an engine."""
     loaded = read_settings(tiers, None, "", "correct the setting", limit)
     if isinstance(loaded, DoctorFinding):
         return [loaded]
@@ -175,7 +180,7 @@ def _settings_and_tiers(tiers: tuple[str, ...], limit: TimeLimit) -> list[Doctor
 
 
 def _transformers() -> Iterator[DoctorFinding]:
-    """Whether the packages are there, in releases that the adapter takes; and how to see hits."""
+    """Check that the packages are installed in supported releases, and say how to see hits."""
     for package, least in TRANSFORMERS.items():
         version = installed_version(package)
         if version is not None and vllm_installed.release_of(version) >= least:

@@ -1,7 +1,7 @@
-"""The checks of `kvtier doctor` for every engine: settings on this machine, what the tiers hold, a running engine.
+"""Checks of `kvtier doctor` for every engine: settings on this machine, contents of the tiers, a running engine.
 
 Each check yields findings: what was checked, what was found, and what to do. No check changes anything. All checks run
-at the same time, each in a thread of its own, until a common deadline.
+at the same time, each in its own thread, until a common deadline.
 """
 
 import json
@@ -9,10 +9,11 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from errno import ENOENT
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -21,31 +22,33 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 from kvtier.cli.cache import sockets
 from kvtier.cli.engine_settings import server_settings
 from kvtier.cli.main import CHECK_THREAD
+from kvtier.codec.registry import class_of
 from kvtier.config.loader import TIERS, Loaded
 from kvtier.config.machine_checks import check
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
-from kvtier.errors import ConfigError, KvError
+from kvtier.errors import ConfigError, KvError, UnusablePathError
 from kvtier.inspection.inspector import MODEL_DIGITS, StoreInspector
 from kvtier.inspection.results import StoreStat
-from kvtier.keys.fingerprint import Fingerprint
+from kvtier.keys.fingerprint import Fingerprint, digest_of_class, ingredients
 from kvtier.keys.secret import load, model_id
+from kvtier.layout import TOKEN_GROUP
 from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
 from kvtier.runtime.control_socket import FORMS, HEALTH, SETTING, ControlError, ask
-from kvtier.tier import store_notes as notes
-from kvtier.tier.machine import nearest_existing, path_problem
+from kvtier.tier.files import store_notes as notes
+from kvtier.tier.files.machine import nearest_existing, path_problem
 from kvtier.tier.registry import TierKind, TierSettings, kind_of
 
 Level = Literal["error", "warning", "unchecked", "note", "fine"]
 T = TypeVar("T")
 
 TIMEOUT_S = 10.0
-"""Default of `--timeout`."""
+"""Default of `--timeout`, in seconds."""
 
 READ_SHARE, ASK_SHARE, END_SHARE = 0.8, 0.88, 0.95
-"""Shares of the time after which no further object is read, an engine's process is ended, and no check is waited for.
-Printing takes the rest."""
+"""Shares of the time after which no further object is read, an engine's process is ended, and waiting for checks ends.
+The rest is for printing."""
 
 FREE_BYTES_FEW = 1 << 30
 """A file system with less free space may be full before the next prompt is stored."""
@@ -54,15 +57,18 @@ FULL_SHARE = 0.98
 """Share of the cap above which a store evicts for every new chunk."""
 
 DIFFERENCES_MAX = 6
-"""Fingerprint differences listed per fingerprint."""
+"""Most differences listed per fingerprint."""
 
 SHOWN_MAX = 40
-"""Characters shown of a value."""
+"""Most characters shown of a value."""
 
 EXPLAIN = "`kvtier config show` explains the setting"
 
 REACH = "start it, or correct its address and its login"
-"""Advice for a remote tier that does not answer."""
+"""Advice if a remote tier does not answer."""
+
+MISSING = "create the file {file}, or correct its path; in a container, mount it"
+"""Advice for a file that a setting names and that does not exist."""
 
 STORE_ADVICE = (
     "use an empty directory, or one made by kvtier, with free space and write permission for the server's user"
@@ -71,22 +77,27 @@ STORE_ADVICE = (
 ADVICE = {
     "path": STORE_ADVICE,
     **dict.fromkeys(("trace.path", "journal.path"), "use a directory in which the server's user may write"),
+    **dict.fromkeys(
+        ("ca_file", "certificate_file", "key_file", "password_file", "credentials_file"),
+        "give the path of such a file, which the server's user can read and owns; in a container, mount it",
+    ),
     "host.capacity_bytes": "lower it to memory that this machine has free",
     "codec": "install the package, or set another codec",
+    "store.loss": "install numba, or torch, where the server runs",
     "seal": "install the package: shared tiers with a secret are sealed",
     **dict.fromkeys(
         ("secret", "secret_file", "keys", "keys_file"),
         "use a file with mode 0600 that the server's user can read (chmod 600)",
     ),
 }
-"""Advice for a setting that does not work on this machine, by its name or the last part of it."""
+"""Advice for settings that do not work on this machine, by name or by the last part of the name."""
 
 
 class DoctorFinding(NamedTuple):
-    """Result of one check.
+    """The result of one check.
 
-    Error: stored KV cannot be found. Warning: less KV is found than expected. Unchecked: the time was over before.
-    Note: a property of every server that explains some misses.
+    Error: stored KV cannot be found. Warning: less KV is found than expected. Unchecked: the time ran out. Note: a
+    property of every server that explains some misses.
     """
 
     level: Level
@@ -96,23 +107,27 @@ class DoctorFinding(NamedTuple):
 
 
 class EngineTerms(NamedTuple):
-    """What differs between the engines in a finding about a store."""
+    """The words by which findings about a store differ between engines."""
 
     naming: str
-    """How to name a tier, as advice."""
+    """Advice on how to name a tier."""
     unit: str
-    """What an object holds: ``chunks`` or ``pages``."""
+    """What objects are called: ``chunks`` or ``pages``."""
     setting: str
-    """The setting that decides the tokens of one unit."""
+    """The setting that determines the tokens per unit."""
     equal: str
-    """What must be equal for KV to be found, as advice."""
+    """Advice on what must be equal for KV to be found."""
+    exact: str
+    """Advice on how to get answers without loss from an engine with a lossy class."""
+    without_tiers: Level = "warning"
+    """Level of the finding that no tier is set. Unknown flags of the server may still name one."""
 
 
 class TimeLimit:
-    """The time of all checks together. Begins when it is made.
+    """The time for all checks together, which starts when the object is made.
 
     Args:
-        total_s: seconds.
+        total_s: seconds in all.
     """
 
     def __init__(self, total_s: float = TIMEOUT_S) -> None:
@@ -123,7 +138,7 @@ class TimeLimit:
         return max(0.0, self._start_s + share * self._total_s - time.monotonic())
 
     def unchecked(self, about: str, found: str) -> DoctorFinding:
-        """The finding that a check did not end: `found` says how far it came."""
+        """Make the finding that a check did not end. `found` says how far it came."""
         return DoctorFinding(
             "unchecked", about, f"{found}{self}", f"give it more time: --timeout {6 * self._total_s:g}"
         )
@@ -138,17 +153,17 @@ class Check(NamedTuple):
     about: str
     find: Callable[[], Iterable[DoctorFinding]]
     late: DoctorFinding | None = None
-    """Found if it does not end in time; None: that it is unchecked."""
+    """The finding if it does not end in time; None means that it is reported as unchecked."""
 
 
 def started(about: str, call: Callable[[], T]) -> Future[T]:
-    """`call` in a thread of its own, which may hang: `main` does not wait for it at the end of the process."""
+    """Run `call` in its own thread. It may hang: `main` does not wait for it at the end of the process."""
     result: Future[T] = Future()
 
     def run() -> None:
         try:
             result.set_result(call())
-        except Exception as error:  # noqa: BLE001 - the main thread raises it
+        except Exception as error:  # noqa: BLE001 - the main thread raises it again
             result.set_exception(error)
 
     threading.Thread(target=run, name=f"{CHECK_THREAD} {about}", daemon=True).start()
@@ -156,7 +171,7 @@ def started(about: str, call: Callable[[], T]) -> Future[T]:
 
 
 def run_checks(checks: Sequence[Check], limit: TimeLimit) -> list[DoctorFinding]:
-    """The findings of `checks`, in their order. A check that does not end in time is one finding."""
+    """Return the findings of `checks`, in their order. A check that does not end in time yields one finding."""
     running = [started(it.about, lambda find=it.find: list(find())) for it in checks]
     findings: list[DoctorFinding] = []
     for (about, _, late), result in zip(checks, running, strict=True):
@@ -173,7 +188,7 @@ def run_checks(checks: Sequence[Check], limit: TimeLimit) -> list[DoctorFinding]
 def read_settings(
     tiers: Sequence[str], extra: Mapping[str, object] | None, name: str, advice: str, limit: TimeLimit
 ) -> Loaded | DoctorFinding:
-    """The settings, or why there are none. Arguments as in `server_settings`; their files may hang."""
+    """Read the settings, or return why that failed. Takes the arguments of `server_settings`, whose files may hang."""
     try:
         return started("settings", lambda: server_settings(tiers, extra, name)).result(limit.left_s())
     except TimeoutError:
@@ -183,7 +198,7 @@ def read_settings(
 
 
 def report(findings: Iterable[DoctorFinding], *, as_json: bool) -> int:
-    """Print the findings; the command's exit code, 1 with an error or a warning."""
+    """Print the findings. Return the command's exit code, 1 if there is an error or a warning."""
     findings = in_order(findings)
     is_bad = any(finding.level in {"error", "warning"} for finding in findings)
     if as_json:
@@ -194,7 +209,7 @@ def report(findings: Iterable[DoctorFinding], *, as_json: bool) -> int:
 
 
 def in_order(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:
-    """The findings, the most severe first."""
+    """Sort findings, the most severe first."""
     return sorted(findings, key=lambda finding: get_args(Level).index(finding.level))
 
 
@@ -215,13 +230,17 @@ def json_object(text: str) -> Mapping[str, object]:
     return cast("Mapping[str, object]", value)
 
 
-def _machine(loaded: Loaded, unused: Iterable[str]) -> Iterator[DoctorFinding]:
-    """Settings that do not work on this machine, without those that the engine does not use."""
+def _machine(loaded: Loaded, unused: Iterable[str], exact: str = EXPLAIN) -> Iterator[DoctorFinding]:
+    """Check which settings do not work on this machine, except those that the engine does not use."""
     found = [it for it in check(loaded.config, loaded.origins, loaded.file) if it.setting not in unused]
     for it in found:
         advice = ADVICE.get(it.setting) or ADVICE.get(it.setting.rpartition(".")[2], EXPLAIN)
+        if it.setting.endswith("_file") and ("it does not exist" in it.detail or os.strerror(ENOENT) in it.detail):
+            advice = MISSING.format(file=it.value)
+        if it.level == "note":
+            advice = exact
         yield DoctorFinding(it.level, it.setting, f"{it.value}: {it.detail}", advice)
-    if not found:
+    if all(it.level == "note" for it in found):
         yield DoctorFinding("fine", "settings", "work on this machine")
 
 
@@ -231,22 +250,30 @@ def server_checks(
     unit_tokens: int,
     terms: EngineTerms,
     limit: TimeLimit,
-    unused: Iterable[str] = (),
+    unused: Collection[str] = (),
 ) -> list[Check]:
-    """The checks of every engine: settings, lower tiers, a running engine.
+    """Return the checks of every engine: settings, lower tiers, a running engine.
 
     Args:
         loaded: the server's settings.
-        mine: waits for the server's fingerprint; None: unknown.
-        unit_tokens: tokens of an object; 0: any.
-        terms: the engine's.
-        limit: the time.
+        mine: waits for the server's fingerprint and returns it; None if unknown.
+        unit_tokens: tokens per object; 0 means any.
+        terms: the engine's words.
+        limit: the time for all checks.
         unused: settings that the engine does not use.
     """
     config = loaded.config
-    checks = [Check("settings", lambda: _machine(loaded, unused))]
+    checks = [Check("settings", lambda: _machine(loaded, unused, terms.exact))]
+    if config.store.loss != "none" and 0 < unit_tokens < TOKEN_GROUP:
+        text = (
+            f"{unit_tokens}: keys of up to {TOKEN_GROUP} tokens share a scale, so smaller {terms.unit} take more bytes"
+        )
+        small = DoctorFinding("warning", terms.setting, text, f"use {TOKEN_GROUP} or more")
+        checks.append(Check(terms.setting, lambda: [small]))
     if not config.tiers:
-        none = DoctorFinding("warning", "tiers", "no tier is configured, so KV ends with the server", terms.naming)
+        none = DoctorFinding(
+            terms.without_tiers, "tiers", "no tier is configured, so KV is lost when the server ends", terms.naming
+        )
         checks.append(Check("tiers", lambda: [none]))
     is_keyed = config.store.secret_file is not None or config.store.secret is not None
     for tier in config.tiers:
@@ -256,13 +283,13 @@ def server_checks(
         checks.append(Check(tier.label, find, late))
         is_keyed |= kind_of(tier).secret_path(tier) is not None  # the first tier with a secret keys all names
     socket = config.control.socket
-    if socket is not None:
+    if socket is not None and SETTING not in unused:
         checks.append(Check(SETTING, lambda: _running(socket, limit)))
     return checks
 
 
 def _running(socket: Path, limit: TimeLimit) -> Iterator[DoctorFinding]:
-    """The health of the engines that listen at `socket`."""
+    """Ask the engines that listen at `socket` for their health."""
     for path in sockets(socket) or [socket]:
         try:
             health = ask(path, HEALTH, {}, max(limit.left_s(READ_SHARE), 0.1), FORMS[HEALTH])
@@ -274,24 +301,24 @@ def _running(socket: Path, limit: TimeLimit) -> Iterator[DoctorFinding]:
 
 
 def _health(path: Path, health: Mapping[str, Any]) -> Iterator[DoctorFinding]:
-    """What the engine at `path` says of itself."""
+    """Report what the engine at `path` says about itself."""
     is_ready, advice = health["ready"], "see its log; `kvtier cache health` shows more"
     text = f"the engine at {path} is {'ready' if is_ready else 'not ready: ' + health['problem']}"
     yield DoctorFinding("fine" if is_ready else "error", SETTING, text, "" if is_ready else advice)
     for name, tier in health["tiers"].items():
         if down := " and ".join(way for way in ("reads", "writes") if not tier[way]):
             text = f"{down} are stopped in the engine at {path}: {tier['detail']}"
-            yield DoctorFinding("warning", f"{TIERS}.{name}", text, "mend the storage; kvtier tries again by itself")
+            yield DoctorFinding("warning", f"{TIERS}.{name}", text, "repair the storage; kvtier retries by itself")
 
 
 def _tier(
     tier: TierSettings, content: Callable[..., Iterator[DoctorFinding]], limit: TimeLimit, *, is_keyed: bool
 ) -> Iterator[DoctorFinding]:
-    """One tier: whether it answers, or what its stores hold."""
+    """Check one tier: whether it answers, or what its stores contain."""
     kind = kind_of(tier)
     secret, folder = kind.secret_path(tier), kind.folder(tier)
     if folder is not None and _is_unused(folder):
-        yield DoctorFinding("note", tier.label, f"no store yet in {folder}", "the first start makes it")
+        yield DoctorFinding("note", tier.label, f"no store yet in {folder}", "the first start creates it")
         return
     for store in _inspectors(tier):
         try:
@@ -311,26 +338,28 @@ def _tier(
 
 
 def _is_unused(folder: Path) -> bool:
-    """Whether a first start can make a store in `folder`: it is absent or empty, and can be written."""
+    """Whether a first start can make a store in `folder`, because it is absent or empty, and writable."""
     nearest = nearest_existing(folder)
     return path_problem(folder, nearest) is None and (nearest != folder or not any(folder.iterdir()))
 
 
 def _remote(tier: TierSettings, kind: TierKind[TierSettings]) -> DoctorFinding:
-    """Whether a remote tier answers. Its client may hang: then the check does not end in time."""
+    """Check whether a remote tier answers. If its client hangs, the check does not end in time."""
     text, advice = "its objects are not read here, because each costs a request", f"kvtier inspect stat {tier.kind}:..."
     if kind.inspect is None:
         return DoctorFinding("note", tier.label, text, advice)
     try:
         kind.inspect(tier)
     except (KvError, OSError) as error:
-        problem = f"does not answer: {getattr(error, 'strerror', None) or error}"
-        return DoctorFinding("error", tier.label, problem, REACH)
+        silence = "" if isinstance(error, UnusablePathError) else "does not answer: "
+        problem = f"{silence}{getattr(error, 'strerror', None) or error}"
+        missing = getattr(error.__cause__, "filename", None) if isinstance(error.__cause__, FileNotFoundError) else None
+        return DoctorFinding("error", tier.label, problem, MISSING.format(file=missing) if missing else REACH)
     return DoctorFinding("note", tier.label, f"answers; {text}", advice)
 
 
 def _inspectors(tier: TierSettings) -> list[StoreInspector]:
-    """The tier's stores, where they can be read without opening the tier; `machine` reports what is not a store."""
+    """The tier's stores, if they can be read without opening the tier. `machine` reports what is not a store."""
     kind = kind_of(tier)
     if kind.inspect is None or kind.is_remote:
         return []
@@ -340,7 +369,7 @@ def _inspectors(tier: TierSettings) -> list[StoreInspector]:
 
 
 def _statistics(store: StoreInspector, tier: TierSettings, limit: TimeLimit) -> tuple[StoreStat, int]:
-    """The totals of the objects whose heads can be read in time, in the order of names; and how many objects exist."""
+    """Total the objects whose heads can be read in time, in the order of names. Also return how many objects exist."""
     found = store.objects()
     result = store.statistics(takewhile(lambda _: limit.left_s(READ_SHARE), found))
     if result.capacity_bytes is None and kind_of(tier).has_cap:
@@ -349,7 +378,7 @@ def _statistics(store: StoreInspector, tier: TierSettings, limit: TimeLimit) -> 
 
 
 def _secret(file: Path, found: StoreStat) -> Iterator[DoctorFinding]:
-    """The secret next to a store. With it, a reader of the store could test which texts were cached."""
+    """Check the secret next to a store. With it, a reader of the store could test which texts were cached."""
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
     except FileNotFoundError:
@@ -386,7 +415,7 @@ def _content(
     *,
     is_sample: bool,
 ) -> Iterator[DoctorFinding]:
-    """Whether the server can use the stored objects, or a sample of them. Arguments as in `server_checks`."""
+    """Check whether the server can use the stored objects, or a sample of them. Arguments are as in `server_checks`."""
     shares, root = found.models, found.directory
     if not shares and is_sample:
         return
@@ -400,7 +429,7 @@ def _content(
     own = mine()
     key = None if own is None else _model(config, own)
     if own is not None and key not in shares:
-        unlike = _unlike(json.loads(own.canonical), known, named)
+        unlike = _unlike(ingredients(own, class_of(config.store.loss)), known, named)
         text = f"holds {', '.join(shares)}, but nothing of this model, which is {key}{unlike}"
         level = "warning" if is_sample else "error"
         yield DoctorFinding(level, root, text, f"KV is found only with equal {terms.equal}")
@@ -411,7 +440,7 @@ def _content(
         text = f"holds KV of {len(shares)} models: {', '.join(shares)}{unlike}"
         yield DoctorFinding("warning", root, text, f"{advice}: KV is found only with equal {terms.equal}")
     sizes = {tokens for name, share in shares.items() if key in (None, name) for tokens in share.lengths}
-    if unit_tokens and sizes and unit_tokens not in sizes:  # no sizes: all heads are sealed
+    if unit_tokens and sizes and unit_tokens not in sizes:  # without sizes, all heads are sealed
         there = ", ".join(map(str, sorted(sizes)))
         text = f"holds {terms.unit} of {there} tokens; {terms.setting} is {unit_tokens}"
         yield DoctorFinding("error", root, text, f"{terms.unit} of another size are never found: use one size")
@@ -422,16 +451,16 @@ def _content(
 
 
 def _model(config: Config, mine: Fingerprint) -> str:
-    """First digits of the id that the server's model has in `config`'s stores. Creates no secret, unlike a session."""
+    """First digits of the id of the server's model in `config`'s stores. Unlike a session, this creates no secret."""
     secret, file = config.store.secret, config.store.secret_file
     if secret is None and file is not None:
         with suppress(ConfigError):  # `machine` reports it
             secret = load(file)
-    return model_id(secret, mine.digest).hex()[:MODEL_DIGITS]
+    return model_id(secret, digest_of_class(mine.digest, class_of(config.store.loss))).hex()[:MODEL_DIGITS]
 
 
 def _unlike(mine: object, known: Mapping[str, object], shares: Iterable[str]) -> str:
-    """How models `shares` differ from the ingredients `mine`; `known` has the ingredients of each."""
+    """Return how the models `shares` differ from the ingredients `mine`. `known` has the ingredients of each model."""
     own = dict(_leaves(mine))
     found: list[str] = []
     for share in shares:
@@ -445,7 +474,7 @@ def _unlike(mine: object, known: Mapping[str, object], shares: Iterable[str]) ->
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """(path, value) of the leaves in a tree of mappings; the common prefix ``other.`` is omitted."""
+    """Yield (path, value) for each leaf in a tree of mappings, without the common prefix ``other.``."""
     if isinstance(value, dict):
         for key, inner in cast("dict[str, object]", value).items():
             yield from _leaves(inner, f"{name}.{key}".removeprefix(".").removeprefix("other."))

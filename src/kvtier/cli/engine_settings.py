@@ -1,10 +1,10 @@
-"""Settings that a command gives to an engine: what its flags say, as JSON, and notes on it."""
+"""Settings that a command gives to an engine: its flags as JSON, and notes on them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.config.loader import TIERS, Loaded, flat, load, override
+from kvtier.config.loader import TIERS, Loaded, flat, load, overridden
 from kvtier.config.machine_checks import check
 from kvtier.config.schema import Setting
 from kvtier.config.sections import all_settings, value_of
@@ -17,7 +17,7 @@ HOST_BYTES = "host.capacity_bytes"
 
 
 def given(loaded: Loaded) -> dict[str, object]:
-    """The settings that were given as flags, by section, without defaults.
+    """Return the settings given as flags, by section, without defaults.
 
     Raises:
         ConfigError: a flag is a secret, which a list of processes would show.
@@ -30,8 +30,10 @@ def given(loaded: Loaded) -> dict[str, object]:
         value = value_of(config, setting)
         if isinstance(setting.kind, Hidden):
             raise ConfigError(
-                f"{setting.name} (from {loaded.origins[setting.name]}): a secret is never printed; allowed: "
-                f"--set {setting.name}_file=PATH, or the environment of the server"
+                "a secret is never printed",
+                setting=setting.name,
+                origin=loaded.origins[setting.name],
+                allowed=f"--set {setting.name}_file=PATH, or the environment of the server",
             )
         if not setting.section.startswith(f"{TIERS}."):
             extra.setdefault(setting.section, {})[setting.key] = _plain(value)
@@ -41,7 +43,7 @@ def given(loaded: Loaded) -> dict[str, object]:
 
 
 def _table(tier: TierSettings) -> dict[str, object]:
-    """The tier as JSON, without defaults."""
+    """Return the tier as JSON, without defaults."""
     names = {"kind": tier.kind} if tier.name == tier.kind else {"name": tier.name, "kind": tier.kind}
     changed = {each.key: getattr(tier, each.key) for each in tier.settings()}
     changed = {each.key: changed[each.key] for each in tier.settings() if changed[each.key] != each.default}
@@ -57,7 +59,7 @@ def _given(loaded: Loaded, *layers: str) -> list[Setting]:
 
 
 def notes(loaded: Loaded, unused: Iterable[str] = ()) -> list[str]:
-    """Notes on valid settings, without those that the engine does not use."""
+    """Return notes on valid settings, except on those that the engine does not use."""
     findings = check(loaded.config, loaded.origins, loaded.file)
     return [str(finding) for finding in findings if finding.setting not in unused] + [
         f"{setting.name} is also set by {loaded.origins[setting.name]}; the server reads that itself, where it sees it"
@@ -66,24 +68,17 @@ def notes(loaded: Loaded, unused: Iterable[str] = ()) -> list[str]:
 
 
 def server_settings(tiers: Sequence[str], extra: Mapping[str, object] | None, origin: str) -> Loaded:
-    """The settings of a server, as visible from here.
+    """Read the settings of a server, as far as they are visible from here.
 
     Args:
-        tiers: as `--tier` gives them; they replace the engine's.
-        extra: what the engine gives; None: unknown.
-        origin: of `extra`, for messages.
+        tiers: values of `--tier`, which replace the engine's tiers.
+        extra: settings that the engine passes; None if unknown.
+        origin: name of the source of `extra`, for messages.
 
     Raises:
         ConfigError: a setting is wrong.
     """
     loaded = load(tiers=tiers)
     given = {name for name in (TIERS, HOST_BYTES) if loaded.origins[name].layer == "flag"}
-    values = {name: value for name, value in flat(extra or {}, origin) if name not in given}
-    config = override(loaded.config, values.items(), origin)
-    names = [name for name in values if name != TIERS]
-    if TIERS in values:
-        names += [each.name for tier in config.tiers for each in tier.settings()]
-    if config.host.capacity_bytes != loaded.config.host.capacity_bytes:  # a text of the list may name it
-        names.append(HOST_BYTES)
-    origins = {**loaded.origins, **dict.fromkeys(names, SettingOrigin("flag", origin))}
-    return Loaded(config=config, origins=origins, file=loaded.file)
+    values = [(name, value) for name, value in flat(extra or {}, origin) if name not in given]
+    return overridden(loaded, values, SettingOrigin("flag", origin))

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial, wraps
 from pathlib import Path
 
@@ -13,15 +12,15 @@ from kvtier.cli.config import file_option, set_option
 from kvtier.cli.main import Commands
 from kvtier.cli.options import Duration, Quantity
 from kvtier.codec.frame import Seals
-from kvtier.codec.head import VERSION
+from kvtier.codec.frame_header import VERSION
 from kvtier.config.loader import Loaded, load
-from kvtier.config.value_types import size_text
+from kvtier.config.value_types import age_text, date_text, size_text
 from kvtier.errors import ConfigError
-from kvtier.inspection import StoreInspector, is_sealed_store, keys_of, named_tier, open_store, repair_store
+from kvtier.inspection import StoreInspector, health_of, is_sealed_store, keys_of, open_store, repair_store
 from kvtier.inspection.results import (
     BadObject,
-    Count,
     Listing,
+    ObjectCount,
     ObjectRow,
     ObjectView,
     Outcomes,
@@ -31,10 +30,9 @@ from kvtier.inspection.results import (
 from kvtier.keys.keyring import Keyring
 from kvtier.report.output import print_result, progress
 from kvtier.report.table import Table, print_table
-from kvtier.tier.disk.status import DiskStatus
-from kvtier.tier.disk.view import DiskView, StoreHealth, is_disk
 from kvtier.tier.registry import NAME, TierSettings, kind_of
-from kvtier.tier.store_view import ObjectFile, Purge
+from kvtier.tier.registry import names as kinds
+from kvtier.tier.store_view import Health, ObjectFile, Purge
 
 NAME_DIGITS = 16
 """Digits of a name in tables; `show` takes any unique prefix."""
@@ -49,7 +47,7 @@ SECTION_COLUMNS = {
     "in frame at": "offset",
     "stored bytes": "stored_bytes",
 }
-"""Column of the section table, and its field."""
+"""Columns of the section table, and the field of each."""
 
 
 def _tenant(_context: click.Context, _option: click.Parameter, given: str | None) -> str | None:
@@ -67,35 +65,25 @@ tenant_option = click.option(
     "--tenant",
     metavar="NAME",
     callback=_tenant,
-    help="Only frames of this tenant; -: of no tenant.  [default: of all tenants with keys]",
+    help="Only frames of this tenant; -: those without a tenant.  [default: all tenants with keys]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """What a command inspects."""
+    """The store that a command inspects."""
 
     where: str | TierSettings
     settings: Callable[[], Loaded]
 
     def open(self) -> StoreInspector:
-        """The inspector of the store, or of those of all ranks."""
+        """Return the inspector of the store, or of the stores of all ranks."""
         return open_store(self.where, self.settings)
-
-    def disk(self) -> DiskView:
-        """The store of a disk tier: in a rank's directory, or of the only rank."""
-        tier = named_tier(self.where)
-        if tier is None:
-            return DiskView(Path(str(self.where)))
-        folder = kind_of(tier).folder(tier)
-        if folder is None or (folder / "rank-1").exists():
-            raise ConfigError(f"tier {tier.name!r} is not one disk store; allowed here: the directory of a rank")
-        return DiskView(folder if is_disk(folder) else folder / "rank-0")
 
 
 def store_argument(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the argument that names a store, and the options of settings, to a command."""
+    """Add the argument that names a store and the options of settings to a command."""
 
     @wraps(command)
     def with_store(where: str, file: Path | None, flags: tuple[str, ...], **given: object) -> int:
@@ -113,13 +101,14 @@ def store_argument(command: Callable[..., int]) -> Callable[..., int]:
 def inspect() -> None:
     """List, count, verify, repair, reseal, free and purge stores.
 
-    DIR is the directory of a directory tier, or a rank's directory (such as rank-0) in that of a disk tier.
-    KIND:WHERE is a tier of any kind as --tier gives it, with the stores of all its ranks; NAME is a configured tier.
-    All commands but `repair`, `reseal`, `free`, `purge` and `verify --repair` are read-only and may run while other
-    processes use the store.
-
-    Kinds: directory, disk, mooncake, s3, shared_directory, valkey, and those of other packages.
+    DIR is the directory of a store; where each rank has its own, that of a rank, such as rank-0. KIND:WHERE is a tier
+    of any kind, written as for --tier, with the stores of all its ranks. NAME is a configured tier. Commands other than
+    `repair`, `reseal`, `free`, `purge` and `verify --repair` are read-only and may run while other processes use the
+    store.
     """
+
+
+inspect.help = f"{inspect.help}\n\n    Kinds: {', '.join(kinds())}."
 
 
 @inspect.command()
@@ -147,10 +136,10 @@ def ls(where: Store, limit: int, after: str, as_json: bool) -> int:
 @click.option("--heads", "reads_heads", is_flag=True, help="Read every object's head, also in a shared store.")
 @json_option
 def stat(where: Store, reads_heads: bool, as_json: bool) -> int:
-    """Count objects and bytes, in total, by format of their frames, and by model.
+    """Count objects and bytes: in total, by frame format, and by model.
 
-    A shared store is only listed: the place of an object tells its model. Formats, unreadable heads, tokens and groups
-    need --heads, one request for each object.
+    A shared store is only listed, because an object's path names its model. Formats, unreadable heads, tokens and
+    groups need --heads, which makes one request for each object.
     """
     store = where.open()
     with progress("listing", None) as advance:
@@ -167,11 +156,11 @@ def stat(where: Store, reads_heads: bool, as_json: bool) -> int:
 @store_argument
 @json_option
 def health(where: Store, as_json: bool) -> int:
-    """Show the health of a disk store: errors, free space, wear, and whether its session backs off.
+    """Show the health of a store that records it: errors, free space, wear, and whether its session backs off.
 
-    Exit code 1 when the session backs off, or when the process that has the store open is silent.
+    Exit code 1 if the session backs off, or if the process that has the store open is silent.
     """
-    result = where.disk().health()
+    result = health_of(where.where)
     print_result(result, _draw_health, as_json=as_json)
     return 0 if result.is_well else 1
 
@@ -181,9 +170,9 @@ def health(where: Store, as_json: bool) -> int:
 @click.argument("name", metavar="NAME-PREFIX")
 @json_option
 def show(where: Store, name: str, as_json: bool) -> int:
-    """Show the head and the section table of the one object whose name begins with NAME-PREFIX.
+    """Show the head and the section table of the one object whose name starts with NAME-PREFIX.
 
-    Exit code 1 when its head is damaged or not understood.
+    Exit code 1 if its head is damaged or cannot be read.
     """
     store = where.open()
     result = store.view(store.find(name))
@@ -198,14 +187,14 @@ def show(where: Store, name: str, as_json: bool) -> int:
 @tenant_option
 @json_option
 def verify_command(where: Store, is_repair: bool, keys_file: Path | None, tenant: str | None, as_json: bool) -> int:
-    """Read every byte of every object, verify its checksums, and say which objects a read would drop.
+    """Read every byte of every object, verify its checksums, and report which objects a read would drop.
 
-    With its key the seal of a frame is verified: a forged frame is bad. Without, a frame whose checksums match is
-    only called sealed. Where keys are known a frame without a seal is called plain; in a tier that seals, as
-    KIND:WHERE or NAME says, it is bad. An object of an unknown codec or frame version, or of another tenant than
-    --tenant, is only counted: it is kept, because another node may read it.
+    If a frame's key is known, its seal is verified, and a forged frame is bad. Otherwise a frame whose checksums match
+    counts as sealed, not as good. Where keys are known, a frame without a seal counts as plain. In a tier that seals,
+    named as KIND:WHERE or NAME, such a frame is bad. An object of an unknown codec or frame version, or of a tenant
+    other than --tenant, is counted and kept, because another node may read it.
 
-    Exit code 1 when an object is bad, also when --repair removed it.
+    Exit code 1 if an object is bad, even if --repair removed it.
     """
     store = where.open()
     with progress("listing", None) as advance:
@@ -227,9 +216,9 @@ def verify_command(where: Store, is_repair: bool, keys_file: Path | None, tenant
 def repair(where: Store, as_json: bool) -> int:
     """Mend a store that does not open: its marker or its secret is missing, damaged or of another file type.
 
-    The marker is written again, and the objects stay. Something of another type that has its name is renamed. A store
-    that a process has open is refused, and so is a directory with foreign files. Engines that started without the
-    store open it within about a minute.
+    The marker is written again, and the objects stay. A file of another type under its name is renamed. Stores that a
+    process has open are refused, and so are directories with foreign files. Engines that started without the store
+    open it within about a minute.
     """
     done = repair_store(where.where)
     print_result({"done": done}, lambda _: click.echo("\n".join(done) or "nothing is wrong"), as_json=as_json)
@@ -238,19 +227,27 @@ def repair(where: Store, as_json: bool) -> int:
 
 @inspect.command()
 @store_argument
-@click.option("--model", default="", metavar="ID", help="Objects of this model instead: first digits of its id.")
-@click.option("--age", "age_s", type=Duration(0, 1e12), help="Objects unused for this long instead.")
+@click.option(
+    "--model",
+    default="",
+    metavar="ID",
+    help="Remove the objects of one model instead, given by the first digits of its id.",
+)
+@click.option(
+    "--age", "age_s", type=Duration(0, 1e12), help="Remove the objects that were not used for this long instead."
+)
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @click.option("--dry-run", "is_dry_run", is_flag=True, help="Only count what would be removed.")
 @json_option
 def free(where: Store, model: str, age_s: float | None, yes: bool, is_dry_run: bool, as_json: bool) -> int:
-    """Remove objects whose frames are of an earlier format than that of this release.
+    """Remove objects whose frames have an earlier format than this release writes.
 
-    This release never reads them. An engine of an earlier release that still uses the store misses them. Frames of a
-    later format are kept, and so are damaged ones, which `verify --repair` removes.
+    This release never reads them. An engine of an earlier release that still uses the store gets misses. Frames of a
+    later format are kept. So are damaged ones; `verify --repair` removes them.
 
-    With --model or --age: remove the objects of a model, or those that were not used for a time, of any format; with
-    both, those of which both is true. Running engines miss them. A disk store that is open is refused.
+    With --model or --age: remove objects of a model, or objects that were not used for a time, in any format. With
+    both: remove objects for which both hold. Running engines get misses. A store for one process is refused while it is
+    open.
     """
     store = where.open()
     with progress("listing", None) as advance:
@@ -260,7 +257,7 @@ def free(where: Store, model: str, age_s: float | None, yes: bool, is_dry_run: b
         is_wanted, what = _wanted(store, found, model, age_s), "that match"
     with progress("reading heads", len(found)) as advance:
         wanted = store.selected(found, is_wanted, advance)
-    result = Count(objects=len(wanted), bytes=sum(stored.size_bytes for stored in wanted))
+    result = ObjectCount(objects=len(wanted), bytes=sum(stored.size_bytes for stored in wanted))
     if wanted and not is_dry_run:
         if not yes and not _confirmed(f"Remove from {store.place} {_freed(result, what)}?"):
             return 2
@@ -274,15 +271,17 @@ def free(where: Store, model: str, age_s: float | None, yes: bool, is_dry_run: b
 def _wanted(
     store: StoreInspector, found: Sequence[ObjectFile], model: str, age_s: float | None
 ) -> Callable[[ObjectFile], bool]:
-    """Whether to remove an object, by model and age.
+    """Return a predicate that says whether to remove an object, by model and age.
 
     Raises:
-        ConfigError: the digits are not those of a model id, or the store records no use.
+        ConfigError: the digits cannot belong to a model id, or the store does not record use.
     """
     if not set(model.lower()) <= set("0123456789abcdef"):
-        raise ConfigError(f"--model {model!r}; allowed: the first hexadecimal digits of an id of kvtier inspect stat")
+        raise ConfigError(
+            setting="--model", value=repr(model), allowed="the first hexadecimal digits of an id of kvtier inspect stat"
+        )
     if age_s is not None and found and all(stored.used_s is None for stored in found):
-        raise ConfigError(f"--age: {store.place} does not record when an object was used; allowed here: --model")
+        raise ConfigError(f"{store.place} does not record when an object was used", setting="--age", allowed="--model")
     return partial(store.is_of, model, age_s)
 
 
@@ -294,11 +293,11 @@ def _wanted(
 def purge_command(where: Store, yes: bool, force: bool, as_json: bool) -> int:
     """Remove the store in DIR with all its objects and its secret. DIR itself and foreign files are kept.
 
-    The secret of a disk store is next to rank-0, shared by all ranks, and is kept.
+    Where each rank has its own store, all share the secret next to rank-0, and it is kept.
 
-    A store that other processes have open is refused. With --force the objects of a directory store are removed, and
-    the store is kept. Of a store that several nodes share (s3, shared_directory), the objects of all secrets and models
-    below its prefix are removed, and nothing else; running engines miss them.
+    A store that other processes have open is refused. If they may share it, --force removes the objects and keeps the
+    store. For a store that several nodes share, the objects of all secrets and models below its
+    prefix are removed, and nothing else. Running engines get misses.
     """
     store = where.open()
     if not yes and not _confirmed(_purge_question(store)):
@@ -317,13 +316,13 @@ def purge_command(where: Store, yes: bool, force: bool, as_json: bool) -> int:
 def reseal_command(where: Store, keys_file: Path | None, tenant: str | None, plain_too: bool, as_json: bool) -> int:
     """Seal frames of earlier epochs with the present key of their tenant, so that earlier keys can be removed.
 
-    An object is read, verified, deleted and written again. One that gets lost in between is a miss; the command
-    touches no further object then. Forged and damaged frames are reported and left, and so are frames of keys that
-    are not given. --plain-too seals forged frames, too. So does the command with frames that were forged with a
-    leaked key that it is given. Engines may run meanwhile, except on a disk store. Of a shared_directory, name the
-    configured tier: its cap holds for these writes too.
+    Each object is read, verified, deleted and written again. If the last step fails, the object is lost and becomes a
+    miss, and the command touches no further object. Forged and damaged frames are reported and left, and so are frames
+    whose keys are not given. --plain-too also seals forged frames. If a leaked key is given, frames forged with it are
+    sealed, too. Engines may run meanwhile, except on a store for one process. If several
+    nodes share a directory, name the configured tier, because its cap also applies to these writes.
 
-    Exit code 1 when an object was lost, or is forged or damaged.
+    Exit code 1 if an object was lost, or is forged or damaged.
     """
     keyring = keys_of(keys_file, where.settings)
     if keyring is None or (keyring.sealing(tenant or "") is None and (plain_too or tenant is not None)):
@@ -359,7 +358,7 @@ def _confirmed(question: str) -> bool:
 
 
 def _capacity_bytes(store: Store) -> int | None:
-    """The cap by the settings; None when they are invalid or name no tier in this directory."""
+    """Return the cap from the settings. None: they are invalid or name no tier in this directory."""
     if not isinstance(store.where, str):
         return getattr(store.where, "capacity_bytes", None)
     try:
@@ -374,20 +373,21 @@ def _capacity_bytes(store: Store) -> int | None:
 
 
 def _draw_listing(result: Listing) -> None:
-    columns = ("name", "model", "group", "part", "depth", "tokens", "used", "size")
+    columns = ("name", "model", "codec", "group", "part", "depth", "tokens", "used", "size")
     print_table(Table(columns, [_listed(row) for row in result.objects], numeric=6))
     shown = f"{len(result.objects)} of {result.total} objects"
     click.echo(shown if result.next is None else f"{shown}; more with --after {result.next}", err=True)
 
 
 def _listed(row: ObjectRow) -> tuple[str, ...]:
-    front, back = row.name[:NAME_DIGITS], (_age(row.age_s), size_text(row.size_bytes))
+    front, back = row.name[:NAME_DIGITS], (age_text(row.age_s), size_text(row.size_bytes))
     if row.problem is not None:
-        return (front, row.problem, "", "", "", "", *back)
+        return (front, row.problem, "", "", "", "", "", *back)
+    named = ((row.model or "")[:NAME_DIGITS], row.codec or "")
     if row.state == "sealed":
-        return (front, (row.model or "")[:NAME_DIGITS], "sealed", "", "", "", *back)
+        return (front, *named, "sealed", "", "", "", *back)
     numbers = (row.group, row.part, row.depth, row.tokens)
-    return (front, (row.model or "")[:NAME_DIGITS], *(str(number) for number in numbers), *back)
+    return (front, *named, *(str(number) for number in numbers), *back)
 
 
 def _draw_stat(result: StoreStat) -> None:
@@ -404,11 +404,12 @@ def _draw_stat(result: StoreStat) -> None:
         ("frames", _frames(result)),
     ]
     if result.oldest_age_s is not None and result.newest_age_s is not None:
-        rows.append(("last used", f"{_age(result.oldest_age_s)} to {_age(result.newest_age_s)}"))
+        rows.append(("last used", f"{age_text(result.oldest_age_s)} to {age_text(result.newest_age_s)}"))
     print_table(Table(("what", "value"), rows, title=result.directory))
     shares = [
         (
             name,
+            share.loss or "unknown",
             _numbers(share.groups),
             "; ".join(share.parts),
             str(share.objects),
@@ -418,11 +419,11 @@ def _draw_stat(result: StoreStat) -> None:
         for name, share in result.models.items()
     ]
     if shares:
-        print_table(Table(("model", "groups", "parts", "objects", "tokens", "size"), shares, numeric=3))
+        print_table(Table(("model", "loss", "groups", "parts", "objects", "tokens", "size"), shares, numeric=3))
 
 
 def _frames(result: StoreStat) -> str:
-    """One status of formats, seals and unreadable heads."""
+    """Return one line on formats, seals and unreadable heads."""
     if result.objects and not result.states:
         return "heads not read; --heads reads them"
     formats = [f"{size_text(it.bytes)} of version {version}" for version, it in result.formats.items()]
@@ -431,51 +432,9 @@ def _frames(result: StoreStat) -> str:
     return f"{', '.join(states) or 'none'} ({', '.join(formats) or 'no format'}){old}"
 
 
-def _draw_health(result: StoreHealth) -> None:
-    status = result.status
-    if status is None or result.age_s is None:
-        print_table(
-            Table(("what", "value"), [("state", f"{result.state}; no status was ever written")], title=result.directory)
-        )
-        return
-    use = {True: "", False: "", None: "; the metric kvtier_tier_up shows whether its session backs off"}
-    rows = [
-        ("state", f"{result.state}{use[status.is_up]}"),
-        ("status", f"{_age(result.age_s)}, by process {status.pid}"),
-        ("I/O errors", _faults(status)),
-        ("objects", str(status.objects)),
-        ("in use", f"{size_text(status.used_bytes)} of {size_text(status.capacity_bytes)}{_limit(status)}"),
-        (
-            "disk free",
-            f"{size_text(status.free_bytes)}, of which {size_text(status.reserve_bytes)} is reserved",
-        ),
-        ("written", f"{size_text(status.frame_bytes)} of frames, {size_text(status.upkeep_bytes)} of upkeep"),
-        ("amplification", "-" if result.amplification is None else f"{result.amplification:.3f}"),
-        ("refused by the write budget", f"{size_text(status.avoided_bytes)}{_per_day(status.write_bytes_per_day)}"),
-        ("direct I/O", "yes" if status.direct_io else "no"),
-    ]
-    print_table(Table(("what", "value"), rows, title=result.directory))
-
-
-def _limit(status: DiskStatus) -> str:
-    if status.limit_bytes >= status.capacity_bytes:
-        return ""
-    return f"; the cap is {size_text(status.limit_bytes)} while the file system has no room"
-
-
-def _faults(status: DiskStatus) -> str:
-    if status.last_fault_s is None:
-        return "none since it was opened"
-    return f"{status.faults} since it was opened, the last at {_date(status.last_fault_s)}: {status.last_fault}"
-
-
-def _per_day(write_bytes_per_day: int) -> str:
-    return f" (budget: {size_text(write_bytes_per_day)} a day)" if write_bytes_per_day else " (no budget)"
-
-
 def _draw_object(result: ObjectView) -> None:
     row = result.object
-    rows = [("name", row.name), ("file", result.path), ("size", _bytes(row.size_bytes)), ("used", _date(row.used))]
+    rows = [("name", row.name), ("file", result.path), ("size", _bytes(row.size_bytes)), ("used", date_text(row.used))]
     if row.problem is not None:
         print_table(Table(("what", "value"), [*rows, ("problem", row.problem)]))
         return
@@ -490,6 +449,7 @@ def _draw_object(result: ObjectView) -> None:
         ("model", row.model or ""),
         *named,
         ("frame", f"version {result.version}, codec {result.codec}, header of {_bytes(result.header_bytes or 0)}"),
+        ("loss", result.loss or "unknown"),
         ("payload", f"{_bytes(result.raw_bytes or 0)} in {result.layers} layers, {len(result.sections)} sections"),
     ]
     print_table(Table(("what", "value"), rows))
@@ -499,6 +459,10 @@ def _draw_object(result: ObjectView) -> None:
     print_table(Table(tuple(SECTION_COLUMNS), sections, numeric=5))
     if len(result.sections) > SECTIONS_SHOWN:
         click.echo(f"{SECTIONS_SHOWN} of {len(result.sections)} sections; all of them with --json", err=True)
+
+
+def _draw_health(result: Health) -> None:
+    print_table(Table(("what", "value"), result.rows(), title=result.directory))
 
 
 def _draw_verification(result: Verification, *, is_repair: bool) -> None:
@@ -522,10 +486,10 @@ def _draw_bad(objects: Sequence[BadObject], then: str = "") -> None:
 def _draw_resealed(result: Outcomes) -> None:
     _draw_bad(result.bad_objects)
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.outcomes.items())) or "no objects"
-    click.echo(f"{result.directory}: {counts}; {size_text(result.bytes)} sealed anew")
+    click.echo(f"{result.directory}: {counts}; {size_text(result.bytes)} resealed")
 
 
-def _freed(result: Count, what: str) -> str:
+def _freed(result: ObjectCount, what: str) -> str:
     return f"{result.objects} objects {what}, {size_text(result.bytes)}"
 
 
@@ -535,24 +499,6 @@ def _draw_purge(result: Purge) -> None:
     if result.left:
         more = " (the first hundred)" if len(result.left) >= 100 else ""
         click.echo(f"foreign files kept{more}: {', '.join(result.left)}", err=True)
-
-
-def _date(seconds: float | None) -> str:
-    if seconds is None:
-        return "unknown"
-    try:
-        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
-    except (ValueError, OverflowError):
-        return f"{seconds:.0f} s since 1970"  # an mtime may lie in any year
-
-
-def _age(seconds: float | None) -> str:
-    if seconds is None:
-        return "unknown"
-    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length_s:
-            return f"{seconds / length_s:.1f} {unit} ago"
-    return f"{seconds:.0f} s ago"
 
 
 def _bytes(count: int) -> str:

@@ -1,8 +1,8 @@
 """The entry point: the table of commands, and their exit codes.
 
-Nothing heavy is imported here: `kvtier --help` names the commands from the table below and imports none of them.
-Exit codes: 0 success, 1 problem found, 2 usage or configuration error. 130 after Ctrl-C and 141 after a closed pipe
-are those of a shell.
+Nothing heavy is imported here. `kvtier --help` lists the commands from the table below and imports none of them. Exit
+codes: 0 success, 1 problem found, 2 usage or configuration error. As in a shell, 130 follows Ctrl-C and 141 a closed
+pipe.
 """
 
 import os
@@ -18,28 +18,43 @@ from kvtier import __version__
 from kvtier.errors import KvError
 
 COMMANDS = {
-    "bench": ("kvtier.cli.bench:bench", "Measure the core and the I/O path, compared with the hardware's limits."),
+    "bench": (
+        "kvtier.tools.bench.command:bench",
+        "Measure the core and the I/O path, compared with the hardware's limits.",
+    ),
     "cache": ("kvtier.cli.cache:cache", "Ask a running engine: where a prompt is, why it missed, clear, health."),
     "characterize": (
-        "kvtier.cli.characterize:characterize",
-        "Measure what storage sees: sizes, mix, depth, latency of requests.",
+        "kvtier.tools.characterize.command:characterize",
+        "Measure a program's block I/O: sizes, mix, depth, latency of requests.",
     ),
     "config": ("kvtier.cli.config:config", "Show every setting and its origin; check them against this machine."),
-    "demo": ("kvtier.cli.demo:demo", "Replay real conversations without kvtier, cold, and warm after a restart."),
+    "demo": (
+        "kvtier.tools.demo.command:demo",
+        "Replay real conversations without kvtier, cold, and warm after a restart.",
+    ),
     "doctor": ("kvtier.cli.doctor:doctor", "Find out why stored prompts are not found, for every engine."),
     "inspect": ("kvtier.cli.inspect:inspect", "Inspect a store: list, count, verify, repair, purge."),
-    "plan": ("kvtier.cli.plan:plan", "Plan tiers: users, capacity, bandwidth, wear, cost, and the binding limit."),
-    "probe": ("kvtier.cli.probe:probe", "Measure link speeds, and warn of misconfiguration."),
-    "replay": ("kvtier.cli.replay:replay", "Replay a trace: hit rates of policies and capacities, and their bounds."),
-    "size": ("kvtier.cli.size:size", "Compute the KV size of a model, with formulas; check published figures."),
-    "trace": ("kvtier.cli.trace:trace", "Record, convert, anonymize and synthesize request traces."),
+    "plan": (
+        "kvtier.tools.plan.command:plan",
+        "Plan tiers: users, capacity, bandwidth, wear, cost, and the binding limit.",
+    ),
+    "probe": ("kvtier.tools.probe.command:probe", "Measure link speeds, and warn of misconfiguration."),
+    "replay": (
+        "kvtier.tools.replay.command:replay",
+        "Replay a trace: hit rates of policies and capacities, and their bounds.",
+    ),
+    "size": (
+        "kvtier.tools.size.command:size",
+        "Compute the KV size of a model, with formulas; check published figures.",
+    ),
+    "trace": ("kvtier.tools.trace.command:trace", "Record, convert, anonymize, synthesize and examine request traces."),
     "sglang": ("kvtier.cli.sglang:sglang", "Configure the storage backend in SGLang."),
     "vllm": ("kvtier.cli.vllm:vllm", "Configure the connector in vLLM."),
 }
 """Location and one line of help for each command."""
 
 CHECK_THREAD = "kvtier doctor"
-"""Names of threads that may hang in a file system or in a client begin so."""
+"""Prefix of the names of threads that may hang in a file system or in a client."""
 
 
 class Commands(click.Group):
@@ -48,31 +63,31 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that `args` begin with, or end with the nearest name."""
+        """Return the command that `args` start with, or fail and suggest the nearest name."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            from kvtier.config.schema import near  # so that help starts quickly
+            from kvtier.config.schema import unknown  # imported here, so that help starts quickly
 
-            ctx.fail(f"No such command {name!r}{near(name, self.list_commands(ctx))}")
+            ctx.fail(str(unknown(f"No such command {name!r}", name, self.list_commands(ctx))))
         return super().resolve_command(ctx, args)
 
 
 class LazyGroup(Commands):
-    """A group that imports a command only when it is asked for, not to list it."""
+    """A group that imports a command only when it is called, not to list it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All names, without importing anything."""
+        """Return all names, without importing anything."""
         return sorted({*super().list_commands(ctx), *COMMANDS})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command `cmd_name`, imported now; None when there is none."""
+        """Import and return the command `cmd_name`. None: there is none."""
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         return getattr(import_module(module), attribute)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of commands in the help, from the table alone."""
+        """Write the list of commands into the help, from the table alone."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
@@ -89,33 +104,33 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line and end the process; `arguments` default to the process's."""
+    """Run the command line and end the process. `arguments` default to the process's."""
     try:
         code = run(arguments)
-        sys.stdout.flush()  # a pipe that was closed shows here, not in a traceback at exit
+        sys.stdout.flush()  # a closed pipe is noticed here, instead of in a traceback at exit
     except BrokenPipeError:
-        # What is still buffered has no reader. Without this, Python would complain when it flushes at exit.
+        # Buffered output has no reader. Without this, Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     if any(thread.name.startswith(CHECK_THREAD) for thread in threading.enumerate()):
         sys.stderr.flush()
-        os._exit(code)  # an ordinary end joins the pools of threads that hang
+        os._exit(code)  # an ordinary exit would join the pools of hanging threads
     sys.exit(code)
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code.
+    """Run the command line and return the exit code.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.
-        BrokenPipeError: stdout has no reader any more.
+        BrokenPipeError: stdout no longer has a reader.
     """
-    if "_KVTIER_COMPLETE" in os.environ:  # shell completion: click answers it and exits
+    if "_KVTIER_COMPLETE" in os.environ:  # shell completion: click answers and exits
         cli.main(args=arguments, prog_name="kvtier")
     try:
-        # Not cli.main, which ends the process with 1 on a closed pipe: here that means "problem found".
+        # `cli.main` would exit with 1 on a closed pipe, which here means "problem found".
         with cli.make_context("kvtier", sys.argv[1:] if arguments is None else list(arguments)) as context:
             result: Any = cli.invoke(context)
     except click.exceptions.Exit as end:
@@ -126,7 +141,7 @@ def run(arguments: list[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return 2
-    except click.Abort:  # Ctrl-C, or the end of input at a question
+    except click.Abort:  # Ctrl-C, or end of input at a question
         raise KeyboardInterrupt from None
     except KvError as error:
         _complain(str(error))

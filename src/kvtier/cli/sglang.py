@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
+from kvtier.cli import coming_from
 from kvtier.cli.config import set_option, tier_option
 from kvtier.cli.engine_settings import given, notes
 from kvtier.cli.main import Commands
-from kvtier.cli.options import OutputFile, Quantity, tell_written
-from kvtier.config.loader import load
+from kvtier.cli.options import OutputFile, Quantity, is_given, tell_written
 from kvtier.config.sections import Config
 from kvtier.connect.sglang.installed import (
     BACKEND,
@@ -33,18 +33,27 @@ python_option = click.option(
 
 @click.group(cls=Commands)
 def sglang() -> None:
-    """Configure HiCache's storage backend in SGLang. Why there is no hit: `kvtier doctor sglang`."""
+    """Configure HiCache's storage backend in SGLang. `kvtier doctor sglang` explains missing hits."""
 
 
 @sglang.command(name="config")
 @tier_option
 @set_option
+@coming_from.workers_option
+@click.option(
+    "--from-flags",
+    "given_flags",
+    metavar="TEXT",
+    help="Convert HiCache's flags: the server's command line, quoted as one word.",
+)
 @click.option("--page-size", type=Quantity(1, 1 << 16), default=PAGE_TOKENS, show_default=True, help="Tokens.")
 @click.option("--file", type=OutputFile(), metavar="FILE", help="Write the JSON to FILE, and print @FILE instead.")
 @python_option
 def config_command(
     tiers: tuple[str, ...],
     flags: tuple[str, ...],
+    workers: int | None,
+    given_flags: str | None,
     page_size: int,
     file: Path | None,
     python: Path | None,
@@ -52,23 +61,29 @@ def config_command(
     """Print flags for `python -m sglang.launch_server`, one line in shell syntax, and nothing else.
 
     The JSON contains the settings of --tier and --set. SGLang's processes read the settings file and the environment
-    themselves. The settings are checked, and the installed SGLang, if any, must take the flags. Notes go to stderr.
+    themselves. The command checks the settings. An installed SGLang must accept the flags. Notes go to stderr.
 
     \b
-    kvtier sglang config --tier disk:/mnt/nvme/kv                   to paste after the other flags
+    kvtier sglang config --tier disk:/mnt/nvme/kv                   # paste this after the other flags
     python -m sglang.launch_server --model-path MODEL \\
         $(kvtier sglang config --file kv.json --tier disk:/mnt/nvme/kv)
     """  # noqa: D301 - \b is click's mark for lines that are kept
-    loaded = load(flags=flags, tiers=tiers)
-    text = json.dumps({**BACKEND, **given(loaded)}, separators=(",", ":"))
-    found = [*notes(loaded, UNUSED), *_environment_notes(loaded.config, python, server_flags(page_size, text))]
+    found = coming_from.Conversion(workers)
+    if given_flags is not None:
+        found.hicache(given_flags)
+    loaded = found.load(tiers, flags)
+    page_size = page_size if is_given("page_size") else found.page_tokens or page_size
+    text = json.dumps({**BACKEND, **found.kept, **given(loaded)}, separators=(",", ":"))
+    messages = [*notes(loaded, UNUSED), *_environment_notes(loaded.config, python, server_flags(page_size, text))]
     if file is not None:
         if file.suffix.lower() != ".json":
-            raise ConfigError(f"--file {file}: SGLang reads the format from the suffix; allowed: a name in .json")
+            raise ConfigError(
+                "SGLang reads the format from the suffix", setting="--file", value=str(file), allowed="a name in .json"
+            )
         write_file("--file", file, f"{text}\n")
         tell_written(file)
         text = f"@{file.absolute()}"
-    for note in found:
+    for note in messages:
         click.echo(f"note: {note}", err=True)
     click.echo(shlex.join(server_flags(page_size, text)))
     return 0
@@ -99,7 +114,7 @@ def _environment_notes(config: Config, python: Path | None, flags: list[str]) ->
     if environment.refused:
         raise ConfigError(f"SGLang {environment.version} does not take these flags: {environment.refused}")
     if not environment.has_kvtier:
-        found.append(f"kvtier is not installed in the environment of {python}: the server does not start before it is")
+        found.append(f"kvtier is not installed in the environment of {python}: the server will not start until it is")
     elif environment.no_plug_in:
         found.append(f"kvtier would store and find nothing, because SGLang does not load it: {environment.no_plug_in}")
     if not is_supported(environment.version or ""):

@@ -1,6 +1,6 @@
-"""Checks of `kvtier doctor sglang`: why SGLang does not find KV that was stored.
+"""Check why SGLang does not find stored KV (`kvtier doctor sglang`).
 
-SGLang itself resolves the server's flags (`server_arguments`), so that its own rules decide, not a copy of them.
+SGLang itself resolves the server's flags (`server_arguments`), so its own rules decide, not a copy of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +19,12 @@ from kvtier.cli.doctor_findings import (
     server_checks,
     started,
 )
-from kvtier.connect.local_files import NotInTimeError, local_folder
+from kvtier.connect.local_files import local_folder
+from kvtier.connect.programs import NotInTimeError
+from kvtier.connect.sglang.host_pools import POOLS
 from kvtier.connect.sglang.installed import (
     BACKEND,
+    COMPILE_ADVICE,
     EXTRA,
     OWN_KEYS,
     PAGE_TOKENS,
@@ -33,46 +36,46 @@ from kvtier.connect.sglang.installed import (
     read_extra,
     settings_in,
 )
-from kvtier.connect.sglang.pools import POOLS
 from kvtier.errors import ConfigError
 from kvtier.keys.weights import checkpoint_files
 from kvtier.report.output import progress
 
 PAGE_TOKENS_FEW = 16
-"""Smaller pages are reported: an object has a header of 4 KiB, and costs a request."""
+"""Smaller pages are reported, because each object has a header of 4 KiB and costs a request."""
 
 LOOK_SHARE = 0.7
-"""Share of the time for an import of SGLang, before the tiers that its flags name are read."""
+"""Share of the time for an import of SGLang. The rest is for the tiers that its flags name."""
 
 LAYOUTS = sorted({layout for layouts in POOLS.values() for layout in layouts})
-"""Layouts of HiCache's host memory that some pool supports."""
+"""Layouts of HiCache's host memory that at least one pool supports."""
 
 METRICS = (
     "sglang:prefetched_tokens_total",
     "sglang:backuped_tokens_total",
     "sglang:storage_prefetch_hit_tokens_total",
 )
-"""SGLang's counters of tokens read from the backend, written to it, and found in it."""
+"""SGLang's counters of tokens that it reads from the backend, writes to it, and finds in it."""
 
 TERMS = EngineTerms(
     naming="name one: `kvtier sglang config --tier disk:DIR`",
     unit="pages",
     setting="--page-size",
     equal="weights, dtype, --kv-cache-dtype, --page-size, memory layout, parallel sizes and release of SGLang",
+    exact="expected with this setting; SGLang passes storage no salts, so requests for exact KV need another server",
 )
 
 
 def examine(
     arguments: Sequence[str], tiers: Sequence[str], python: Path | None, prompt_tokens: int | None, limit: TimeLimit
 ) -> list[DoctorFinding]:
-    """All findings about a server.
+    """Return all findings about a server.
 
     Args:
-        arguments: of ``python -m sglang.launch_server``.
-        tiers: overrides the list of tiers, as `--tier` gives them.
-        python: interpreter of SGLang's environment; None: this one.
-        prompt_tokens: of the prompt that is not found.
-        limit: the time.
+        arguments: arguments of ``python -m sglang.launch_server``.
+        tiers: values of `--tier`, which override the list of tiers.
+        python: interpreter of SGLang's environment; None means this one.
+        prompt_tokens: tokens of the prompt that is not found.
+        limit: the time for all checks.
     """
     about_flags = DoctorFinding(
         "note",
@@ -97,9 +100,14 @@ def examine(
     if isinstance(loaded, DoctorFinding):
         findings.append(loaded)
     else:
-        unsupported = loaded.config.sglang.unsupported
+        unsupported, loss = loaded.config.sglang.unsupported, loaded.config.store.loss
+        if loss != "none" and (mode := fields.get("disaggregation_mode")) not in {None, "null"}:
+            text = f"{loss}: the server does not attach the backend with --disaggregation-mode {mode}"
+            advice = "set it to none, because lossy KV would go to engines without a class"
+            findings.append(DoctorFinding("error", "store.loss", text, advice))
         page = (fields.get("page_size") or 1) if fields else 0
-        checks += server_checks(loaded, lambda: None, page, TERMS, limit, UNUSED)
+        terms = TERMS if arguments else TERMS._replace(without_tiers="note")
+        checks += server_checks(loaded, lambda: None, page, terms, limit, UNUSED)
     findings += run_checks(checks, limit)
     findings += release(environment, python, unsupported, limit)
     if environment is not None and fields:
@@ -112,9 +120,9 @@ def examine(
 
 
 def _extra(arguments: Sequence[str], fields: Mapping[str, Any]) -> tuple[dict[str, object] | None, list[DoctorFinding]]:
-    """The backend's configuration, if it is known, with findings about it."""
+    """Return the backend's configuration, or None if it is unknown, and findings about it."""
     text = fields.get("hicache_storage_backend_extra_config")
-    if not fields and EXTRA in arguments[:-1]:  # where no SGLang reads the flags
+    if not fields and EXTRA in arguments[:-1]:  # no SGLang has read the flags
         text = arguments[list(arguments).index(EXTRA) + 1]
     if not text:
         return None, []
@@ -122,11 +130,16 @@ def _extra(arguments: Sequence[str], fields: Mapping[str, Any]) -> tuple[dict[st
         extra = read_extra(str(text))
     except ConfigError as error:
         return None, [DoctorFinding("error", EXTRA, str(error), "use the output of `kvtier sglang config`")]
+    names = [extra.get(key) == wanted for key, wanted in BACKEND.items() if key != "interface_v1"]
+    if not any(names) and "tiers" not in extra:
+        is_said = fields.get("hicache_storage_backend", "dynamic") != "dynamic"  # `_hicache` reports it
+        missing = DoctorFinding("error", EXTRA, "kvtier is not in it", "use the flags of `kvtier sglang config`")
+        return None, [] if is_said else [missing]
     return extra, list(_keys(extra)) or [DoctorFinding("fine", EXTRA, "names kvtier's backend")]
 
 
 def _keys(extra: Mapping[str, object]) -> Iterator[DoctorFinding]:
-    """Wrong values of SGLang's own keys."""
+    """Report wrong values of SGLang's own keys."""
     for key, wanted in BACKEND.items():
         value = extra.get(key)
         is_named = key in {"module_path", "class_name"}
@@ -142,7 +155,7 @@ def _keys(extra: Mapping[str, object]) -> Iterator[DoctorFinding]:
 
 
 def looked(python: Path | None, limit: TimeLimit) -> Environment | None:
-    """The environment, without an import of SGLang; None: it has not answered in time."""
+    """Describe the environment without importing SGLang; None if it does not answer in time."""
     try:
         return look(python, None, limit.left_s(READ_SHARE))
     except NotInTimeError:
@@ -152,7 +165,7 @@ def looked(python: Path | None, limit: TimeLimit) -> Environment | None:
 def release(
     found: Environment | None, python: Path | None, unsupported: str, limit: TimeLimit
 ) -> Iterator[DoctorFinding]:
-    """Whether the environment has a supported SGLang, which takes the flags. Arguments as in `looked`, `examine`."""
+    """Check whether the environment has a supported SGLang that accepts the flags. See `examine` for the arguments."""
     place = "this environment" if python is None else str(python)
     if found is None:
         yield limit.unchecked("SGLang", f"the Python of {place} has not answered")
@@ -172,12 +185,15 @@ def release(
     elif found.version is not None and found.no_plug_in:
         text = "is not loaded by SGLang, so kvtier stores and finds nothing"
         yield DoctorFinding("error", "plug-in", text, found.no_plug_in)
+    if found.no_page_hash:
+        text = f"SGLang cannot compile it, so it finds none of its stored pages: {found.no_page_hash}"
+        yield DoctorFinding("error", "page hash", text, COMPILE_ADVICE)
     if found.refused:
         yield DoctorFinding("error", "flags", f"SGLang refuses them: {found.refused}", "correct the server's flags")
 
 
 def _hicache(fields: Mapping[str, Any]) -> Iterator[DoctorFinding]:
-    """Whether SGLang uses a storage backend at all, and which."""
+    """Check whether SGLang uses a storage backend, and which one."""
     if not fields["enable_hierarchical_cache"]:
         text = "is off, so SGLang keeps KV in the GPU's memory only"
         yield DoctorFinding("error", "hierarchical cache", text, "add --enable-hierarchical-cache")
@@ -202,7 +218,7 @@ def _hicache(fields: Mapping[str, Any]) -> Iterator[DoctorFinding]:
 
 
 def _pages(fields: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[DoctorFinding]:
-    """Tokens and layout of a page; `asked` has the flags before SGLang's rules."""
+    """Check the tokens and layout of a page. `asked` has the flags before SGLang's rules changed them."""
     tokens = fields.get("page_size")
     if (tokens or 1) < PAGE_TOKENS_FEW:
         text = f"{tokens or '1, the default of SGLang'}: each page is an object with a header, and a request of its own"
@@ -228,7 +244,7 @@ def _pages(fields: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Doct
 
 
 def _model(resolved: Mapping[str, Any]) -> DoctorFinding:
-    """Whether the model's weights can be identified."""
+    """Check whether the model's weights can be identified."""
     model = str(resolved["model_path"])
     if resolved["load_format"] == "dummy":
         text = "its weights are random (--load-format dummy), so its KV is of no use to another server"
@@ -247,7 +263,7 @@ def _model(resolved: Mapping[str, Any]) -> DoctorFinding:
 
 
 def _policies(resolved: Mapping[str, Any]) -> Iterator[DoctorFinding]:
-    """When SGLang stores, and how long it reads."""
+    """Report when SGLang stores, and how long it reads."""
     write = resolved["hicache_write_policy"]
     if write == "write_back":
         text = "write_back: a page is stored when the GPU's memory evicts it, so without an eviction nothing is stored"
@@ -265,7 +281,7 @@ def _policies(resolved: Mapping[str, Any]) -> Iterator[DoctorFinding]:
 
 
 def _prompts(extra: Mapping[str, object], fields: Mapping[str, Any], tokens: int | None) -> Iterator[DoctorFinding]:
-    """Whether a prompt is long enough to be looked up."""
+    """Check whether a prompt is long enough for a lookup."""
     threshold = extra.get("prefetch_threshold", OWN_KEYS["prefetch_threshold"])
     if not isinstance(threshold, int):
         return  # `_extra` reports it
@@ -281,7 +297,7 @@ def _prompts(extra: Mapping[str, object], fields: Mapping[str, Any], tokens: int
 
 
 def _hits(fields: Mapping[str, Any]) -> DoctorFinding:
-    """How to see hits."""
+    """Return advice on how to see hits."""
     text = 'a request with "return_cached_tokens_details": true gets the tokens found in device, host and storage'
     also = "and read" if fields.get("enable_metrics") else "with --enable-metrics also"
     return DoctorFinding("note", "hits", text, f"{also} the counters {', '.join(METRICS)}")

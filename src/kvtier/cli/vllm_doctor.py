@@ -1,11 +1,12 @@
-"""Checks of `kvtier doctor vllm`: why vLLM does not find KV that was stored. No check starts an engine."""
+"""Check why vLLM does not find stored KV (`kvtier doctor vllm`). No check starts an engine."""
 
+import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from kvtier.cli.doctor_findings import (
     ASK_SHARE,
@@ -19,21 +20,25 @@ from kvtier.cli.doctor_findings import (
     server_checks,
     started,
 )
-from kvtier.config.sections import Config
+from kvtier.config.sections import Config, all_settings
 from kvtier.config.value_types import size_text
-from kvtier.connect.local_files import NotInTimeError, ask_program, local_folder
+from kvtier.connect.local_files import local_folder
+from kvtier.connect.programs import NotInTimeError, ask_program
 from kvtier.connect.vllm import installed, support
 from kvtier.connect.vllm.identity import identify, shares_of_ranks
 from kvtier.connect.vllm.installed import CONNECTOR, engine_config
+from kvtier.connect.vllm.requests.keys import EXACT
+from kvtier.connect.vllm.tiering import setup as tiering_setup
+from kvtier.connect.vllm.tiering.setup import ORIGIN, TIER
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
+from kvtier.layout import Loss
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
-from kvtier.size import of as size_of
 from kvtier.tier.registry import kind_of
 
 HOST_CHUNKS_FEW = 16
-"""Host memory of fewer chunks is reported: each prompt evicts the previous one."""
+"""Host memory with fewer chunks is reported, because each prompt evicts the previous one."""
 
 TERMS = EngineTerms(
     naming="name one: `kvtier vllm config --tier disk:DIR`",
@@ -41,10 +46,30 @@ TERMS = EngineTerms(
     setting="store.chunk_tokens",
     equal="weights, configuration, dtype, --kv-cache-dtype, tensor parallel size and release of vLLM; give --model and "
     "the rest of the server's command line as --engine-args",
+    exact=f"expected with this setting; a request with a cache_salt that begins with {EXACT!r} gets no stored KV",
 )
 
+TIER_TERMS = TERMS._replace(
+    naming='add "tiers": ["disk:DIR"] to kvtier\'s entry in secondary_tiers: without a tier the server does not start',
+    setting="block_size",
+)
+
+EXTRA = "kv_connector_extra_config"
+
+MEMORY = "cpu_bytes_to_use"
+"""vLLM's setting for the bytes of its own host memory."""
+
+SPEC = "TieringOffloadingSpec"
+
+OFFLOADING: Mapping[str, object] = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    EXTRA: {"spec_name": SPEC, MEMORY: 1},
+}
+"""Configuration of vLLM's own offloading, with just enough for vLLM to read a command line."""
+
 DESCRIBE = "import json, sys; from kvtier.cli.vllm_doctor import described; print(json.dumps(described(sys.argv[1:])))"
-"""Asks vLLM in a process of its own, which can be ended."""
+"""Program that asks vLLM in a separate process, which can be ended."""
 
 
 def examine(
@@ -55,34 +80,36 @@ def examine(
     engine_arguments: Sequence[str],
     limit: TimeLimit,
 ) -> list[DoctorFinding]:
-    """All findings about a server.
+    """Return all findings about a server.
 
     Args:
         transfer: its ``--kv-transfer-config``.
-        tiers: overrides the list of tiers, as `--tier` gives them.
+        tiers: values of `--tier`, which override the list of tiers.
         model: a folder, or a name in the local hub cache.
         block_tokens: its ``--block-size``.
         engine_arguments: the rest of its command line.
-        limit: the time.
+        limit: the time for all checks.
     """
-    name, advice = "kv_connector_extra_config", "correct the setting; with it the server does not start"
+    place, findings = _placed(transfer)
+    advice, origin = "correct the setting; with it the server does not start", EXTRA if place.tier is None else ORIGIN
     try:
-        loaded = read_settings(tiers, _extra(transfer), name, advice, limit)
+        loaded = read_settings(tiers, place.settings(), origin, advice, limit)
     except ConfigError as error:
         loaded = DoctorFinding("error", "settings", str(error), advice)
     if isinstance(loaded, DoctorFinding):
-        return [version(), *_transfer(transfer, has_shared=True), loaded]
+        return [version(), *findings, *_named(place, has_shared=True), loaded]
     config = loaded.config
     has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
+    as_connector = ("--kv-transfer-config", json.dumps(CONNECTOR if place.tier is None else OFFLOADING))
     block_size = () if block_tokens is None else ("--block-size", str(block_tokens))
-    asked = started("vLLM", lambda: _asked(model, [*engine_arguments, *block_size], limit))
+    asked = started("vLLM", lambda: _asked(model, [*engine_arguments, *block_size, *as_connector], limit))
 
     def of_engine() -> Iterator[DoctorFinding]:
         engine, findings = asked.result(limit.left_s())
         yield from findings
-        chunk_tokens, found = _chunk(config, block_tokens or engine.get("block_tokens"))
+        chunk_tokens, found = _chunk(config, place, block_tokens or engine.get("block_tokens"))
         yield from found
-        yield from _host(config, model, engine.get("ranks", 1), chunk_tokens)
+        yield from _host(config, place, model, engine.get("ranks", 1), chunk_tokens)
         if config.tiers and not engine.get("shutdown_timeout"):
             yield DoctorFinding("note", "--shutdown-timeout", *support.SHUTDOWN.split(": "))
 
@@ -93,98 +120,191 @@ def examine(
             fields["other"]["ranks"] = shares_of_ranks(config.store.token_shares)
         return fields and Fingerprint(**fields | {"weights": bytes.fromhex(fields["weights"])})
 
+    unused = [it.name for it in all_settings(config) if place.tier and not tiering_setup.USED.fullmatch(it.name)]
+    idle = [name for name in unused if loaded.origins[name].where == origin]
+    is_connector, policy = place.tier is None, config.store.write_policy
+    unit = config.store.chunk_tokens if is_connector else _count(place.extra.get("block_size"))
+    terms = TERMS._replace(without_tiers="note" if transfer is None else "warning") if is_connector else TIER_TERMS
+    checks = server_checks(loaded, mine, unit, terms, limit, unused)
     return [
-        *_transfer(transfer, has_shared=has_shared, write_policy=config.store.write_policy),
+        *findings,
+        *_named(place, has_shared=has_shared, write_policy=policy, idle=idle, loss=config.store.loss),
         version(),
-        *run_checks(
-            [*server_checks(loaded, mine, config.store.chunk_tokens, TERMS, limit), Check("model", of_engine)], limit
-        ),
+        *run_checks([*checks, Check("model", of_engine)], limit),
     ]
 
 
-def version() -> DoctorFinding:
-    """Whether the installed vLLM is supported."""
+def server_flags(words: Sequence[str]) -> tuple[str | None, str | None, Sequence[str]]:
+    """Split off a server's ``--kv-transfer-config`` and model from the rest of its command line.
+
+    Args:
+        words: the JSON alone, or the words after ``vllm serve``.
+
+    Raises:
+        ConfigError: a flag has no value.
+    """
+    if len(words) == 1 and not words[0].startswith("-"):
+        return words[0], None, ()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--kv-transfer-config", "--kv_transfer_config")
+    parser.add_argument("--model")
     try:
-        return DoctorFinding("fine", "vLLM", f"{installed.check_engine()} is supported")
+        known, rest = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"the server's flags: {error}; allowed: those of `vllm serve`") from None
+    is_first = bool(rest) and rest[0] == words[0] and not rest[0].startswith("-")
+    return known.kv_transfer_config, rest.pop(0) if is_first else known.model, rest
+
+
+def version() -> DoctorFinding:
+    """Check whether the installed vLLM is supported."""
+    try:
+        return DoctorFinding("fine", "vLLM", f"{installed.check_release()} is supported")
     except ConfigError as error:
         advice = "run this command in the server's environment, with a supported release of vLLM installed there"
         return DoctorFinding("error", "vLLM", str(error), advice)
 
 
-def _transfer(text: str | None, *, has_shared: bool, write_policy: str = "through") -> Iterator[DoctorFinding]:
+class _Place(NamedTuple):
+    """Where a ``--kv-transfer-config`` names kvtier."""
+
+    whole: Mapping[str, Any]
+    connector: Mapping[str, Any]
+    """The whole configuration, or the part of a `MultiConnector` that is kvtier or has kvtier below it."""
+    others: list[object]
+    """Names of the other connectors."""
+    tier: Mapping[str, Any] | None = None
+    """kvtier's entry in `secondary_tiers`; None if kvtier is the connector."""
+
+    @property
+    def entry(self) -> Mapping[str, Any]:
+        """The object that names kvtier."""
+        return self.connector if self.tier is None else self.tier
+
+    @property
+    def names(self) -> Mapping[str, object]:
+        """The keys of `entry`, with the values that make vLLM use kvtier."""
+        return TIER if self.tier is not None else {key: CONNECTOR[key] for key in CONNECTOR if "connector" in key}
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """The connector's own configuration."""
+        extra = self.connector.get(EXTRA)
+        return cast("Mapping[str, Any]", extra) if isinstance(extra, dict) else {}
+
+    def settings(self) -> Mapping[str, object]:
+        """The settings of kvtier.
+
+        Raises:
+            ConfigError: they are not an object.
+        """
+        if self.tier is not None:
+            return {name: value for name, value in self.tier.items() if name not in tiering_setup.VLLM_KEYS}
+        extra = self.connector.get(EXTRA)
+        if extra is not None and not isinstance(extra, dict):
+            raise ConfigError(f"{EXTRA} is a {type(extra).__name__}; allowed: an object of settings")
+        return self.extra
+
+
+_NOWHERE = _Place({}, {}, [])
+
+
+def _placed(text: str | None) -> tuple[_Place, list[DoctorFinding]]:
+    """Find kvtier in a ``--kv-transfer-config``, or report once why it is not there."""
     about, advice = "--kv-transfer-config", "use the output of `kvtier vllm config`"
     if text is None:
         found = "not given, so role and failure policy were not checked"
-        yield DoctorFinding("note", about, found, "give the server's --kv-transfer-config")
-        return
+        return _NOWHERE, [DoctorFinding("note", about, found, "give the server's --kv-transfer-config")]
     try:
-        transfer = json_object(text)
+        whole = json_object(text)
     except ConfigError as error:
-        yield DoctorFinding("error", about, str(error), advice)
-        return
+        return _NOWHERE, [DoctorFinding("error", about, str(error), advice)]
+    is_multi = whole.get("kv_connector") == "MultiConnector"
+    entries = _tables(_Place(whole, whole, []).extra.get("connectors")) if is_multi else [whole]
+    places = [_Place(whole, entry, [it.get("kv_connector") for it in entries if it is not entry]) for entry in entries]
+    places += [it._replace(tier=tier) for it in places for tier in _tables(it.extra.get("secondary_tiers"))]
+    for place in places:
+        if any(place.entry.get(key) == name for key, name in place.names.items()):
+            return place, []
+    found = "kvtier is not in it: no KvtierConnector, and no KvtierSecondaryTier in secondary_tiers"
+    return _NOWHERE, [DoctorFinding("error", about, found, f"{advice}, alone or in the connectors of a MultiConnector")]
+
+
+def _tables(value: object) -> list[Mapping[str, Any]]:
+    """The objects in a JSON list."""
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    return [cast("Mapping[str, Any]", it) for it in items if isinstance(it, dict)]
+
+
+def _count(value: object) -> int:
+    """A number as vLLM reads it; 0 if there is none."""
     try:
-        connector, others = _connector(transfer)
-    except ConfigError as error:
-        yield DoctorFinding("error", about, str(error), "add the output of `kvtier vllm config` to its connectors")
+        return max(int(cast("Any", value)), 0)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+def _named(
+    place: _Place,
+    *,
+    has_shared: bool,
+    write_policy: str = "through",
+    idle: Sequence[str] = (),
+    loss: Loss = "none",
+) -> Iterator[DoctorFinding]:
+    """Check that vLLM uses kvtier where a ``--kv-transfer-config`` names it; `idle` settings have no effect there."""
+    about, advice, entry = "--kv-transfer-config", "use the output of `kvtier vllm config`", place.entry
+    if place is _NOWHERE:
         return
-    for key in ("kv_connector", "kv_connector_module_path"):
-        if connector.get(key) != CONNECTOR[key]:
-            found = f"is {connector.get(key)!r}, so vLLM does not use kvtier"
-            yield DoctorFinding("error", key, found, f"set it to {CONNECTOR[key]!r}")
-    role = connector.get("kv_role")
+    for key, wanted in place.names.items():
+        if entry.get(key) != wanted:
+            found = f"is {entry.get(key)!r}, so vLLM does not use kvtier"
+            yield DoctorFinding("error", key, found, f"set it to {wanted!r}")
     try:
-        support.check_others(others)
-        support.check_role(transfer.get("kv_role"), "through")
-        support.check_role(role, write_policy)
+        support.check_others(place.others if place.tier is None else ())
+        if place.tier is None:
+            support.check_alone(place.others, loss)
+        else:
+            tiering_setup.check_class(loss)
+        support.check_role(place.whole.get("kv_role"), "through")
+        support.check_role(place.connector.get("kv_role"), write_policy if place.tier is None else "through")
     except (ConfigError, UnsupportedModelError) as error:
         yield DoctorFinding("error", about, str(error), "with it the server does not start; " + advice)
         return
-    view = SimpleNamespace(kv_load_failure_policy=transfer.get("kv_load_failure_policy", "fail"))
-    warnings = support.warnings(view, str(role), has_shared=has_shared)
+    if place.tier is not None:
+        yield from _tier(place.extra, idle, has_shared=has_shared)
+        return
+    view = SimpleNamespace(kv_load_failure_policy=place.whole.get("kv_load_failure_policy", "fail"))
+    warnings = support.transfer_warnings(view, str(place.connector.get("kv_role")), has_shared=has_shared)
     for warning in warnings:
         yield DoctorFinding("warning", about, warning, advice)
     if not warnings:
         yield DoctorFinding("fine", about, "role and failure policy are right")
 
 
-def _connector(transfer: Mapping[str, object]) -> tuple[Mapping[str, object], list[object]]:
-    """The entry of kvtier in a ``--kv-transfer-config``, or all of it without a `MultiConnector`; names of the others.
-
-    Raises:
-        ConfigError: a `MultiConnector` has no list of connectors, or kvtier is not among them.
-    """
-    if transfer.get("kv_connector") != "MultiConnector":
-        return transfer, []
-    extra = transfer.get("kv_connector_extra_config")
-    listed = cast("Mapping[str, object]", extra).get("connectors") if isinstance(extra, dict) else None
-    entries = cast("list[object]", listed) if isinstance(listed, list) else []
-    found = [cast("Mapping[str, object]", it) for it in entries if isinstance(it, dict)]
-    own = next((it for it in found if it.get("kv_connector") == CONNECTOR["kv_connector"]), None)
-    if own is None:
-        raise ConfigError(
-            f"its MultiConnector has no {CONNECTOR['kv_connector']} in kv_connector_extra_config.connectors"
-        )
-    return own, [it.get("kv_connector") for it in found if it is not own]
-
-
-def _extra(transfer: str | None) -> Mapping[str, object] | None:
-    """The settings in a ``--kv-transfer-config``; None: it has none, or is wrong in a way that `_transfer` reports.
-
-    Raises:
-        ConfigError: they are no object.
-    """
-    extra: object = None
-    with suppress(ConfigError):
-        extra = None if transfer is None else _connector(json_object(transfer))[0].get("kv_connector_extra_config")
-    if extra is not None and not isinstance(extra, dict):
-        raise ConfigError(f"kv_connector_extra_config is a {type(extra).__name__}; allowed: an object of settings")
-    return cast("Mapping[str, object] | None", extra)
+def _tier(extra: Mapping[str, object], idle: Sequence[str], *, has_shared: bool) -> Iterator[DoctorFinding]:
+    """Check whether kvtier can work below vLLM's own offloading with this configuration of the connector."""
+    spec, memory = extra.get("spec_name"), extra.get(MEMORY)
+    if spec != SPEC and "spec_module_path" not in extra:
+        found = f"is {spec!r}, with which vLLM reads no secondary_tiers"
+        yield DoctorFinding("error", "spec_name", found, f"set it to {SPEC!r}")
+    if not _count(memory):
+        found = f"is {memory!r}; vLLM needs the bytes of its host memory, through which all KV goes"
+        yield DoctorFinding("error", MEMORY, found, "set it to a number of bytes, such as 34359738368")
+    if idle:
+        found = f"{', '.join(idle)}: only the connector of kvtier has this, so it has no effect here"
+        yield DoctorFinding("warning", "secondary_tiers", found, "remove it, or use kvtier as the connector")
+    if has_shared:
+        seed = os.environ.get("PYTHONHASHSEED")
+        found = f"is {'not set' if seed is None else repr(seed)} here; engines with another value find none of the KV"
+        yield DoctorFinding("note", "PYTHONHASHSEED", found, "give all engines of a store one value, or none")
+    yield DoctorFinding("fine", "--kv-transfer-config", "names kvtier below vLLM's own offloading")
 
 
 def _asked(
     model: str | None, arguments: Sequence[str], limit: TimeLimit
 ) -> tuple[Mapping[str, Any], list[DoctorFinding]]:
-    """What vLLM makes of a server's command line with this model, see `described`; and findings about it."""
+    """Ask vLLM to describe a server's command line with this model (`described`). Also return findings about it."""
     if model is None:
         return {}, []
     if installed.installed() is None:
@@ -202,16 +322,17 @@ def _asked(
 
 
 def described(arguments: Sequence[str]) -> dict[str, object]:
-    """What vLLM makes of a server's command line: facts with the fingerprint, or a problem with advice."""
+    """Describe a server's command line as vLLM reads it: facts with the fingerprint, or a problem with advice."""
     try:
-        engine = engine_config([*arguments, "--kv-transfer-config", json.dumps(CONNECTOR)])
-        support.check_engine(engine)
+        engine = engine_config(arguments)
+        is_tier = engine.kv_transfer_config.kv_connector == OFFLOADING["kv_connector"]
+        (tiering_setup.check_tiering_engine if is_tier else support.check_engine)(engine)
     except UnsupportedModelError as error:
         return {"problem": str(error), "advice": 'see "What is supported" in docs/vllm.md'}
     except ConfigError as error:
-        return {"problem": str(error), "advice": "give the server's command line as --engine-args"}
+        return {"problem": str(error), "advice": "correct the server's command line, and give it as --engine-args"}
     identity = identify(engine, installed.installed() or "")
-    private = f"KV is kept in host memory only, and ends with the server: {identity.detail}"
+    private = f"KV is kept in host memory only, and is lost when the server ends: {identity.detail}"
     fields = {name: value for name, value in json.loads(identity.fingerprint.canonical).items() if name != "version"}
     return {
         "block_tokens": engine.cache_config.block_size,
@@ -226,37 +347,50 @@ def described(arguments: Sequence[str]) -> dict[str, object]:
     }
 
 
-def _chunk(config: Config, block_tokens: int | None) -> tuple[int, list[DoctorFinding]]:
-    """Tokens of a chunk, with findings."""
-    wanted = config.store.chunk_tokens
+def _chunk(config: Config, place: _Place, block_tokens: int | None) -> tuple[int, list[DoctorFinding]]:
+    """Return the tokens per chunk, 0 if unknown, and findings about them."""
+    about, wanted, block = "store.chunk_tokens", config.store.chunk_tokens, block_tokens or support.BLOCK_TOKENS
+    if place.tier is not None:
+        about, given, blocks = "block_size", place.extra.get("block_size"), place.extra.get("blocks_per_chunk")
+        if given is None:
+            return (block_tokens or 0) * (1 if blocks is None else _count(blocks)), []
+        wanted = _count(given)
+        if blocks is not None or not wanted or wanted % block:
+            found = f"is {given!r}{'' if blocks is None else ', beside blocks_per_chunk'}: the server does not start"
+            advice = f"give either block_size, a multiple of vLLM's block size ({block}), or blocks_per_chunk"
+            return wanted, [DoctorFinding("error", about, found, advice)]
     try:
-        tokens = choose_chunk_tokens(wanted, block_tokens or support.BLOCK_TOKENS)
+        tokens = choose_chunk_tokens(wanted, block)
     except ConfigError as error:
         advice = "set store.chunk_tokens to 0: kvtier then chooses a valid size"
-        return wanted, [DoctorFinding("error", "store.chunk_tokens", str(error), advice)]
+        return wanted, [DoctorFinding("error", about, str(error), advice)]
     if block_tokens is None:
         return tokens, []
-    return tokens, [
-        DoctorFinding("fine", "store.chunk_tokens", f"{tokens}, a multiple of the block size {block_tokens}")
-    ]
+    return tokens, [DoctorFinding("fine", about, f"{tokens}, a multiple of the block size {block_tokens}")]
 
 
-def _host(config: Config, model: str | None, ranks: int, chunk_tokens: int) -> Iterator[DoctorFinding]:
-    """Whether host memory holds enough chunks."""
+def _host(config: Config, place: _Place, model: str | None, ranks: int, chunk_tokens: int) -> Iterator[DoctorFinding]:
+    """Check whether host memory has room for enough chunks."""
     folder = None if model is None else local_folder(model, None, None)
-    if folder is None:
+    if folder is None or not chunk_tokens:
         return
+    from kvtier.tools.size import of as size_of
+
     try:
         kv = size_of(folder, tp=ranks, chunk_tokens=chunk_tokens)
-    except ConfigError:  # a model unknown to `kvtier size`
+    except ConfigError:  # `kvtier size` does not know the model
         return
     chunk_bytes = int(kv.bytes_per_token_stored * chunk_tokens + kv.state_bytes_stored)
-    chunks = config.host.capacity_bytes // max(chunk_bytes, 1)
-    holds = f"{size_text(config.host.capacity_bytes)} of host memory: {chunks} chunks, {chunks * chunk_tokens} tokens"
-    about, advice = "host.capacity_bytes", f"raise it; a chunk takes {size_text(chunk_bytes)} (in 16-bit numbers)"
-    if chunks < SLOTS_MIN:
-        yield DoctorFinding("error", about, f"{holds}; too few, so the server does not start", advice)
-    elif chunks < HOST_CHUNKS_FEW:
-        yield DoctorFinding("warning", about, f"{holds}; each prompt evicts the previous one", advice)
-    else:
-        yield DoctorFinding("fine", about, holds)
+    memory = {"host.capacity_bytes": config.host.capacity_bytes}
+    if place.tier is not None:
+        memory = {"host.staging_bytes": config.host.staging_bytes, MEMORY: _count(place.extra.get(MEMORY))}
+    for about, capacity_bytes in memory.items():
+        chunks = capacity_bytes // max(chunk_bytes, 1)
+        holds = f"{size_text(capacity_bytes)} of host memory: {chunks} chunks, {chunks * chunk_tokens} tokens"
+        advice = f"raise it; a chunk takes {size_text(chunk_bytes)} (in 16-bit numbers)"
+        if chunks < SLOTS_MIN:
+            yield DoctorFinding("error", about, f"{holds}; too few, so the server does not start", advice)
+        elif chunks < HOST_CHUNKS_FEW and about != "host.staging_bytes":
+            yield DoctorFinding("warning", about, f"{holds}; each prompt evicts the previous one", advice)
+        else:
+            yield DoctorFinding("fine", about, holds)

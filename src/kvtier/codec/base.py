@@ -1,14 +1,14 @@
-"""The interface of a codec."""
+"""The interfaces of codecs. Only kvtier's own codecs may be lossy, because their names are classes of engines."""
 
 from typing import Protocol
 
-from kvtier.layout import Element
+from kvtier.layout import Cut, Element
 
 
 class Codec(Protocol):
     """Encodes sections independently of each other. Stateless and thread-safe.
 
-    A class without constructor arguments: one instance writes, and another one proves each section that was written.
+    The constructor takes no arguments. One instance encodes, and another decodes each new section to verify it.
     """
 
     name: str
@@ -16,17 +16,17 @@ class Codec(Protocol):
     """The number in a stored frame; never reused for another codec. 0 is raw."""
 
     is_exact: bool
-    """True: decoding restores every byte of every section. Others are refused."""
+    """Whether decoding restores every byte of every section. A codec for which it is not True is refused."""
 
     def bound(self, raw_bytes: int) -> int:
         """The most bytes that `encode` may need for a section of `raw_bytes`."""
         ...
 
     def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:
-        """Encode `raw` into the front of `into`; returns the bytes used.
+        """Encode `raw` into the front of `into` and return the number of bytes used.
 
         Args:
-            raw: a section, a multiple of the element's bytes. It is read-only, and need not be aligned in memory.
+            raw: a section of whole elements. It is read-only, and need not be aligned in memory.
             into: `bound(len(raw))` bytes.
             element: type of the section's numbers.
         """
@@ -42,5 +42,51 @@ class Codec(Protocol):
 
         Raises:
             ValueError: `stored` is invalid or does not have the length of `into`.
+        """
+        ...
+
+
+class LossyCodec(Protocol):
+    """Encodes sections of keys and values to fewer bytes, and restores numbers near the original ones.
+
+    Only engines whose class has its name use it, so no exact name ever leads to its bytes. Stateless and thread-safe.
+    """
+
+    name: str
+    id: int
+    is_exact: bool
+    """Always False."""
+
+    def encode(self, raw: memoryview, into: memoryview, cut: Cut, *, is_first: bool) -> int:
+        """Encode `raw` into the front of `into` and return the number of bytes used.
+
+        Args:
+            raw: a section. It is read-only, and need not be aligned in memory.
+            into: at least `len(raw)` bytes.
+            cut: the section, with its axes.
+            is_first: whether the section begins with the prompt's first token. Some tokens there stay exact.
+
+        Returns:
+            Bytes used. `len(raw)` if the section has numbers that are not finite or very large, or would not shrink;
+            then `into` is undefined.
+        """
+        ...
+
+    def decode(self, stored: memoryview, into: memoryview, cut: Cut) -> None:
+        """Decode `stored` so that it fills `into` exactly.
+
+        Raises:
+            ValueError: `stored` is invalid or not of this section.
+        """
+        ...
+
+    def error(self, raw: memoryview, stored: memoryview, decoded: memoryview, cut: Cut) -> str:
+        """Say how `decoded` exceeds the error that `stored` allows. Return an empty string if it does not.
+
+        Args:
+            raw: the section.
+            stored: what `encode` wrote.
+            decoded: what `decode` restored from it.
+            cut: the section, with its axes.
         """
         ...

@@ -1,23 +1,24 @@
-"""Seal the payload in a slot into a frame, and open a frame into a payload.
+"""Packs the payload in a slot into a frame, and unpacks a frame into a payload.
 
 A slot is contiguous host memory: head room of `head_bytes(group)`, then the payload. A raw frame is the slot itself, so
-sealing and opening copy nothing. Other codecs write to scratch memory, one section right behind the other, and decode
+packing and unpacking copy nothing. Other codecs write to scratch memory, one section right after the other, and decode
 within the slot. No section begins after its place in the payload, so decoding from the last section to the first
 overwrites no unread bytes. FORMAT.md specifies the bytes. Each byte is covered by exactly one checksum.
 """
 
 import secrets
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import xxhash
 
 from kvtier.codec import proof, registry
-from kvtier.codec.base import Codec
-from kvtier.codec.head import (
+from kvtier.codec.base import Codec, LossyCodec
+from kvtier.codec.frame_header import (
     ENTRY,
     FIXED_BYTES,
     METADATA_NUMBER,
@@ -42,7 +43,7 @@ from kvtier.codec.head import (
 )  # fmt: skip
 from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
 from kvtier.keys.keyring import CHECK_BYTES, Keyring, SealKey
-from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, align_up
+from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, Cut, GroupLayout, align_up
 
 EXTENT_BYTES_MAX = SECTION_BYTES_MAX + ALIGNMENT
 """Longest section with the padding after it."""
@@ -51,10 +52,10 @@ if TYPE_CHECKING:
     from kvtier.codec.seal import FrameCipher
 
 OPEN_SCRATCH_BYTES = EXTENT_BYTES_MAX
-"""Scratch memory that `open_in_place` needs."""
+"""Scratch memory that `unpack_in_place` needs."""
 
 _ZEROS = bytes(ALIGNMENT)
-_ASSOCIATED = struct.Struct("<III")  # of a section: number, codec, raw length
+_ASSOCIATED = struct.Struct("<III")  # a section's number, codec and raw length
 
 
 class Seals(NamedTuple):
@@ -62,7 +63,7 @@ class Seals(NamedTuple):
 
     keyring: Keyring
     tenant: str | None = ""
-    """The reader's. Frames of other tenants are refused. None: of an inspection, which opens those of all tenants."""
+    """The reader's tenant: frames of others are refused. None opens those of all tenants, for an inspection."""
     is_demanded: bool = False
     """Whether a frame without a seal is refused."""
 
@@ -81,8 +82,8 @@ def frame_bytes(group: GroupLayout) -> int:
     return frame_layout(group).frame_bytes
 
 
-def seal_scratch_bytes(group: GroupLayout, codec: Codec, *, is_sealed: bool = False) -> int:
-    """Bytes of scratch memory that `seal` needs; 0 for raw without a seal. Direct I/O needs it page-aligned."""
+def pack_scratch_bytes(group: GroupLayout, codec: Codec, *, is_sealed: bool = False) -> int:
+    """Bytes of scratch memory that `pack` needs; 0 for raw without a seal. Direct I/O needs it page-aligned."""
     if codec.id == RAW_ID:
         return frame_bytes(group) if is_sealed else 0
     # Each section is encoded right after the previous one, with room for the codec's bound, and decoded at the end.
@@ -91,7 +92,7 @@ def seal_scratch_bytes(group: GroupLayout, codec: Codec, *, is_sealed: bool = Fa
 
 
 def section_checksums(slot: memoryview, group: GroupLayout) -> list[int]:
-    """XXH3-64 of each section of the payload in `slot`, for `seal`. Padding in the payload is set to zero.
+    """Return the XXH3-64 of each section of the payload in `slot`, for `pack`, and set padding in it to zero.
 
     Raises:
         ValueError: slot has the wrong size.
@@ -103,7 +104,7 @@ def section_checksums(slot: memoryview, group: GroupLayout) -> list[int]:
     return _checksums(slot, layout)
 
 
-def seal(
+def pack(
     slot: memoryview,
     group: GroupLayout,
     identity: Identity,
@@ -111,22 +112,25 @@ def seal(
     scratch: memoryview | None = None,
     checksums: Sequence[int] | None = None,
     key: SealKey | None = None,
+    lossy: LossyCodec | None = None,
 ) -> memoryview:
     """Make a frame of the payload in `slot`.
 
-    Padding in the payload is set to zero, and for raw the head room is written. The layers' bytes are never written. So
-    other threads may read them, or seal the same slot with the same identity.
+    Padding in the payload is set to zero, and a raw frame's head goes into the head room. The layers' bytes are never
+    written, so other threads may read them, or pack the same slot with the same identity.
 
     Args:
         slot: head room and payload, `frame_bytes(group)` writable bytes.
         group: layout of the payload.
-        identity: the object. A frame without a seal gets no key and no text.
-        codec: tried on each section, and proven to restore it; sections that it does not make smaller stay raw, and
-            so does a frame that it does not make `ALIGNMENT` smaller. One that changes bytes or fails is logged and not
+        identity: the object. Its key and text go into sealed frames only.
+        codec: tried on each section, and verified to restore it. A section that it does not shrink stays raw, and so
+            does a frame that it does not shrink by `ALIGNMENT`. A codec that changes bytes or fails is logged and not
             used again, and the frame is raw.
-        scratch: at least `seal_scratch_bytes(group, codec)` bytes; None for raw without a seal.
+        scratch: at least `pack_scratch_bytes(group, codec)` bytes; None for raw without a seal.
         checksums: `section_checksums` of this payload, if they are known. Only raw frames without a seal use them.
-        key: seals the frame, with a new salt. None: no seal.
+        key: seals the frame, with a new salt; None for no seal.
+        lossy: encodes the sections that have axes. `codec` encodes the others, and those that this one cannot. If
+            either is refused, the frame is raw.
 
     Returns:
         The frame, a multiple of `ALIGNMENT`: all of `slot` for a raw one without a seal, otherwise the front of
@@ -140,11 +144,13 @@ def seal(
     _check_slot(slot, layout)
     for start, stop in layout.paddings:
         slot[start:stop] = _ZEROS[: stop - start]
-    needed = seal_scratch_bytes(group, codec, is_sealed=key is not None)
+    needed = pack_scratch_bytes(group, codec, is_sealed=key is not None)
     if needed and (scratch is None or len(scratch) < needed):
         raise ValueError(f"scratch must have at least {needed} bytes, has {0 if scratch is None else len(scratch)}")
     room = slot[:0] if scratch is None else scratch
-    packed = None if codec.id == RAW_ID or proof.is_refused(codec) else _packed(slot, group, codec, room[:needed])
+    is_raw = codec.id == RAW_ID or proof.is_refused(codec) or (lossy is not None and proof.is_refused(lossy))
+    is_first = identity.depth == 0
+    packed = None if is_raw else _packed(slot, group, codec, lossy, room[:needed], is_first=is_first)
     if packed is None and key is None:
         known = _checksums(slot, layout) if checksums is None else checksums
         # One assignment: another thread may write the same frame to another tier.
@@ -158,7 +164,7 @@ def seal(
     return frame
 
 
-def open_in_place(
+def unpack_in_place(
     slot: memoryview,
     stored_bytes: int,
     group: GroupLayout,
@@ -176,7 +182,7 @@ def open_in_place(
         group: the expected layout.
         identity: the expected object; only its name is compared, which covers model and layout.
         scratch: at least `OPEN_SCRATCH_BYTES`.
-        seals: which are opened; None: none.
+        seals: the seals to open; None opens none.
 
     Raises:
         CorruptChunkError: the bytes are damaged, forged, or not the whole frame of this object. The payload is
@@ -190,13 +196,13 @@ def open_in_place(
         raise ValueError(f"scratch must have at least {OPEN_SCRATCH_BYTES} bytes, has {len(scratch)}")
     if not 0 <= stored_bytes <= len(slot):
         raise CorruptChunkError(identity.name, f"{stored_bytes} bytes stored, a frame here has at most {len(slot)}")
-    # A payload and a name have only one raw frame, so comparing heads is every check at once. Fields that are not
+    # A payload and a name have exactly one raw frame, so comparing heads makes every check at once. Fields that are not
     # compared (model, parent, depth and so on) are taken from the frame.
     is_demanded = seals is not None and seals.is_demanded
     may_be_raw = stored_bytes == len(slot) and bytes(slot[SEAL]) == NO_SEAL and not is_demanded
     if may_be_raw and is_raw_head(slot, layout, identity, _checksums(slot, layout)):
         return
-    # Encoded or damaged: the full check tells which.
+    # The frame is encoded or damaged. The full check finds out which.
     head = read_head(slot[:stored_bytes])
     expect(head, group, identity)
     if head.frame_bytes != stored_bytes:
@@ -206,26 +212,26 @@ def open_in_place(
         if is_demanded:
             raise CorruptChunkError(identity.name, "has no seal, which this tier demands", "unsealed")
     cipher = open_seal(head, seals)[0] if head.seal else None  # before the codecs, too
-    _unpack(slot, head, group, codecs_of(head), scratch, cipher)
+    _unpack(slot, head, group, decoders_of(head), scratch, cipher)
 
 
 def reseal(frame: memoryview, keyring: Keyring, key: SealKey, scratch: memoryview) -> memoryview:
     """Seal a stored frame with another key and a new salt. Neither its layout nor its codecs are needed.
 
-    Everything is verified first. Sections stay encoded, so the new frame is as long.
+    Everything is verified first. Sections stay encoded, so the new frame has the same length.
 
     Args:
         frame: the whole frame, sealed or not. It is not written.
-        keyring: has the key of a sealed one.
-        key: seals; of the same tenant.
-        scratch: at least as many bytes, apart from `frame`.
+        keyring: holds the key of a sealed `frame`.
+        key: the key to seal with, of the same tenant.
+        scratch: at least as long as `frame`, and apart from it.
 
     Returns:
         The new frame, the front of `scratch`.
 
     Raises:
         ConfigError: the package for the seal is missing.
-        CorruptChunkError: it is damaged, forged, or of another tenant.
+        CorruptChunkError: `frame` is damaged, forged, or of another tenant.
         UnreadableChunkError: its version or its key is not known here.
         ValueError: scratch is too small.
     """
@@ -245,8 +251,8 @@ def verify_frame(frame: memoryview | bytes) -> Head:
     """Check a whole frame without a model: its head, its length and the checksum of every section.
 
     Raises:
-        CorruptChunkError: it is damaged, truncated or too long.
-        UnreadableChunkError: it is of an unknown version.
+        CorruptChunkError: the frame is damaged, truncated or too long.
+        UnreadableChunkError: its version is unknown.
     """
     view = memoryview(frame)
     head = read_head(view)
@@ -271,22 +277,41 @@ def verify_section(head: Head, section: Section, extent: memoryview) -> None:
         raise CorruptChunkError(head.identity.name, f"checksum of the section at {section.offset} does not match")
 
 
-def codecs_of(head: Head) -> dict[int, Codec]:
-    """The codecs of a frame's sections, by id.
+Decoder = Callable[[memoryview, memoryview, Cut], None]
+"""Decodes a section: its stored bytes, the memory that it fills, and its cut. Raises ValueError if it cannot."""
+
+
+def decoders_of(head: Head) -> dict[int, Decoder]:
+    """Return the decoders of a frame's sections, by the ids of their codecs.
 
     Raises:
         UnreadableChunkError: a codec or its package is not installed here, or the codec was refused.
     """
-    found: dict[int, Codec] = {}
+    found: dict[int, Decoder] = {}
     for number in head.codecs:
         try:
-            found[number] = registry.by_id(number)
+            codec = registry.by_id(number)
         except ConfigError as error:
             detail = f"codec {number} is not installed here: {error}"
             raise UnreadableChunkError(head.identity.name, detail, "codec") from error
-        if proof.is_refused(found[number]):
+        if proof.is_refused(codec):
             raise UnreadableChunkError(head.identity.name, f"codec {number} has changed bytes or failed", "codec")
+        found[number] = partial(decode_section, codec)
     return found
+
+
+def decode_section(codec: Codec | LossyCodec, stored: memoryview, into: memoryview, cut: Cut) -> None:
+    """Decode a section so that it fills `into`.
+
+    Raises:
+        ValueError: `stored` is invalid, or lossy in an engine that stores this section exactly.
+    """
+    if codec.is_exact:
+        cast("Codec", codec).decode(stored, into, cut.element)
+    elif cut.axes is not None:
+        cast("LossyCodec", codec).decode(stored, into, cut)
+    else:
+        raise ValueError(f"it is coded with {codec.name}, and this engine stores it exactly")
 
 
 def _checksums(slot: memoryview, layout: FrameLayout) -> list[int]:
@@ -312,13 +337,13 @@ def _finish(
     """Seal the sections with a new salt, if there is a key, and complete the head at the front of `frame`.
 
     Args:
-        frame: gets the sections that are sealed, and the head.
-        source: what holds the plain sections, at their places: `frame`, or the slot of a raw frame.
-        head: with plain metadata, and zeros as checksum.
+        frame: receives the sealed sections and the head.
+        source: holds the plain sections at their offsets. It is `frame`, or the slot of a raw frame.
+        head: the head, with plain metadata and a checksum of zero.
         metadata: place of the metadata block.
-        table: gets checksums and tags.
-        key: seals; None: no seal.
-        name: of the object.
+        table: receives checksums and tags.
+        key: the key to seal with; None for no seal.
+        name: name of the object.
     """
     cipher, tags, checksums = None, list[bytes](), list[int]()
     if key is not None:
@@ -345,12 +370,12 @@ def _finish(
 
 
 def open_seal(head: Head, seals: Seals | None) -> "tuple[FrameCipher, memoryview]":
-    """The cipher of a sealed frame, and its metadata in plain text, without the tag.
+    """Return the cipher of a sealed frame, and its metadata in plain text without the tag.
 
     Raises:
         ConfigError: the package for the seal is missing.
-        UnreadableChunkError: its key is not known here.
-        CorruptChunkError: it is of another tenant, or forged.
+        UnreadableChunkError: the frame's key is not known here.
+        CorruptChunkError: the frame is of another tenant, or forged.
     """
     name = head.identity.name
     key = None if seals is None else seals.keyring.knows(head.seal[:CHECK_BYTES])
@@ -367,17 +392,17 @@ def open_seal(head: Head, seals: Seals | None) -> "tuple[FrameCipher, memoryview
 
 
 def open_section(cipher: "FrameCipher", head: Head, number: int, section: Section, extent: memoryview) -> None:
-    """Verify the seal of one section and decrypt it where it is.
+    """Verify the seal of one section and decrypt it in place.
 
     Args:
-        cipher: of `open_seal`.
-        head: of the frame.
-        number: of the section.
-        section: its entry.
-        extent: stored bytes and padding.
+        cipher: from `open_seal`.
+        head: head of the frame.
+        number: number of the section.
+        section: its entry in the table.
+        extent: its stored bytes and padding.
 
     Raises:
-        CorruptChunkError: it is damaged or forged. Its bytes are as they were.
+        CorruptChunkError: the section is damaged or forged. Its bytes are unchanged.
     """
     stored, associated = extent[: section.stored_bytes], _ASSOCIATED.pack(number, section.codec, section.raw_bytes)
     if not cipher.open(number, associated, stored, stored, section.tag):
@@ -385,26 +410,41 @@ def open_section(cipher: "FrameCipher", head: Head, number: int, section: Sectio
         raise CorruptChunkError(head.identity.name, f"the seal of section {number} does not match", "forged")
 
 
-def _packed(slot: memoryview, group: GroupLayout, codec: Codec, scratch: memoryview) -> tuple[Table, memoryview] | None:
-    """Encode the sections to their places in `scratch`; the table without checksums, and the frame without a head.
+def _packed(
+    slot: memoryview,
+    group: GroupLayout,
+    codec: Codec,
+    lossy: LossyCodec | None,
+    scratch: memoryview,
+    *,
+    is_first: bool,
+) -> tuple[Table, memoryview] | None:
+    """Encode the sections into `scratch`. Return a table without checksums, and the frame without a head.
 
-    None: the frame would not be `ALIGNMENT` shorter than the raw one, or the codec is refused.
+    Return None if the frame would not be `ALIGNMENT` shorter than the raw one, or if the codec is refused.
     """
     layout = frame_layout(group)
     rows: list[tuple[int, int, int, int, int, int, bytes]] = []
     position, end = layout.header_bytes, len(scratch) - align_up(_longest_section(group))
     scratch, back = scratch[:end], scratch[end:]
-    for (layer, _, raw_bytes, element), (start, _) in zip(group.sections, layout.extents, strict=True):
+    for cut, (start, _) in zip(group.sections, layout.extents, strict=True):
+        raw_bytes = stored_bytes = cut.size_bytes
         raw = slot[start : start + raw_bytes]
         into = scratch[position : position + codec.bound(raw_bytes)]
+        codec_id = codec.id
         try:
-            stored_bytes, codec_id = proof.encoded(codec, raw, into, back[:raw_bytes], element), codec.id
+            if lossy is not None and cut.axes is not None:
+                begins = is_first and cut.first_token == 0
+                stored_bytes = proof.encoded_lossy(lossy, raw, into, back[:raw_bytes], cut, is_first=begins)
+                codec_id = lossy.id
+            if stored_bytes >= raw_bytes:
+                stored_bytes, codec_id = proof.encoded(codec, raw, into, back[:raw_bytes], cut.element), codec.id
         except proof.InexactError:
             return None
         if stored_bytes >= raw_bytes:
             stored_bytes, codec_id = raw_bytes, RAW_ID
             scratch[position : position + raw_bytes] = raw
-        rows.append((position, 0, raw_bytes, stored_bytes, layer, codec_id, b""))
+        rows.append((position, 0, raw_bytes, stored_bytes, cut.layer, codec_id, b""))
         position += stored_bytes
     end = align_up(position)
     if end >= layout.frame_bytes or not any(row[5] for row in rows):
@@ -418,7 +458,7 @@ def _longest_section(group: GroupLayout) -> int:
 
 
 def _extents(table: Table, frame_bytes: int) -> list[tuple[int, int]]:
-    """(start, stop) of each section with the padding after it."""
+    """Return (start, stop) of each section with the padding after it."""
     starts: list[int] = table["offset"].tolist()
     return list(pairwise([*starts, frame_bytes]))
 
@@ -427,7 +467,7 @@ def _unpack(
     slot: memoryview,
     head: Head,
     group: GroupLayout,
-    codecs: Mapping[int, Codec],
+    decoders: Mapping[int, Decoder],
     scratch: memoryview,
     cipher: "FrameCipher | None",
 ) -> None:
@@ -445,7 +485,7 @@ def _unpack(
                 scratch[: section.stored_bytes] = stored
                 stored = scratch[: section.stored_bytes]
             try:
-                codecs[section.codec].decode(stored, slot[start:end], cut.element)
+                decoders[section.codec](stored, slot[start:end], cut)
             except ValueError as error:
                 raise CorruptChunkError(head.identity.name, f"section of layer {section.layer}: {error}") from error
         slot[end:stop] = _ZEROS[: stop - end]

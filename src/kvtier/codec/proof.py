@@ -1,4 +1,6 @@
-"""Codes sections, and compares what they decode to with what they were, before anyone can read them.
+"""Encodes sections, and verifies what they decode to before anything can read them.
+
+An exact codec must restore the same bytes, and a lossy one numbers within the error that its stored form allows.
 
 A codec that changed bytes or failed is refused from then on in this process: objects are written raw, and coded ones
 count as unreadable. The frame's format does not change, so deployed readers read it as before.
@@ -11,8 +13,8 @@ from functools import cache
 
 import numpy as np
 
-from kvtier.codec.base import Codec
-from kvtier.layout import Element
+from kvtier.codec.base import Codec, LossyCodec
+from kvtier.layout import Cut, Element
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +27,9 @@ class InexactError(Exception):
 
 
 def encoded(codec: Codec, raw: memoryview, into: memoryview, back: memoryview, element: Element) -> int:
-    """Code `raw` into the front of `into`, and prove what is shorter than `raw`. Returns the bytes used.
+    """Encode `raw` into the front of `into`, verify the result if it is shorter, and return the bytes used.
 
-    Another instance decodes, as in another process. It has nothing that the first one may have kept of `raw`.
+    Another instance decodes, as in another process, so it has nothing that the first one may have kept of `raw`.
 
     Args:
         codec: one that is not refused.
@@ -52,22 +54,43 @@ def encoded(codec: Codec, raw: memoryview, into: memoryview, back: memoryview, e
     return used
 
 
+def encoded_lossy(
+    codec: LossyCodec, raw: memoryview, into: memoryview, back: memoryview, cut: Cut, *, is_first: bool
+) -> int:
+    """Encode as `encoded` does, with a lossy codec. `cut` has axes; `is_first` is as for `LossyCodec.encode`.
+
+    Raises:
+        InexactError: the codec fails or exceeds its error, and is refused.
+    """
+    with _refusing(codec):
+        used = codec.encode(raw.toreadonly(), into, cut, is_first=is_first)
+        if not 0 < used <= len(raw):
+            raise ValueError(f"{used} bytes used; allowed: 1 to {len(raw)}")
+        if used < len(raw):
+            np.invert(np.frombuffer(raw, np.uint8), out=np.frombuffer(back, np.uint8))
+            stored = into[:used].toreadonly()
+            codec.decode(stored, back, cut)
+            if found := codec.error(raw, stored, back.toreadonly(), cut):
+                raise ValueError(found)
+    return used
+
+
 def decode(codec: Codec, stored: memoryview, back: memoryview, element: Element) -> None:
-    """Decode what `encoded` has written; raises as it does."""
+    """Decode what `encoded` wrote. Raises `InexactError` if that fails."""
     with _refusing(codec):
         codec.decode(stored, back, element)
 
 
 @contextmanager
-def _refusing(codec: Codec) -> Generator[None]:
-    """Refuse `codec` if what is done with it fails. The first time logs an error."""
+def _refusing(codec: Codec | LossyCodec) -> Generator[None]:
+    """Refuse `codec` if the ``with`` statement's body fails, and log its first failure as an error."""
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
         if _refused.setdefault(codec.name, mine := object()) is mine:
-            logger.error(  # noqa: TRY400 - the message has what the error says
+            logger.error(  # noqa: TRY400 - the message contains the error's text
                 "codec %r has changed bytes or failed, and is no longer used: %s: %.300s. Objects are written raw "
                 "until the next start, and coded ones are misses. Choose another codec, and report this to its authors",
                 codec.name,
@@ -77,7 +100,7 @@ def _refusing(codec: Codec) -> Generator[None]:
         raise InexactError(codec.name) from error
 
 
-def is_refused(codec: Codec) -> bool:
+def is_refused(codec: Codec | LossyCodec) -> bool:
     """Whether `codec` has changed bytes or failed in this process."""
     return codec.name in _refused
 

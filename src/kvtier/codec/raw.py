@@ -1,10 +1,10 @@
-"""The codec without encoding. Its frames are sealed and opened in place, without a copy."""
+"""The codec that leaves bytes as they are. Its frames are packed and unpacked in place, without a copy."""
 
 from kvtier.layout import Element
 
 
 class Raw:
-    """Bytes unchanged."""
+    """Leaves bytes unchanged."""
 
     name: str = "raw"
     id: int = 0
@@ -14,12 +14,12 @@ class Raw:
         """Exactly `raw_bytes`."""
         return raw_bytes
 
-    def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:  # noqa: ARG002 - of the interface
+    def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:  # noqa: ARG002 - part of the interface
         """Copy `raw` to the front of `into`."""
         into[: len(raw)] = raw
         return len(raw)
 
-    def decode(self, stored: memoryview, into: memoryview, element: Element) -> None:  # noqa: ARG002 - of the interface
+    def decode(self, stored: memoryview, into: memoryview, element: Element) -> None:  # noqa: ARG002 - part of the interface
         """Copy `stored` to `into`.
 
         Raises:

@@ -1,7 +1,8 @@
 """The known codecs. To add one, add a line to `_BUILT_IN`, or an entry point of `kvtier.codecs` in another package.
 
-An entry point names a class without constructor arguments; its `name` must be the entry point's, its `is_exact` True,
-and its id no other codec's. Ids below 32,768 are reserved for kvtier.
+An entry point names a class without constructor arguments. Its `name` must be that of the entry point, its `is_exact`
+True, and its id that of no other codec. Ids below 32,768 are reserved for kvtier. The lossy codecs are kvtier's own,
+because each is a class of engines, `store.loss`.
 """
 
 from collections.abc import Callable
@@ -11,10 +12,14 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
-from kvtier.codec.base import Codec
+from kvtier.codec.base import Codec, LossyCodec
 from kvtier.errors import ConfigError, check_interface, described
+from kvtier.layout import Loss
 
 ENTRY_POINTS = "kvtier.codecs"
+CLASS_VERSION = 1
+"""Must rise if engines with a class encode other numbers with its codec, or decode to other numbers."""
+
 OUTSIDE_ID_MIN = 1 << 15
 OUTSIDE_ID_MAX = (1 << 32) - 1
 
@@ -26,15 +31,57 @@ _BUILT_IN: dict[str, tuple[int, str, str]] = {
     "split2": (3, "kvtier.codec.split", "Split2"),
 }
 
+_LOSSY: dict[str, tuple[int, str, str]] = {
+    "k8v4": (4, "kvtier.codec.lossy", "K8V4"),
+    "int4": (5, "kvtier.codec.lossy", "Int4"),
+}
+
+
+def lossy_names() -> list[str]:
+    """Names of the lossy codecs."""
+    return [*_LOSSY]
+
+
+def class_of(loss: Loss) -> dict[str, object]:
+    """Describe a class for an engine's identity; empty for ``none``. The codec's id stands for all its parameters."""
+    return {} if loss == "none" else {"codec": loss, "id": _LOSSY[loss][0], "version": CLASS_VERSION}
+
+
+def coders(name: str) -> tuple[Codec, LossyCodec | None]:
+    """Return the codecs that encode objects if a tier's codec is `name`: an exact one, and a lossy one or None.
+
+    The exact codec encodes what the lossy one cannot.
+
+    Raises:
+        ConfigError: as in `by_name`.
+    """
+    return (by_name("split"), lossy(name)) if name in lossy_names() else (by_name(name), None)
+
+
+@cache
+def lossy(name: str) -> LossyCodec:
+    """Return the lossy codec `name`. All callers share one instance.
+
+    Raises:
+        KeyError: there is none of this name.
+    """
+    _, module, attribute = _LOSSY[name]
+    return cast("LossyCodec", getattr(import_module(module), attribute)())
+
+
+def own_name(number: int) -> str:
+    """Return the name of kvtier's own codec that has this id in stored frames, or ``""``. Imports nothing."""
+    return next((name for name, (known, _, _) in (*_BUILT_IN.items(), *_LOSSY.items()) if known == number), "")
+
 
 def names() -> list[str]:
-    """Names of all known codecs, including those whose packages are missing."""
+    """Names of all known exact codecs, including those whose packages are missing."""
     return [*_BUILT_IN, *sorted(_outside_points())]
 
 
 @cache
 def by_name(name: str) -> Codec:
-    """The codec `name` with default settings; one instance for all callers.
+    """Return the codec `name` with default settings. All callers share one instance.
 
     Raises:
         ConfigError: the codec is unknown or not exact, its package is missing, or another one has the same id.
@@ -49,21 +96,20 @@ def by_name(name: str) -> Codec:
     for other, its_point in _outside_points().items():
         if other != name and _id_of(its_point) == codec.id:
             raise ConfigError(
-                f"codecs {name!r} ({point.value}) and {other!r} have the same id, {codec.id}; allowed: one"
+                f"codecs {name!r} ({point.value}) and {other!r} have the same id, {codec.id}; remove one of them"
             )
     return codec
 
 
 @cache
-def by_id(number: int) -> Codec:
-    """The codec with this id in a stored frame.
+def by_id(number: int) -> Codec | LossyCodec:
+    """Return the codec that has this id in stored frames.
 
     Raises:
         ConfigError: as in `by_name`.
     """
-    for name, (known, _, _) in _BUILT_IN.items():
-        if known == number:
-            return by_name(name)
+    if name := own_name(number):
+        return lossy(name) if name in lossy_names() else by_name(name)
     for name in _outside_points():
         with suppress(ConfigError):  # a broken codec must not hide the others
             codec = by_name(name)
@@ -100,7 +146,7 @@ def _made(point: EntryPoint) -> Codec:
 
 
 def _id_of(point: EntryPoint) -> int | None:
-    """None: the codec cannot be used."""
+    """Return the codec's id; None if the codec cannot be used."""
     try:
         return _made(point).id
     except ConfigError:

@@ -1,11 +1,11 @@
 """The seal of a frame: AES-256-GCM, one message for each section and one for the metadata block.
 
-Each frame has a key of its own, derived from a random salt, so numbers of sections suffice as nonces.
+Each frame has a key of its own, derived from a random salt, so section numbers suffice as nonces.
 """
 
 import numpy as np
 
-from kvtier.codec.head import METADATA_NUMBER, SALT_BYTES
+from kvtier.codec.frame_header import METADATA_NUMBER, SALT_BYTES
 from kvtier.errors import BadCallError, ConfigError, install_hint
 from kvtier.keys.keyring import SealKey, hkdf
 
@@ -20,12 +20,12 @@ class FrameCipher:
     """Seals or opens the messages of one frame. Thread-safe.
 
     Args:
-        seal_key: of a tenant.
-        salt: 32 bytes, random and new for each frame that is written. A salt that is used twice lets a reader forge.
+        seal_key: a tenant's key.
+        salt: 32 random bytes, new for each frame that is written. A salt that is used twice allows forgeries.
         name: the object's name, 32 bytes.
 
     Raises:
-        BadCallError: salt or name have another length.
+        BadCallError: salt or name has the wrong length.
     """
 
     __slots__ = ("_aes", "_sealed")
@@ -40,8 +40,8 @@ class FrameCipher:
         """Encrypt one message, without a copy of it. The GIL is released for messages of 2 KiB and more.
 
         Args:
-            number: of the section, or `METADATA_NUMBER`. Each seals once: a nonce that is used twice breaks the key.
-            associated: bytes that are authenticated and not encrypted.
+            number: the section's, or `METADATA_NUMBER`. Use each once: a nonce that is used twice breaks the key.
+            associated: bytes that are authenticated but not encrypted.
             plain: contiguous bytes.
             into: as many bytes; the same memory as `plain`, or memory apart from it.
 
@@ -53,9 +53,9 @@ class FrameCipher:
                 part.
         """
         cipher = self._checked(number, plain, into).encryptor()
-        # One operation, so of two threads one is refused.
+        # `setdefault` is one operation, so of two threads with the same number one is refused.
         if self._sealed.setdefault(number, mine := object()) is not mine:
-            raise BadCallError(f"message {number} was sealed before; allowed: once for each frame")
+            raise BadCallError(f"message {number} was already sealed; allowed: once for each frame")
         cipher.authenticate_additional_data(associated)
         cipher.update_into(plain, into)
         cipher.finalize()
@@ -65,19 +65,19 @@ class FrameCipher:
         """Decrypt one message that `seal` wrote, without a copy of it, and verify it.
 
         Args:
-            number: as it was sealed.
-            associated: as they were sealed.
+            number: the number with which it was sealed.
+            associated: the bytes with which it was sealed.
             stored: contiguous bytes.
             into: as many bytes; the same memory as `stored`, or memory apart from it.
             tag: 16 bytes.
 
         Returns:
             Whether the tag matches. If it does not, `into` holds the stored bytes: their checksum can still be
-            verified, and nothing unverified is left.
+            verified, and no unverified plain text remains.
 
         Raises:
-            BadCallError: as `seal`, but a number may be opened again.
-            ValueError: the tag has another length.
+            BadCallError: as in `seal`, but a number may be opened again.
+            ValueError: the tag has the wrong length.
         """
         cipher = self._checked(number, stored, into, tag).decryptor()
         cipher.authenticate_additional_data(associated)
@@ -85,13 +85,13 @@ class FrameCipher:
         try:
             cipher.finalize()
         except InvalidTag:
-            # The key stream that decrypted the bytes turns them back.
+            # The same key stream turns the decrypted bytes back into the stored ones.
             self._checked(number, into, into).encryptor().update_into(into, into)
             return False
         return True
 
     def _checked(self, number: int, given: memoryview, into: memoryview, tag: bytes | None = None) -> Cipher[modes.GCM]:
-        # OpenSSL writes wrong bytes, and a tag that fits them, where memory overlaps in part.
+        # Where memory overlaps in part, OpenSSL writes wrong bytes, and a tag that matches them.
         first, second = np.frombuffer(given, np.uint8), np.frombuffer(into, np.uint8)
         if (
             not 0 <= number <= METADATA_NUMBER

@@ -1,4 +1,4 @@
-"""Split: lossless, for numbers with an exponent. Only the byte of the exponent is coded: few of its values are common.
+"""Split: a lossless codec for floating point. It codes only the exponent's byte, of which few values are common.
 
 Each element is rotated left by one bit. Then the exponent is on top and the sign at the bottom. The top byte is the
 *head*. In bf16 and fp32 the head is the exponent, in fp16 and fp8 the exponent and the upper mantissa bits. `split`
@@ -13,7 +13,7 @@ A stored section, all integers little-endian; n elements of s bytes::
     8      n each   the lowest byte of each rotated element, then the second, and so on: s - 1 planes
            ...      the coded heads
 
-`split` codes heads so::
+`split` codes heads as follows::
 
     0      u8       w, bits of a code, 1 to 7
     1      u8       first head of the window
@@ -23,7 +23,7 @@ A stored section, all integers little-endian; n elements of s bytes::
            ...      the heads outside of the window, in order
 
 The code is (head - first) modulo 256, or 2^w - 1, an escape, where that is not smaller than 2^w - 1. The w * m bytes
-are w rows of m. Code k * m + j, with k of 0 to 7, has the bits k * w to k * w + w - 1 of column j, whose lowest bits
+are w rows of m. Code k * m + j, with k from 0 to 7, has the bits k * w to k * w + w - 1 of column j, whose lowest bits
 are in the first row. Codes after the last element are 0.
 
 `split2` codes heads as one Zstandard frame that states its content's size.
@@ -40,9 +40,9 @@ _HEAD = struct.Struct("<II")
 _CODES = struct.Struct("<BBHI")
 
 _SAMPLES = 4096
-"""Heads, at least, by which the window is chosen. Counting all would take as long as the rest."""
+"""The window is chosen from a sample of at least this many heads. Counting all would take as long as all the rest."""
 _ESCAPE_BITS = 32
-"""Price of an escape when the window is chosen. It takes 8 bits, but escapes cost most of the time."""
+"""Bits charged for an escape when the window is chosen. It takes 8 bits, but escapes cost most of the time."""
 _WIDTHS = np.arange(1, 8)[:, None]
 _STOPS = np.minimum(np.arange(256) + (1 << _WIDTHS) - 1, 256)
 """End of the window, by width and first head."""
@@ -51,18 +51,18 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 class Split:
-    """Heads in codes of one width, chosen for each section."""
+    """Codes each head in a fixed number of bits, chosen for each section."""
 
     name: str = "split"
     id: int = 2
     is_exact: bool = True
 
     def bound(self, raw_bytes: int) -> int:
-        """The section as it is, and the fields before it."""
+        """The raw section, plus the fields before it."""
         return _HEAD.size + raw_bytes
 
     def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:
-        """Code `raw` into the front of `into`; if that makes it no smaller, copy it, which takes `bound`."""
+        """Code `raw` into the front of `into`. If that makes it no smaller, copy it, which takes `bound`."""
         size = ELEMENT_BYTES[element]
         elements = np.frombuffer(raw, f"<u{size}")
         rotated = elements + elements
@@ -125,7 +125,7 @@ class Split:
         return out
 
     def _heads(self, coded: memoryview, count: int) -> _Bytes:
-        """`count` heads; raises ValueError if `coded` does not hold as many."""
+        """Return `count` heads; raise ValueError if `coded` does not hold that many."""
         width, first, zeros, escapes = _fields(_CODES, coded)
         rows = -(-count // 8)
         if zeros or not 1 <= width <= 7 or len(coded) != _CODES.size + width * rows + escapes:
@@ -150,7 +150,7 @@ class Split:
 
 
 class Split2(Split):
-    """Heads as a Zstandard frame: smaller, and needs the package `zstandard`."""
+    """Codes heads as a Zstandard frame: smaller, but it needs the package `zstandard`."""
 
     name: str = "split2"
     id: int = 3
@@ -177,7 +177,7 @@ def _fields(form: struct.Struct, stored: memoryview) -> tuple[int, ...]:
 
 
 def _window(heads: _Bytes) -> tuple[int, int]:
-    """The width of codes and the first head that cost least in a sample of `heads`."""
+    """Return the width of codes and the first head that cost least in a sample of `heads`."""
     # An odd step sees all channels: their number is even, and elements of one channel lie at equal distances.
     sample = heads[:: len(heads) // _SAMPLES | 1]
     below = np.concatenate(([0], np.bincount(sample, minlength=256).cumsum()))

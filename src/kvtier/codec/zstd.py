@@ -22,10 +22,10 @@ ENTROPY_ONLY = zstandard.ZstdCompressionParameters(
 
 
 class Zstd:
-    """Each section is one Zstandard frame that states its content's size.
+    """Codes each section as one Zstandard frame that states its content's size.
 
     Args:
-        parameters: of the encoder; None for `LEVEL`.
+        parameters: parameters of the encoder; None for `LEVEL`.
     """
 
     name: str = "zstd"
@@ -41,7 +41,7 @@ class Zstd:
         """Zstandard's worst case, ZSTD_COMPRESSBOUND, rounded up."""
         return raw_bytes + (raw_bytes >> 8) + 512
 
-    def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:  # noqa: ARG002 - of the interface
+    def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:  # noqa: ARG002 - part of the interface
         """Compress `raw` into the front of `into`.
 
         Raises:
@@ -55,13 +55,13 @@ class Zstd:
         try:
             stored = compressor.compress(raw)
         except zstandard.ZstdError as error:
-            if "memory" in str(error):  # it passes, and the codec is not refused
+            if "memory" in str(error):  # temporary, and no reason to refuse the codec
                 raise MemoryError(f"zstd: {error}") from None
             raise
         into[: len(stored)] = stored
         return len(stored)
 
-    def decode(self, stored: memoryview, into: memoryview, element: Element) -> None:  # noqa: ARG002 - of the interface
+    def decode(self, stored: memoryview, into: memoryview, element: Element) -> None:  # noqa: ARG002 - part of the interface
         """Decompress `stored` so that it fills `into` exactly.
 
         Raises:

@@ -1,1 +1,1 @@
-"""Settings: one frozen tree, read once, with the origin of every value."""
+"""Settings: one frozen tree that is read once and knows the origin of every value."""

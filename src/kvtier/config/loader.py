@@ -1,4 +1,4 @@
-"""Loads the settings from defaults, a TOML file, the environment and flags; the last one wins. Values have origins."""
+"""Loads settings and their origins from defaults, a TOML file, the environment and flags. The last one wins."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 from kvtier.config.schema import read, read_toml, settings
 from kvtier.config.sections import SECTIONS, Config, find, find_section
 from kvtier.config.tier_list import HOST, SettingOrigin, TierList
+from kvtier.config.value_types import Location
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import redacted
 
@@ -17,11 +18,13 @@ PREFIX = "KVTIER_"
 TIERS = "tiers"
 TIERS_VARIABLE = "KVTIER_TIERS"
 FILE_VARIABLE = "KVTIER_CONFIG"
+AND = " and "
+"""Stands between the origins of settings that contradict each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The settings and their origins, by ``section.key`` or ``tiers.NAME.key``; ``tiers`` is the list itself."""
+    """The settings, and their origins by ``section.key`` or ``tiers.NAME.key``; ``tiers`` is the list itself."""
 
     config: Config
     origins: Mapping[str, SettingOrigin]
@@ -41,24 +44,29 @@ def load(
     file: str | Path | None = None,
     environ: Mapping[str, str] = os.environ,
     flags: Iterable[str] = (),
-    tiers: Sequence[str] = (),
+    tiers: Sequence[str | Mapping[str, object]] = (),
 ) -> Loaded:
     """Load all settings.
 
     Args:
         file: a TOML file with a table for each section and a list of tiers; None means the file in ``KVTIER_CONFIG``,
             if any.
-        environ: environment with variables ``KVTIER_SECTION__KEY``, ``KVTIER_TIERS`` (tiers as texts, separated by
+        environ: environment with variables ``KVTIER_SECTION__KEY``, ``KVTIER_TIERS`` (tiers as strings, separated by
             white space) and ``KVTIER_TIERS__NAME__KEY``.
-        flags: texts of the form ``section.key=value`` or ``tiers.NAME.key=value``; later ones win.
-        tiers: tiers as texts; if there are any, they replace the list of the file and the environment.
+        flags: strings of the form ``section.key=value`` or ``tiers.NAME.key=value``; later ones win.
+        tiers: tiers as strings or tables; if there are any, they replace the list of the file and the environment.
 
     Raises:
         ConfigError: the file is missing or not TOML, a setting is unknown, or a value is not allowed.
     """
     origins = {setting.name: SettingOrigin("default") for kind in SECTIONS.values() for setting in settings(kind)}
     named = file or environ.get(FILE_VARIABLE)
-    path = Path(named) if named else None
+    try:
+        path = Location().read(named, is_text=True)
+    except ValueError as error:
+        raise ConfigError(
+            str(error), setting=FILE_VARIABLE, value=repr(str(named)), allowed="the path of a TOML file"
+        ) from None
     listed = TierList()
     values, given = _read(chain(_from_file(path), _from_environment(environ), _from_flags(flags, tiers)), listed)
     origins |= given
@@ -67,22 +75,18 @@ def load(
         config = Config(**parts, tiers=listed.settings())
         origins |= dict(listed.origins())
     except ConfigError as error:  # single values are valid, but not their combination
-        origins |= listed.given()
-        sources = "; ".join(
-            f"{name} is from {origin}"
-            for name, origin in origins.items()
-            if name in {word.strip(".,:;") for word in str(error).split()}
-        )
-        raise ConfigError(f"{error} ({sources})" if sources else str(error)) from None
+        found = map((origins | listed.given()).get, error.setting.split(", "))
+        error.origin = error.origin or AND.join(map(str, filter(None, found)))
+        raise
     return Loaded(config=config, origins=origins, file=path)
 
 
 def override(base: Config, given: Iterable[tuple[str, object]], origin: str) -> Config:
-    """`base` with single values from Python or JSON.
+    """Return `base` with single values from Python or JSON.
 
     Args:
         base: the settings.
-        given: name (``section.key``, ``tiers.NAME.key``, or ``tiers`` for the whole list) and typed value.
+        given: pairs of a name (``section.key``, ``tiers.NAME.key``, or ``tiers`` for the whole list) and a typed value.
         origin: the source of the values, for messages.
 
     Raises:
@@ -92,7 +96,7 @@ def override(base: Config, given: Iterable[tuple[str, object]], origin: str) -> 
     for name, raw in sorted(given, key=lambda item: item[0] != TIERS):  # the list first
         section, _, key = name.partition(".")
         if any((section, key) == (it.section, it.key) for it in raws):
-            raise ConfigError(f"{name} (from {origin}): given twice; allowed: one of the two forms")
+            raise ConfigError("given twice", setting=name, origin=origin, allowed="one of the two forms")
         raws.append(_RawSetting(section, key, raw, SettingOrigin("", origin), is_text=False))
     listed = TierList(base.tiers)
     values, _ = _read(raws, listed)
@@ -100,8 +104,28 @@ def override(base: Config, given: Iterable[tuple[str, object]], origin: str) -> 
     return replace(base, **parts, tiers=listed.settings())
 
 
+def overridden(loaded: Loaded, given: Iterable[tuple[str, object]], origin: SettingOrigin) -> Loaded:
+    """`loaded` with the values that `override` takes, and with their origin.
+
+    Raises:
+        ConfigError: as `override`.
+    """
+    values = list(given)
+    try:
+        config = override(loaded.config, values, origin.where)
+    except ConfigError as error:  # as in `load`
+        error.origin = error.origin or origin.where
+        raise
+    names = [name for name, _ in values if name != TIERS]
+    if len(names) < len(values):
+        names += [each.name for tier in config.tiers for each in tier.settings()]
+    if config.host.capacity_bytes != loaded.config.host.capacity_bytes:  # a string of the list may name it
+        names.append(f"{HOST}.capacity_bytes")
+    return Loaded(config=config, origins={**loaded.origins, **dict.fromkeys(names, origin)}, file=loaded.file)
+
+
 def _read(raws: Iterable[_RawSetting], listed: TierList) -> tuple[dict[str, dict[str, Any]], dict[str, SettingOrigin]]:
-    """The values by section and key, and their origins by name. Those of tiers go to `listed`."""
+    """Return the values by section and key, and their origins by name. Values of tiers go to `listed` instead."""
     values: dict[str, dict[str, Any]] = {}
     origins: dict[str, SettingOrigin] = {}
     for section, key, raw, origin, is_text in raws:
@@ -122,10 +146,10 @@ def _read(raws: Iterable[_RawSetting], listed: TierList) -> tuple[dict[str, dict
 
 
 def flat(given: Mapping[str, object], origin: str) -> Iterator[tuple[str, object]]:
-    """Single values for `override`, from JSON by section (``{"host": {"evictor": "lru"}}``) or flat.
+    """Yield single values for `override`, from JSON by section (``{"host": {"evictor": "lru"}}``) or flat.
 
     Raises:
-        ConfigError: a section is unknown, or no object.
+        ConfigError: a section is unknown, or not an object.
     """
     for name, value in given.items():
         if "." in name or name == TIERS:
@@ -133,8 +157,12 @@ def flat(given: Mapping[str, object], origin: str) -> Iterator[tuple[str, object
             continue
         find_section(name, origin)
         if not isinstance(value, Mapping):
-            what = f"is a {type(value).__name__}"
-            raise ConfigError(f"{name} (from {origin}) {what}; allowed: a section of settings, such as {{...}}")
+            raise ConfigError(
+                f"is a {type(value).__name__}",
+                setting=name,
+                origin=origin,
+                allowed="a section of settings, such as {...}",
+            )
         for inner, raw in cast("Mapping[str, object]", value).items():
             yield f"{name}.{inner}", raw
 
@@ -149,7 +177,9 @@ def _from_file(path: Path | None) -> Iterator[_RawSetting]:
     for section, table in tables.items():
         find_section(section, str(origin))
         if not isinstance(table, dict):
-            raise ConfigError(f"{section} (from {origin}): not a section; allowed: settings below a line [{section}]")
+            raise ConfigError(
+                "not a section", setting=section, origin=origin, allowed=f"settings below a line [{section}]"
+            )
         for key, raw in cast("dict[str, object]", table).items():
             yield _RawSetting(section, key, raw, origin, is_text=False)
 
@@ -168,7 +198,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_RawSetting]:
         yield _RawSetting(TIERS, "", environ[TIERS_VARIABLE].split(), origin, is_text=True)
     for name, raw in sorted(environ.items()):
         if name in slips:
-            raise ConfigError(f"environment {name}: unknown setting; did you mean {slips[name]}?")
+            raise ConfigError(f"unknown setting; did you mean {slips[name]}?", setting=name, origin="environment")
         section, separator, key = name.removeprefix(PREFIX).lower().partition("__")
         if not name.startswith(PREFIX) or not separator:
             continue
@@ -176,12 +206,14 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_RawSetting]:
         if section == TIERS:
             tier, separator, key = key.partition("__")
             if not separator:
-                raise ConfigError(f"environment {name}: allowed: {TIERS_VARIABLE}__NAME__KEY, such as capacity_bytes")
+                raise ConfigError(
+                    setting=name, origin="environment", allowed=f"{TIERS_VARIABLE}__NAME__KEY, such as capacity_bytes"
+                )
             key = f"{tier}.{key}"
         yield _RawSetting(section, key, raw, origin, is_text=True)
 
 
-def _from_flags(flags: Iterable[str], tiers: Sequence[str]) -> Iterator[_RawSetting]:
+def _from_flags(flags: Iterable[str], tiers: Sequence[object]) -> Iterator[_RawSetting]:
     if tiers:
         yield _RawSetting(TIERS, "", list(tiers), SettingOrigin("flag", "--tier"), is_text=True)
     for flag in flags:
@@ -192,7 +224,8 @@ def _from_flags(flags: Iterable[str], tiers: Sequence[str]) -> Iterator[_RawSett
             hidden = f"{section}.(hidden)" if section in SECTIONS else "(hidden)"
             shown = name if is_name else hidden
             raise ConfigError(
-                f"flag --set {shown[:80]}: not section.key=value or tiers.NAME.key=value; allowed sections: "
-                f"{', '.join(SECTIONS)}"
+                setting="--set",
+                value=shown[:80],
+                allowed=f"section.key=value or tiers.NAME.key=value; the sections are {', '.join(SECTIONS)}",
             )
         yield _RawSetting(section, key, raw, SettingOrigin("flag", f"--set {name.strip()}"), is_text=True)

@@ -1,22 +1,23 @@
-"""Checks the settings against this machine. Read-only."""
+"""Checks the settings against this machine, and changes nothing."""
 
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from kvtier.codec.registry import by_name
+from kvtier.codec.registry import coders
 from kvtier.config.sections import HOW_TO_SHARE, Config, all_settings, value_of
 from kvtier.config.tier_list import SettingOrigin
-from kvtier.config.value_types import size_text
+from kvtier.config.value_types import FileLocation, size_text
 from kvtier.device.control_groups import memory_limit
-from kvtier.errors import ConfigError, described
+from kvtier.errors import ConfigError, UnusablePathError, described
 from kvtier.keys.key_source import read_file
 from kvtier.keys.secret import load
-from kvtier.tier.machine import nearest_existing, path_problem
+from kvtier.tier.files.machine import nearest_existing, path_problem, tier_file
 from kvtier.tier.registry import Problem, TierSettings, is_sealed, kind_of
 
 _DEFAULT = SettingOrigin("default")
@@ -24,9 +25,9 @@ _DEFAULT = SettingOrigin("default")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A setting that will not work (error) or not as expected (warning)."""
+    """A setting that will not work (error) or not as expected (warning), or that has a price (note)."""
 
-    level: Literal["error", "warning"]
+    level: Literal["error", "warning", "note"]
     setting: str
     value: str
     origin: str
@@ -39,7 +40,7 @@ class Finding:
 def check(
     config: Config, origins: Mapping[str, SettingOrigin] | None = None, file: Path | None = None
 ) -> list[Finding]:
-    """Problems of `config` on this machine.
+    """Return the problems of `config` on this machine.
 
     Args:
         config: the settings.
@@ -52,6 +53,7 @@ def check(
         ("host.capacity_bytes", _host(config)),
         *((f"{tier.label}.{kind_of(tier).where}", _tier(tier, load_s)) for tier in config.tiers),
         ("store.codec", _packages(config)),
+        ("store.loss", _loss(config)),
         ("store.secret_file", _secret(config, origins, file)),
         ("trace.path", _lines("trace", config.trace.path, origins)),
         ("journal.path", _lines("journal", config.journal.path, origins)),
@@ -78,13 +80,13 @@ def refuse_unusable(
     *,
     is_start: bool = False,
 ) -> None:
-    """Refuse settings that cannot work on this machine. Of tiers only required ones are read.
+    """Refuse settings that cannot work on this machine. Tiers that are not required are not read.
 
     Args:
         config: the settings.
         origins: see `check`.
         file: see `check`.
-        is_start: an engine starts, which what lies at a path does not stop, unless a required tier needs it.
+        is_start: whether an engine starts. What is at a path does not stop a start, unless a required tier needs it.
 
     Raises:
         ConfigError: the message names the setting, its origin if known, and the problem.
@@ -100,16 +102,21 @@ def refuse_unusable(
         }
     for finding in check(required, origins, file):
         if finding.level == "error" and finding.setting not in passing:
-            raise ConfigError(str(finding).replace(" (from Python)", ""))
+            raise ConfigError(
+                finding.detail,
+                setting=finding.setting,
+                value=finding.value,
+                origin=finding.origin.removeprefix("Python"),
+            )
 
 
 def memory_bytes() -> int:
-    """Memory of this machine, or the smallest limit of the control groups of this process if that is less."""
+    """Return the memory of this machine, or the smallest limit of this process's control groups if that is less."""
     return _memory()[0]
 
 
 def _memory() -> tuple[int, str]:
-    """`memory_bytes`, and what it is."""
+    """Return `memory_bytes`, and a description of it."""
     total, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
     if limit is None or limit[0] >= total:
         return total, f"the memory of this machine, {size_text(total)}"
@@ -135,6 +142,12 @@ def _tier(tier: TierSettings, load_s: float) -> Iterator[Problem]:
         yield Problem(
             "error", f"{tier.label}.{kind.where}", f"the check of kind {kind.name} failed: {described(error)}"
         )
+    for each in tier.settings():
+        if isinstance(each.kind, FileLocation) and getattr(tier, each.key) is not None:
+            try:
+                tier_file(tier, each.key)
+            except UnusablePathError as error:
+                yield Problem("error", each.name, error.detail)
     for key, more in (("probe_deadline_s", ""), ("transfer_deadline_s", ": loads end before their transfers")):
         if getattr(tier, key) > load_s:
             detail = f"longer than limits.load_deadline_s, {load_s:g} s{more}"
@@ -142,12 +155,16 @@ def _tier(tier: TierSettings, load_s: float) -> Iterator[Problem]:
 
 
 def _packages(config: Config) -> Iterator[Problem]:
-    """Codecs and seals whose packages are not installed: they stop every start."""
-    default = ("store.codec", config.store.codec)
-    codecs = dict((f"{tier.label}.codec", tier.codec) if tier.codec else default for tier in config.tiers)
+    """Yield codecs and seals whose packages are not installed. They stop every start.
+
+    Tiers of an engine with a lossy class may hold what its codec has coded, whatever their own codecs.
+    """
+    codecs = {f"{tier.label}.codec" if tier.codec else "store.codec": config.codec_of(tier) for tier in config.tiers}
+    if codecs and config.store.loss not in ("none", *codecs.values()):
+        codecs["store.loss"] = config.store.loss
     for name, codec in codecs.items():
         try:
-            by_name(codec)
+            coders(codec)
         except ConfigError as error:
             yield Problem("error", name, str(error))
     for tier in filter(is_sealed, config.tiers):
@@ -155,6 +172,15 @@ def _packages(config: Config) -> Iterator[Problem]:
             import_module("kvtier.codec.seal")
         except ConfigError as error:
             yield Problem("error", f"{tier.label}.seal", str(error))
+
+
+def _loss(config: Config) -> Iterator[Problem]:
+    """Yield what a lossy class means, and what makes its codec slow."""
+    store = config.store
+    if store.loss_notice:
+        yield Problem("note", "store.loss", store.loss_notice)
+    if store.loss in map(config.codec_of, config.tiers) and find_spec("numba") is None:
+        yield Problem("warning", "store.loss", "the package numba is not installed, so coding and decoding are slower")
 
 
 def _lines(section: str, path: Path | None, origins: Mapping[str, SettingOrigin]) -> Iterator[Problem]:
@@ -176,7 +202,7 @@ def _secret(config: Config, origins: Mapping[str, SettingOrigin], file: Path | N
         try:
             read_file(config.store.keys_file)
         except ConfigError as error:
-            yield Problem("error", "store.keys_file", str(error).removeprefix(f"keys file {config.store.keys_file} "))
+            yield Problem("error", "store.keys_file", error.detail)
     for name in ("store.secret", "store.keys"):
         layer = origins.get(name, _DEFAULT).layer
         if layer == "file" and file is not None and _is_open_to_others(file):
@@ -186,11 +212,11 @@ def _secret(config: Config, origins: Mapping[str, SettingOrigin], file: Path | N
 
 
 def _secret_file_problem(path: Path, *, is_shared: bool) -> str:
-    """Why the file cannot give the secret; empty if it can."""
+    """Return why the file cannot give the secret; empty if it can."""
     try:
         found = load(path)
     except ConfigError as error:
-        return str(error).removeprefix(f"secret file {path} ")
+        return error.detail
     if found is not None:
         return ""
     if is_shared:

@@ -13,7 +13,7 @@ from kvtier.keys.secret import redacted
 
 FILE_BYTES_MAX = 1 << 20
 LINE_DOTS_MAX = 256
-"""The parser's time grows with the square of the parts of a dotted key."""
+"""Most dots in a line. The parser's time grows with the square of the number of parts of a dotted key."""
 
 _Value = TypeVar("_Value")
 
@@ -25,12 +25,12 @@ class Setting(NamedTuple):
     key: str
     kind: Kind
     default: object
-    """None where a value is needed (`is_needed`)."""
+    """None if a value is needed (`is_needed`)."""
     help: str
     source: str
     """Publication that the default comes from, if any."""
     is_needed: bool = False
-    """There is no default."""
+    """Whether the setting has no default."""
 
     @property
     def name(self) -> str:
@@ -41,22 +41,22 @@ class Setting(NamedTuple):
 def setting(
     default: _Value,
     kind: Kind,
-    help: str,  # noqa: A002 - the word that click uses
+    help: str,  # noqa: A002 - click's word
     source: str = "",
     *,
     is_private: bool = False,
 ) -> _Value:
-    """A field of a `SettingsSection`; the section's `repr` leaves out what `is_private`."""
+    """Declare a field of a `SettingsSection`. The section's `repr` leaves it out if `is_private`."""
     return field(default=default, repr=not is_private, metadata={"kind": kind, "help": help, "source": source})
 
 
 def needed(kind: Kind, help: str) -> Any:  # noqa: A002, ANN401 - as `dataclasses.field`
-    """A field of a `SettingsSection` without a default."""
+    """Declare a field of a `SettingsSection` without a default."""
     return field(metadata={"kind": kind, "help": help, "source": ""})
 
 
 def other_default(base: "type[SettingsSection]", key: str, default: _Value) -> _Value:
-    """The field `key` of `base` with another default, for a subclass."""
+    """Declare the field `key` of `base` with another default, for a subclass."""
     (spec,) = (each for each in fields(cast("Any", base)) if each.name == key)
     return field(default=default, metadata=spec.metadata)
 
@@ -79,12 +79,12 @@ class SettingsSection:
         return self.section
 
     def settings(self) -> Iterator[Setting]:
-        """The settings, in the order they are written."""
+        """Return the settings, in the order in which they are declared."""
         return (each._replace(section=self.label) for each in settings(type(self)))
 
 
 def settings(section: type[SettingsSection]) -> Iterator[Setting]:
-    """The settings of `section`, in the order they are written. Other fields are left out."""
+    """Yield the settings of `section`, in the order in which they are declared. Other fields are left out."""
     for spec in fields(cast("Any", section)):
         meta = spec.metadata
         if "kind" in meta:
@@ -94,52 +94,67 @@ def settings(section: type[SettingsSection]) -> Iterator[Setting]:
 
 
 def read(setting: Setting, raw: object, origin: str, *, is_text: bool) -> object:
-    """The value of `setting` for `raw`.
+    """Return the value of `setting` for `raw`.
 
     Raises:
-        ConfigError: `raw` is not allowed; the message names it (but never a secret), its origin and what is allowed.
+        ConfigError: `raw` is not allowed. The message has `raw` (but never a secret), its origin and what is allowed.
     """
     try:
         return setting.kind.read(raw, is_text=is_text)
     except (ValueError, OverflowError) as error:
         kind = setting.kind
         is_hidden = isinstance(kind, Hidden) or (isinstance(kind, FormedText) and kind.is_hidden)
-        shown = "(hidden)" if is_hidden else short(raw)
-        message = f"{setting.name} = {shown} (from {origin}): {error}; allowed: {kind.allowed}"
-        raise ConfigError(message) from None
+        raise ConfigError(
+            str(error),
+            setting=setting.name,
+            value="(hidden)" if is_hidden else short(raw),
+            origin=origin,
+            allowed=kind.allowed,
+        ) from None
 
 
-def near(word: str, words: Sequence[str]) -> str:
-    """End of a message about an unknown word: the nearest words, and all words if they are few."""
+def unknown(problem: str, word: str, words: Sequence[str], **fields: str) -> ConfigError:
+    """Return an error about an unknown word. It suggests the nearest words, and allows all words if they are few.
+
+    Args:
+        problem: what is unknown, such as ``unknown section``.
+        word: the word.
+        words: those that are known.
+        fields: further fields of the error.
+    """
     close = get_close_matches(word.lower(), words, n=3, cutoff=0.5)
-    suggestion = f"; did you mean {' or '.join(close)}?" if close else ""
-    return suggestion if close and len(words) > 24 else f"{suggestion or ';'} known here: {', '.join(words)}"
+    return ConfigError(
+        f"{problem}; did you mean {' or '.join(close)}?" if close else problem,
+        allowed="" if close and len(words) > 24 else ", ".join(words),
+        **fields,
+    )
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """Read the tables of a TOML file.
 
     Raises:
         ConfigError: the file is unreadable, longer than `FILE_BYTES_MAX`, not TOML, or nested too deep.
     """
+    about = {"setting": "TOML file", "value": str(path)}
     try:
         with path.open("rb") as stream:
             content = stream.read(FILE_BYTES_MAX + 1)
         if len(content) > FILE_BYTES_MAX:
-            raise ConfigError(f"file {path}: longer than {FILE_BYTES_MAX} bytes")
+            raise ConfigError(f"longer than {FILE_BYTES_MAX} bytes", **about)
         if any(line.count(b".") > LINE_DOTS_MAX for line in content.splitlines()):
-            raise ConfigError(f"file {path}: more than {LINE_DOTS_MAX} dots in a line")
+            raise ConfigError(f"more than {LINE_DOTS_MAX} dots in a line", **about)
         return tomllib.loads(content.decode())
     except OSError as error:
-        raise ConfigError(f"file {path}: {error.strerror}; allowed: a readable TOML file") from error
+        raise ConfigError(f"{error.strerror}", **about, allowed="a readable TOML file") from error
     except RecursionError:
-        raise ConfigError(f"file {path}: nested too deep; allowed: tables of plain values") from None
+        raise ConfigError("nested too deep", **about, allowed="tables of plain values") from None
     except ValueError as error:  # a UnicodeDecodeError, or a TOMLDecodeError, which names line and column
-        raise ConfigError(f"file {path}: not TOML: {error}") from error
+        raise ConfigError(f"not TOML: {error}", **about) from error
 
 
 def short(raw: object) -> str:
-    """A value for messages, without what may be a secret."""
+    """Return a value for messages, without likely secrets."""
     if type(raw) in {list, tuple, dict}:
         return f"({type(raw).__name__})"
     text = repr(redacted(raw)) if isinstance(raw, str) else redacted(repr(raw))

@@ -1,6 +1,6 @@
 """Every setting: its section, type, default, allowed values and help.
 
-To add a setting, add a line here. The loader, the environment, `--set`, `config show` and messages follow.
+To add a setting, add a line here. The loader, the environment, `--set`, `config show` and messages pick it up.
 """
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from kvtier.codec import registry as codecs
-from kvtier.config.schema import Setting, SettingsSection, near, setting, settings
+from kvtier.config.schema import Setting, SettingsSection, setting, settings, unknown
 from kvtier.config.tier_list import refuse_equal_names
 from kvtier.config.value_types import (
     Choice,
@@ -30,6 +30,7 @@ from kvtier.config.value_types import (
 from kvtier.errors import ConfigError
 from kvtier.keys.keyring import TENANT
 from kvtier.keys.secret import Secret
+from kvtier.layout import Loss
 from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names
 from kvtier.tier import registry
 from kvtier.tier.registry import TierSettings
@@ -42,7 +43,7 @@ HOW_TO_SHARE = (
     "make one with (umask 077; head -c 32 /dev/urandom > FILE), copy FILE to each node, and set store.secret_file = "
     "FILE (or set store.secret)"
 )
-"""How to get a secret for a shared tier."""
+"""How to get a secret for a shared tier, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,9 @@ class HostConfig(SettingsSection):
         default=False, kind=Switch(), help="Touch all host memory at start: slower start, no page faults later."
     )
     staging_bytes: int = setting(
-        256 * 2**20, Size(2**16), "Host memory for objects on their way, per rank, where the engine keeps its own."
+        256 * 2**20,
+        Size(2**16),
+        "Host memory per rank for objects in transit, with engines that keep their own host memory.",
     )
 
 
@@ -74,7 +77,7 @@ class StoreConfig(SettingsSection):
     token_shares: int = setting(
         0,
         Count(0, 64),
-        "vLLM: shares into which tokens of MLA's latents are dealt out, so that engines with other TP and DCP sizes "
+        "vLLM: number of shares of the tokens of MLA's latents, so that engines with other TP and DCP sizes "
         "find them; a multiple of each DCP size; 0: engines of one shape share.",
     )
     write_policy: Literal["through", "back", "selective"] = setting(
@@ -82,7 +85,18 @@ class StoreConfig(SettingsSection):
         Choice(("through", "back", "selective")),
         "When a chunk is written to lower tiers: as soon as it is ready, before its eviction, or at its second use.",
     )
-    codec: str = setting("raw", Choice(codecs.names), "Encoding of chunks in lower tiers.")
+    loss: Loss = setting(
+        "none",
+        Choice(lambda: ["none", *codecs.lossy_names()]),
+        "Class of the engine: the lossy codec that its KV in lower tiers may go through. Engines share KV only within "
+        "a class; none: KV stays exact.",
+    )
+    codec: str = setting(
+        "auto",
+        Choice(lambda: ["auto", *codecs.names(), *codecs.lossy_names()]),
+        "Encoding of chunks in lower tiers: lossless, or the codec of store.loss; auto: the codec of store.loss, or "
+        "raw without one.",
+    )
     secret_file: Path | None = setting(
         None,
         SecretLocation(),
@@ -95,13 +109,13 @@ class StoreConfig(SettingsSection):
     keys_file: Path | None = setting(
         None,
         SecretLocation(),
-        "File with keys of sealed frames (mode 0600), read again every minute; none: the secret's.",
+        "File with keys of sealed frames (mode 0600), read again every minute; none: the secret is the key.",
         is_private=True,
     )
     keys_command: str = setting(
         "",
         FormedText(form="a program and its arguments, quoted as in a shell", is_formed=shlex.split, is_hidden=True),
-        "Program that writes keys of sealed frames, run every minute without a shell; empty: none.",
+        "Program that writes keys of sealed frames, run every minute without a shell; empty: no program.",
         is_private=True,
     )
     keys: PrivateText = setting(
@@ -114,15 +128,25 @@ class StoreConfig(SettingsSection):
             is_formed=TENANT.fullmatch,
             is_hidden=True,
         ),
-        "Tenant of the engine: it shares no KV with others, and its keys seal; empty: none.",
+        "Tenant of the engine. It shares no KV with other tenants, and its keys seal; empty: none.",
     )
 
     def __post_init__(self) -> None:
-        SettingsSection.__post_init__(self)  # slots create a new class, for which super() without arguments fails
+        SettingsSection.__post_init__(self)  # with slots, dataclass makes a new class, where a bare super() fails
         for choices in (("secret", "secret_file"), ("keys_file", "keys_command", "keys")):
             given = [f"store.{key}" for key in choices if getattr(self, key)]
             if len(given) > 1:
-                raise ConfigError(f"{' and '.join(given)} are both set; allowed: one of them")
+                raise ConfigError("both set", setting=", ".join(given), allowed="one of them")
+
+    @property
+    def loss_notice(self) -> str:
+        """Say what the engine's class means for answers. Empty without one."""
+        if self.loss == "none":
+            return ""
+        return (
+            f"this engine stores KV with loss ({self.loss}): an answer that uses stored KV may differ from one without "
+            "it; see docs/lossy.md"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +166,13 @@ class LimitsConfig(SettingsSection):
     announced_wait_s: float = setting(
         5.0,
         Seconds(0, 3600),
-        "Longest wait of a request for chunks that another engine has announced; never longer than computing them.",
+        "How long a request waits for chunks that another engine has announced; never longer than computing them.",
     )
     retained_percent: int = setting(
-        50, Count(0, 90), "Most of host memory that requests may retain by hints, in percent; 0: hints retain nothing."
+        50, Count(0, 90), "Percentage of host memory that hints may retain; 0: hints retain nothing."
     )
     hint_percent: int = setting(
-        25, Count(1, 90), "Most of host memory that one request may retain by hints, within retained_percent."
+        25, Count(1, 90), "Percentage of host memory that one request's hints may retain, within retained_percent."
     )
     retain_s: float = setting(3600.0, Seconds(0, 86400), "Longest time that a hint retains KV in host memory.")
     open_deadline_s: float = setting(
@@ -182,7 +206,7 @@ class TraceConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalConfig(SettingsSection):
-    """A line for each request, and for each object that a tier reads or writes."""
+    """The journal: a line for each request, and for each object that a tier reads or writes."""
 
     section: ClassVar[str] = "journal"
 
@@ -217,17 +241,18 @@ class VllmConfig(SettingsSection):
     sleep_frees_host: bool = setting(
         default=False,
         kind=Switch(),
-        help="Give host memory back to the system while vLLM sleeps: what no lower tier has is lost.",
+        help="Return host memory to the system while vLLM sleeps. Chunks that no lower tier has are lost.",
     )
     allow_high_priority: bool = setting(
         default=False,
         kind=Switch(),
-        help="Let requests retain KV with `priority` high, which outlasts what all others retain; false: ignore it.",
+        help="Let requests retain KV with `priority` high, which outlasts all other hints; false: ignore it.",
     )
     weights_names: Literal["digest", "random"] = setting(
         "digest",
         Choice(("digest", "random")),
-        "Name of weights that vLLM gets while it runs: their digest, or random bytes at once, for this engine alone.",
+        "How to name weights that vLLM receives while it runs: by digest, or at once by random bytes, for this engine "
+        "alone.",
     )
 
 
@@ -240,15 +265,15 @@ class EventsConfig(SettingsSection):
     shared_medium: str = setting(
         "STORAGE",
         FormedText(form="letters, digits, underscores and hyphens", is_formed=re.compile("[A-Za-z0-9_-]*").fullmatch),
-        "Medium that events name for tiers of several nodes; empty: no events of them.",
+        "Medium in events of tiers that several nodes share; empty: no events of these tiers.",
     )
     repeat_s: float = setting(
-        300.0, Seconds(0, 86400), "Time after which all that is held is published again, for new routers; 0: never."
+        300.0, Seconds(0, 86400), "How often all stored blocks are published again, for new routers; 0: never."
     )
     token_ids: bool = setting(
         default=False,
         kind=Switch(),
-        help="Write the chunks' token ids into sealed objects, and publish events of what tiers hold after a start.",
+        help="Write chunks' token ids into sealed objects. After a start, publish events of the objects in tiers.",
     )
 
 
@@ -261,7 +286,7 @@ class SglangConfig(SettingsSection):
     unsupported: Literal["refuse", "allow"] = setting(
         "refuse",
         Choice(("refuse", "allow")),
-        "Untested releases of SGLang; allow: use them, and find their KV with the same release only.",
+        "Untested releases of SGLang; allow: use them. Only the same release finds their KV.",
     )
 
 
@@ -283,7 +308,8 @@ class Config:
     """All settings. Constructors take single values from it, never the tree.
 
     Raises:
-        ConfigError: two tiers have the same name, a shared tier has no configured secret, or one that seals has no key.
+        ConfigError: two tiers have the same name, a shared tier has no configured secret, a sealing one no key, or a
+            lossy codec is not that of the engine's class.
     """
 
     host: HostConfig = field(default_factory=HostConfig)
@@ -300,17 +326,40 @@ class Config:
     sglang: SglangConfig = field(default_factory=SglangConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
+    def codec_of(self, tier: TierSettings) -> str:
+        """Return the name of the codec that encodes chunks in a tier."""
+        named = tier.codec or self.store.codec
+        return named if named != "auto" else "raw" if self.store.loss == "none" else self.store.loss
+
+    def _check_codecs(self) -> None:
+        loss = self.store.loss
+        for name, codec in (
+            ("store.codec", self.store.codec),
+            *((f"{tier.label}.codec", tier.codec) for tier in self.tiers),
+        ):
+            if codec in codecs.lossy_names() and codec != loss:
+                raise ConfigError(
+                    f"is lossy, and store.loss is {loss}",
+                    setting=name,
+                    value=codec,
+                    allowed=f"{', '.join([*codecs.names(), *({loss} - {'none'})])}; or set store.loss to {codec}",
+                )
+
     def __post_init__(self) -> None:
         refuse_equal_names([tier.name for tier in self.tiers], "Python")
+        self._check_codecs()
         if self.store.secret is None and self.store.secret_file is None:
             for tier in self.tiers:
                 if tier.seal == "on" and not (self.store.keys_file or self.store.keys_command or self.store.keys):
                     raise ConfigError(
-                        f"{tier.label}.seal is on, and there is no key; set store.keys_file, or {HOW_TO_SHARE}"
+                        f"there is no key; set store.keys_file, or {HOW_TO_SHARE}",
+                        setting=f"{tier.label}.seal",
+                        value="on",
                     )
                 if registry.kind_of(tier).is_shared(tier):
                     raise ConfigError(
-                        f"{tier.label}: other nodes use this tier, so they need the same secret; {HOW_TO_SHARE}"
+                        f"other nodes use {tier.label}, so they need the same secret; {HOW_TO_SHARE}",
+                        setting="store.secret_file",
                     )
 
 
@@ -333,30 +382,30 @@ SECTIONS: dict[str, type[SettingsSection]] = {
 
 
 def find_section(section: str, origin: str) -> type[SettingsSection]:
-    """The section of that name.
+    """Return the section of that name.
 
     Raises:
-        ConfigError: it is unknown; the message lists the known ones and suggests the nearest.
+        ConfigError: the section is unknown. The message lists the known ones and suggests the nearest.
     """
     if section not in SECTIONS:
-        raise ConfigError(f"{section} (from {origin}): unknown section{near(section, [*SECTIONS, 'tiers'])}")
+        raise unknown("unknown section", section, [*SECTIONS, "tiers"], setting=section, origin=origin)
     return SECTIONS[section]
 
 
 def find(section: type[SettingsSection], key: str, origin: str) -> Setting:
-    """The setting `key` of `section`.
+    """Return the setting `key` of `section`.
 
     Raises:
-        ConfigError: it is unknown; the message lists the known ones and suggests the nearest.
+        ConfigError: the setting is unknown. The message lists the known ones and suggests the nearest.
     """
     known = {setting.key: setting for setting in settings(section)}
     if key not in known:
-        raise ConfigError(f"{section.section}.{key} (from {origin}): unknown setting{near(key, list(known))}")
+        raise unknown("unknown setting", key, list(known), setting=f"{section.section}.{key}", origin=origin)
     return known[key]
 
 
 def value_of(config: Config, setting: Setting) -> object:
-    """The value of `setting` in `config`."""
+    """Return the value of `setting` in `config`."""
     label, _, name = setting.section.partition(".")
     if name:
         return getattr(next(tier for tier in config.tiers if tier.name == name), setting.key)
@@ -364,7 +413,7 @@ def value_of(config: Config, setting: Setting) -> object:
 
 
 def all_settings(config: Config) -> Iterator[Setting]:
-    """The settings of every section and of each tier."""
+    """Yield the settings of every section and of each tier."""
     for section in SECTIONS:
         yield from getattr(config, section).settings()
         if section == "host":

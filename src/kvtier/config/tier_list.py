@@ -1,13 +1,17 @@
-"""The ordered list of tiers while the layers of settings are read: as tables, or as texts of the form of a URL.
+"""The ordered list of tiers while the layers of settings are read, as tables or as strings that look like a URL.
 
     [NAME=]KIND[:WHERE][?key=value&key=value]   disk:/mnt/nvme?capacity=200GiB
     KIND=SIZE[?key=value&key=value]             disk=4TiB, disk=4xpm1753, disk=4x7.68TB, host=64GiB
 
-Every command reads this form. KIND is a kind of the registry, or ``host`` for host memory. WHERE fills the setting that
-the kind names, and NAME is the kind's without ``NAME=``. SIZE is short for ``capacity=SIZE``, and for ``drives=SIZE``
-where it is a number of drives or a part of the catalogue. WHERE and values may contain percent-encoded characters:
-``%3F`` for a question mark, ``%26`` for ``&``, ``%25`` for ``%``. A key may leave out its unit (``_bytes``, ``_s``,
-``_bytes_per_s``).
+Every command reads this form. KIND is a kind in the registry, or ``host`` for host memory. WHERE fills the setting that
+the kind names. Without ``NAME=`` the tier has the kind's name. SIZE is short for ``capacity=SIZE``, or for
+``drives=SIZE`` if it is a number of drives or a part of the catalogue. WHERE and values may contain percent-encoded
+characters: ``%3F`` for a question mark, ``%26`` for ``&``, ``%25`` for ``%``. A key may leave out its unit (``_bytes``,
+``_s``, ``_bytes_per_s``).
+
+A URL of Redis or Valkey is such a string, too: ``rediss://HOST:PORT/DATABASE?key=value`` stands for
+``valkey:HOST:PORT`` with ``tls=true`` and ``database``. One with a login is refused, because lists of processes and
+logs show such strings.
 
 Keys are the kind's settings, and figures of a `DescribedTier` for `kvtier plan`, `replay` and `size`. A
 server measures its hardware and ignores them.
@@ -19,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 from urllib.parse import quote, unquote
 
-from kvtier.config.schema import Setting, SettingsSection, near, read, setting, settings, short
+from kvtier.config.schema import Setting, SettingsSection, read, setting, settings, short, unknown
 from kvtier.config.value_types import PrivateText, Rate, Seconds, Size, Text, shown_place
 from kvtier.errors import ConfigError
 from kvtier.tier import registry
@@ -27,11 +31,16 @@ from kvtier.tier.registry import TierKind, TierSettings
 
 TIERS_MAX = 16
 FORM = "[NAME=]KIND[:WHERE][?key=value&key=value], or KIND=SIZE[?key=value&key=value]"
+_ITEMS = f"tables [[tiers]], or strings {FORM}"
 HOST = "host"
-"""The word for host memory in a text. It is neither a kind nor a tier of the list."""
+"""The word for host memory in a string. It is neither a kind nor a tier of the list."""
 
 _SPEC = re.compile(
     r"(?:(?P<name>[^=:?/%@&]*)=)?(?P<kind>[^=:?/%,@&]+)(?::(?P<where>[^?]*))?(?:\?(?P<query>.*))?", re.DOTALL
+)
+_REDIS = re.compile(
+    r"(?P<name>[^=:?/%@&]*=)?(?:redis|valkey)(?P<tls>s?):(?://(?P<place>[^?]*)|(?P<where>[^?]*))(?:\?(?P<query>.*))?",
+    re.DOTALL,
 )
 _NOT_ENCODED = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _SIZE = re.compile(r"[0-9.]+ ?(?!x)[A-Za-z]*")
@@ -51,18 +60,20 @@ class SettingOrigin(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribedTier(SettingsSection):
-    """A tier that a text describes, for a model of it: no store is opened. Figures are those of the whole tier."""
+    """A tier that a string describes, as input to a model. No store is opened. Figures are those of the whole tier."""
 
     section: ClassVar[str] = "tiers"
 
     name: str
     kind: str
-    """A kind of the registry, or `HOST`."""
+    """A kind in the registry, or `HOST`."""
     is_remote: bool
-    """A lookup costs a round trip, and other nodes use the same store."""
+    """Whether a lookup costs a round trip and other nodes use the same store."""
     is_default: bool
-    """The capacity is the kind's default."""
-    capacity_bytes: int | None = setting(None, Size(0, 2**60), "Bytes of KV that the tier holds; None: as the drives.")
+    """Whether the capacity is the kind's default."""
+    capacity_bytes: int | None = setting(
+        None, Size(0, 2**60), "Bytes of KV that the tier holds; None: the size of its drives."
+    )
     drives: str | None = setting(None, Text(1, 100), "Drives: 4xpm1753 of the catalogue, or 4x7.68TB.")
     read_bytes_per_s: int | None = setting(None, Rate(), "Bandwidth of reads; of host memory to the engine.")
     write_bytes_per_s: int | None = setting(None, Rate(), "Bandwidth of writes; of host memory from the engine.")
@@ -93,10 +104,10 @@ class _Draft:
 
 
 class TierList:
-    """The tiers that the layers read so far give, in the order in which they are asked.
+    """The tiers from the layers read so far, in the order in which they are asked.
 
     Args:
-        tiers: tiers to begin with.
+        tiers: tiers to start with.
     """
 
     def __init__(self, tiers: Sequence[TierSettings] = ()) -> None:
@@ -105,21 +116,21 @@ class TierList:
         self._drafts = [_of_settings(tier, self.origin) for tier in tiers]
 
     def replace(self, given: object, origin: SettingOrigin) -> int | None:
-        """Replace the whole list by `given`, a list of tables, texts and settings.
+        """Replace the whole list with `given`, a list of tables, strings and settings.
 
-        Returns the capacity of host memory if a text names it. Such a text alone replaces no tiers.
+        Return the capacity of host memory if a string gives it. Such a string alone replaces no tiers.
 
         Raises:
-            ConfigError: a tier is not well formed, or two have the same name.
+            ConfigError: a tier is malformed, or two have the same name.
         """
         if not isinstance(given, list | tuple):
-            raise ConfigError(f"tiers (from {origin}): not a list; allowed: tables [[tiers]], or texts {FORM}")
+            raise ConfigError("not a list", setting="tiers", origin=origin, allowed=_ITEMS)
         items = cast("Sequence[object]", given)
         if len(items) > TIERS_MAX:
-            raise ConfigError(f"tiers (from {origin}): {len(items)} tiers; allowed: at most {TIERS_MAX}")
+            raise ConfigError(f"{len(items)} tiers", setting="tiers", origin=origin, allowed=f"at most {TIERS_MAX}")
         hosts = [item for item in items if isinstance(item, str) and _cut(item, origin).kind == HOST]
         if len(hosts) > 1:
-            raise ConfigError(f"tiers (from {origin}): host memory is given twice; allowed: once")
+            raise ConfigError("host memory is given twice", setting="tiers", origin=origin, allowed="once")
         drafts = [_draft(item, origin) for item in items if item not in hosts]
         refuse_equal_names([draft.name for draft in drafts], str(origin))
         if drafts or not hosts:
@@ -136,23 +147,28 @@ class TierList:
             if draft.name == name:
                 draft.set(key, raw, origin, is_text=is_text)
                 return
-        known = near(name, [draft.name for draft in self._drafts]) if self._drafts else "; no tier is configured"
-        raise ConfigError(f"tiers.{name} (from {origin}): no tier has this name{known}")
+        raise unknown(
+            f"no tier has this name{'' if self._drafts else '; no tier is configured'}",
+            name,
+            [draft.name for draft in self._drafts],
+            setting=f"tiers.{name}",
+            origin=str(origin),
+        )
 
     def settings(self) -> tuple[TierSettings, ...]:
-        """The tiers.
+        """Return the tiers.
 
         Raises:
-            ConfigError: a needed value is missing, or values do not go together.
+            ConfigError: a needed value is missing, or values contradict each other.
         """
         return tuple(registry.make(draft.kind, draft.name, draft.values, str(draft.origin)) for draft in self._drafts)
 
     def given(self) -> dict[str, SettingOrigin]:
-        """The origin of each value that was given, by ``tiers.NAME.key``, also if the values do not go together."""
+        """Return the origin of each given value by ``tiers.NAME.key``, even if the values contradict each other."""
         return {f"tiers.{it.name}.{key}": origin for it in self._drafts for key, origin in it.origins.items()}
 
     def origins(self) -> Iterator[tuple[str, SettingOrigin]]:
-        """The origin of the list, and of each value by ``tiers.NAME.key``."""
+        """Yield the origin of the list, and of each value by ``tiers.NAME.key``."""
         yield "tiers", self.origin
         for draft, tier in zip(self._drafts, self.settings(), strict=True):
             for each in tier.settings():
@@ -160,15 +176,15 @@ class TierList:
 
 
 def parse(text: str, origin: str = "Python", where: object = None) -> TierSettings:
-    """The settings of one tier from a text of the form `FORM`.
+    """Read the settings of one tier from a string of the form `FORM`.
 
     Args:
         text: the tier.
         origin: its source, for messages.
-        where: replaces WHERE of the text.
+        where: replaces WHERE in the text.
 
     Raises:
-        ConfigError: it has another form, or a value is not allowed.
+        ConfigError: the text has another form, or a value is not allowed.
     """
     draft = _of_text(text, SettingOrigin("flag", origin))
     values = draft.values if where is None else {**draft.values, draft.kind.where: where}
@@ -176,12 +192,12 @@ def parse(text: str, origin: str = "Python", where: object = None) -> TierSettin
 
 
 def describe(text: str, origin: SettingOrigin) -> DescribedTier:
-    """The hardware of one tier, or of host memory, from a text of the form `FORM`.
+    """Read the hardware of one tier, or of host memory, from a string of the form `FORM`.
 
-    The kind's own settings are checked; WHERE may be missing.
+    The kind's own settings are checked. WHERE may be missing.
 
     Raises:
-        ConfigError: it has another form, a value is not allowed, or it has no capacity.
+        ConfigError: the text has another form or no capacity, or a value is not allowed.
     """
     parts = _cut(text, origin)
     draft = None if parts.kind == HOST else _empty(parts.kind, parts.name, origin)
@@ -189,12 +205,12 @@ def describe(text: str, origin: SettingOrigin) -> DescribedTier:
     values = _values(parts, {**own, **_FIGURES}, _CAPACITY if draft is None else draft.kind.where, own)
     figures = {key: value for key, value in values.items() if key in _FIGURES}
     if draft is None and "drives" in figures:
-        raise ConfigError(f"{parts.shown}: host memory has no drives; allowed: a size, such as host=64GiB")
+        raise parts.error("host memory has no drives", "a size, such as host=64GiB")
     is_default = not {_CAPACITY, "drives"} & figures.keys()
     if is_default:
         figures[_CAPACITY] = own[_CAPACITY].default if _CAPACITY in own else None
         if not figures[_CAPACITY]:
-            raise ConfigError(f"{parts.shown}: no capacity; allowed: such as {parts.kind}=40TiB, or capacity=40TiB")
+            raise parts.error("no capacity", f"such as {parts.kind}=40TiB, or capacity=40TiB")
     return DescribedTier(
         name=HOST if draft is None else draft.name,
         kind=parts.kind,
@@ -205,7 +221,7 @@ def describe(text: str, origin: SettingOrigin) -> DescribedTier:
 
 
 def kind_of(text: str, origin: str) -> TierKind[Any]:
-    """The kind of a tier from a text of the form `FORM`.
+    """Read the kind of a tier from a string of the form `FORM`.
 
     Raises:
         ConfigError: the text has another form, or its kind is unknown.
@@ -214,13 +230,13 @@ def kind_of(text: str, origin: str) -> TierKind[Any]:
 
 
 def is_spec(text: str) -> bool:
-    """Whether `text` begins like a tier with a WHERE, and is not a path."""
+    """Whether `text` has the form of a tier with a WHERE, and is not a path."""
     found = _SPEC.fullmatch(text)
     return found is not None and found["where"] is not None and bool(registry.NAME.fullmatch(found["kind"]))
 
 
 def spec(kind: str, where: object) -> str:
-    """A text for `parse`: `where` is percent-encoded."""
+    """Return a string for `parse`, with `where` percent-encoded."""
     return f"{kind}:{quote(str(where), safe='/')}"
 
 
@@ -233,8 +249,10 @@ def refuse_equal_names(names: Sequence[str], origin: str) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(
-            f"tiers (from {origin}): two tiers are named {twice[0]!r}; allowed: different names, as in "
-            f'name = "{twice[0]}_2" or {twice[0]}_2=KIND:WHERE'
+            f"two tiers are named {twice[0]!r}",
+            setting="tiers",
+            origin=origin,
+            allowed=f'different names, as in name = "{twice[0]}_2" or {twice[0]}_2=KIND:WHERE',
         )
 
 
@@ -245,7 +263,7 @@ def _draft(item: object, origin: SettingOrigin) -> _Draft:
         return _of_text(item, origin)
     if isinstance(item, Mapping):
         return _of_table(cast("Mapping[str, object]", item), origin)
-    raise ConfigError(f"tiers (from {origin}): {short(item)}; allowed: tables [[tiers]], or texts {FORM}")
+    raise ConfigError(setting="tiers", value=short(item), origin=origin, allowed=_ITEMS)
 
 
 def _of_settings(tier: TierSettings, origin: SettingOrigin) -> _Draft:
@@ -258,9 +276,11 @@ def _of_table(table: Mapping[str, object], origin: SettingOrigin) -> _Draft:
     kind_name, name = values.pop("kind", None), values.pop("name", None)
     if not isinstance(kind_name, str):
         what = "without kind" if kind_name is None else f"with kind = {short(kind_name)}"
-        raise ConfigError(f"tiers (from {origin}): a tier {what}; known kinds: {', '.join(registry.names())}")
+        raise ConfigError(
+            f"a tier {what}", setting="tiers", origin=origin, allowed=f"the kinds {', '.join(registry.names())}"
+        )
     if name is not None and not isinstance(name, str):
-        raise ConfigError(f"tiers (from {origin}): a tier with name = {short(name)}; allowed: a text")
+        raise ConfigError(f"a tier with name = {short(name)}", setting="tiers", origin=origin, allowed="a text")
     draft = _empty(kind_name, name, origin)
     for key, raw in values.items():
         draft.set(key, raw, origin, is_text=False)
@@ -286,32 +306,57 @@ class _Parts(NamedTuple):
     kind: str
     where: str
     words: list[str]
-    """``key=value``; one of SIZE comes first."""
+    """Each ``key=value``; first that of SIZE, if any."""
     origin: SettingOrigin
     shown: str
-    """For messages: without values, which may be secret, and with the origin."""
+    """The text for messages, without values, which may be secret."""
+
+    def error(self, problem: str, allowed: str = "") -> ConfigError:
+        """Return an error about the whole text."""
+        return ConfigError(problem, setting="tiers", value=repr(self.shown), origin=self.origin, allowed=allowed)
 
 
 def _cut(text: str, origin: SettingOrigin) -> _Parts:
-    shown = f"tier {shown_place(text)!r} (from {origin})"
-    found = _SPEC.fullmatch(text.strip())
+    whole = _Parts(None, "", "", [], origin, shown_place(text))
+    found = _SPEC.fullmatch(_as_valkey(text.strip(), whole))
     if found is None or (found["name"] is None and found["kind"][0].isdigit()):
-        raise ConfigError(f"{shown}: not of the form {FORM}; known kinds: {', '.join(registry.names())}")
+        raise whole.error("not a valid tier", f"{FORM}; the kinds are {', '.join(registry.names())}")
     name, kind, where, query = found.groups()
     if (name, where, query) == (None, None, None) and kind not in (HOST, *registry.names()):
-        # It may be the end of a secret with a space in it.
-        raise ConfigError(f"tier (hidden) (from {origin}): unknown kind{near(kind, registry.names())}")
+        # The text may be the end of a secret that contains a space.
+        raise unknown("unknown kind", kind, registry.names(), setting="tiers", value="(hidden)", origin=str(origin))
     words = [] if query is None else query.split("&")
     if name is not None and where is None and kind not in registry.names():
         words = [f"{'capacity' if _SIZE.fullmatch(kind) else 'drives'}={kind}", *words]
         name, kind = None, name
-    return _Parts(name, kind, where or "", words, origin, shown)
+    return _Parts(name, kind, where or "", words, origin, whole.shown)
+
+
+def _as_valkey(text: str, whole: _Parts) -> str:
+    """Return a URL of Redis or Valkey as a string of the kind ``valkey``, and any other string as it is.
+
+    Raises:
+        ConfigError: it has a login.
+    """
+    found = _REDIS.fullmatch(text)
+    if found is None:
+        return text
+    addresses, _, database = (found["place"] or found["where"] or "").partition("/")
+    if "@" in (found["place"] or ""):
+        raise whole.error(
+            "a login in the URL, which lists of processes show",
+            "username=NAME&password_file=PATH behind a question mark, or the environment "
+            "(KVTIER_TIERS__VALKEY__PASSWORD)",
+        )
+    words = [*(["tls=true"] if found["tls"] else []), *([f"database={database}"] if database else [])]
+    query = "&".join([*words, *([found["query"]] if found["query"] else [])])
+    return f"{found['name'] or ''}valkey:{addresses}{'?' if query else ''}{query}"
 
 
 def _values(parts: _Parts, known: Mapping[str, Setting], where: str, own: Mapping[str, Setting]) -> dict[str, object]:
-    """The values of a text by key; `where` is the key that WHERE fills, and `own` are the kind's settings.
+    """Return a string's values by key. `where` is the key that WHERE fills, and `own` are the kind's settings.
 
-    A figure after a secret may be the secret's own rest, so it is neither read nor shown.
+    A figure after a secret may be the rest of the secret, so it is neither read nor shown.
     """
     label = HOST if parts.kind == HOST else f"tiers.{parts.name or parts.kind}"
     values: dict[str, object] = {}
@@ -319,34 +364,35 @@ def _values(parts: _Parts, known: Mapping[str, Setting], where: str, own: Mappin
         word, equals, raw = part.partition("=")
         key = next((word + unit for unit in _UNITS if word + unit in known), word)
         if key not in own and any(isinstance(value, PrivateText) for value in values.values()):
-            raise ConfigError(
-                f"{parts.shown}: what follows a secret is not a setting (hidden); write '&' in it as %26, figures first"
+            raise parts.error(
+                "what follows a secret is not a setting (hidden); write '&' in the secret as %26, and figures before it"
             )
         if not equals or not word:
             shown = repr(word) if not word or key in known else "(hidden)"
-            raise ConfigError(f"{parts.shown}: {shown} is not key=value; allowed: {FORM}")
+            raise parts.error(f"{shown} is not key=value", FORM)
         if key not in known:
-            unknown = f"unknown setting of a {parts.kind} tier{near(key, [*known])}"
-            raise ConfigError(f"{label}.{key} (from {parts.origin}): {unknown}")
+            raise unknown(
+                f"unknown setting of a {parts.kind} tier",
+                key,
+                [*known],
+                setting=f"{label}.{key}",
+                origin=str(parts.origin),
+            )
         if key in values:
-            raise ConfigError(f"{label}.{key} (from {parts.origin}): given twice; allowed: once")
+            raise ConfigError("given twice", setting=f"{label}.{key}", origin=parts.origin, allowed="once")
         values[key] = read(known[key]._replace(section=label), _decoded(raw, parts), str(parts.origin), is_text=True)
     return values
 
 
 def _empty(kind_name: str, name: str | None, origin: SettingOrigin) -> _Draft:
     kind = registry.by_name(kind_name, str(origin))
-    try:
-        name = registry.checked_name(kind_name if name is None else name)
-    except ConfigError as error:
-        raise ConfigError(f"{error} (from {origin})") from None
-    return _Draft(name, kind, origin, {}, {})
+    return _Draft(registry.checked_name(kind_name if name is None else name, str(origin)), kind, origin, {}, {})
 
 
 def _decoded(text: str, parts: _Parts) -> str:
     if _NOT_ENCODED.search(text):
-        raise ConfigError(f"{parts.shown}: '%' is not followed by two hexadecimal digits; write %25")
+        raise parts.error("'%' is not followed by two hexadecimal digits; write %25")
     try:
         return unquote(text, errors="strict")
     except UnicodeDecodeError:
-        raise ConfigError(f"{parts.shown}: its percent-encoded bytes are not UTF-8") from None
+        raise parts.error("its percent-encoded bytes are not UTF-8") from None

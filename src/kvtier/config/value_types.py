@@ -1,7 +1,7 @@
 """Kinds of settings: how values are read, which are allowed, and how they are shown.
 
-Raw values are text (environment, flags) or typed (TOML, Python). A kind accepts its own values again, so constructors
-use the same checks.
+Raw values are text (environment, flags) or typed (TOML, Python). A kind also accepts the values that it returns, so
+constructors use the same checks.
 """
 
 import math
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from decimal import Decimal
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -43,24 +44,26 @@ _SIZE_UNITS_FOLDED = COUNT_UNITS | {unit.lower(): factor for unit, factor in SIZ
 _TIME_UNITS_EXACT = {"": Decimal(1)} | {unit: Decimal(str(factor)) for unit, factor in TIME_UNITS.items()}
 COUNT_FORMS = "128k is 128,000 and 128Ki is 131,072"
 _QUANTITY = re.compile(r"((?:[0-9]{1,20}|[0-9]{1,3}(?:[,_][0-9]{3}){1,6})(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", re.ASCII)
-"""Separators only between groups of three digits: elsewhere a comma may be meant as a decimal point."""
+"""Allows separators only between groups of three digits. Elsewhere a comma may be meant as a decimal point."""
 _Number = TypeVar("_Number", int, float)
 _SECRET = re.compile(rf"[0-9A-Fa-f]{{{2 * SECRET_BYTES}}}")
 _SETTINGS = re.compile("[?&;#]")
 _NO_KIND = re.compile("(?!/)[^:=?;#@&]*[@&]")
-"""The beginning of a text that may be the end of a secret with a space in it."""
+"""The beginning of a string that may be the end of a secret with a space in it."""
+_VARIABLE = re.compile(r"\$[{(]?([A-Za-z_]\w*)[})]?", re.ASCII)
+"""A variable as shells or Kubernetes write it."""
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 def parse_number(
     text: str, units: Mapping[str, int | Decimal] = COUNT_UNITS, problem: str = f"not a number; {COUNT_FORMS}"
 ) -> Decimal:
-    """The number of ``4096``, ``131,072``, ``1.5k`` (1,500) or ``128Ki`` (131,072), units in any case.
+    """Read a number such as ``4096``, ``131,072``, ``1.5k`` (1,500) or ``128Ki`` (131,072), with units in any case.
 
-    It is the grammar of every count, size, time and speed; `units` are those of the kind, in lower case.
+    This is the grammar of every count, size, time and speed. `units` are those of the kind, in lower case.
 
     Raises:
-        ValueError: with `problem`: `text` is not a number of this form.
+        ValueError: `text` is not a number of this form. The message is `problem`.
     """
     found = _QUANTITY.fullmatch(text.strip())
     factor = units.get(found[2].lower()) if found else None
@@ -70,7 +73,7 @@ def parse_number(
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as ``64GiB``, ``1.5 GB``, ``128Ki`` or ``4096``; fractions of a byte are dropped.
+    """Read the bytes of a size such as ``64GiB``, ``1.5 GB``, ``128Ki`` or ``4096``. Drop fractions of a byte.
 
     Raises:
         ValueError: `text` is not a size.
@@ -81,7 +84,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of a duration such as ``500ms``, ``2 min``, ``7d`` or ``0.5`` (seconds).
+    """Read the seconds of a duration such as ``500ms``, ``2 min``, ``7d`` or ``0.5`` (seconds).
 
     Raises:
         ValueError: `text` is not a duration.
@@ -90,11 +93,11 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_count(text: str, *, is_signed: bool = False) -> int:
-    """Tokens or users of ``4096``, ``131,072``, ``128k`` (128,000) or ``128Ki`` (131,072).
+    """Read a count such as ``4096``, ``131,072``, ``128k`` (128,000) or ``128Ki`` (131,072).
 
     Args:
         text: the number.
-        is_signed: also read one below 0, for a message about the range.
+        is_signed: whether to read a number below 0, too, so that a message can name the range.
 
     Raises:
         ValueError: `text` is not a whole number.
@@ -107,7 +110,7 @@ def parse_count(text: str, *, is_signed: bool = False) -> int:
 
 
 def size_text(count: int) -> str:
-    """Bytes as text: in the largest binary unit with at least 1, exact where possible."""
+    """Return bytes as text in the largest binary unit of which there is at least 1; exact where possible."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         factor = SIZE_UNITS[unit]
         if abs(count) >= factor:
@@ -115,8 +118,28 @@ def size_text(count: int) -> str:
     return f"{count} B"
 
 
+def date_text(seconds: float | None) -> str:
+    """Return seconds since 1970 as a date and time."""
+    if seconds is None:
+        return "unknown"
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError):
+        return f"{seconds:.0f} s since 1970"  # an mtime may lie in any year
+
+
+def age_text(seconds: float | None) -> str:
+    """Return how long ago something was, in days, hours, minutes or seconds."""
+    if seconds is None:
+        return "unknown"
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.1f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
 def seconds_text(duration_s: float) -> str:
-    """A duration as text: in microseconds, milliseconds or seconds."""
+    """Return a duration as text in microseconds, milliseconds or seconds."""
     if duration_s >= 1 or duration_s == 0:
         return f"{duration_s:g} s"
     return f"{duration_s * 1e3:g} ms" if duration_s >= 1e-3 else f"{duration_s * 1e6:g} us"
@@ -131,7 +154,7 @@ class Kind(Protocol):
         ...
 
     def read(self, raw: object, *, is_text: bool) -> object:
-        """The value of `raw`; `is_text` for sources without types (environment, flags).
+        """Return the value of `raw`. `is_text` stands for sources without types (environment, flags).
 
         Raises:
             ValueError: the problem, in a few words.
@@ -139,13 +162,13 @@ class Kind(Protocol):
         ...
 
     def show(self, value: object) -> str:
-        """`value` as text for people."""
+        """Return `value` as text for people."""
         return str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bytes: an integer, or a text such as ``64GiB``."""
+    """Bytes: an integer, or a string such as ``64GiB``."""
 
     least: int = 0
     most: int = 2**50
@@ -166,13 +189,13 @@ class Size:
         return within(raw, self.least, self.most)
 
     def show(self, value: object) -> str:
-        """The size with a unit."""
+        """Return the size with a unit."""
         return size_text(value) if isinstance(value, int) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A duration: seconds as a number, or a text such as ``500ms``."""
+    """A duration: seconds as a number, or a string such as ``500ms``."""
 
     least: float
     most: float
@@ -193,13 +216,13 @@ class Seconds:
         return float(within(raw, self.least, self.most))
 
     def show(self, value: object) -> str:
-        """The duration with a unit."""
+        """Return the duration with a unit."""
         return seconds_text(value) if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Rate(Kind):
-    """Bytes a second: a size and ``/s``, such as ``12GB/s``."""
+    """Bytes per second: a size and ``/s``, such as ``12GB/s``."""
 
     @property
     def allowed(self) -> str:
@@ -207,7 +230,7 @@ class Rate(Kind):
         return "a size a second, such as 12GB/s"
 
     def read(self, raw: object, *, is_text: bool) -> int:
-        """Read a rate; a number without a unit may be meant for another setting."""
+        """Read a rate. Refuse text without a unit, which may be meant for another setting."""
         if isinstance(raw, str) and raw.strip().endswith("/s"):
             raw, is_text = parse_size(raw.strip().removesuffix("/s")), False
         if is_text or not isinstance(raw, int) or isinstance(raw, bool):
@@ -255,7 +278,7 @@ class Choice(Kind):
         return word
 
     def show(self, value: object) -> str:
-        """The word, or ``(none)``."""
+        """Return the word, or ``(none)``."""
         return str(value) or "(none)"
 
     def _words(self) -> Sequence[str]:
@@ -281,13 +304,17 @@ class Switch:
         raise ValueError("neither true nor false")
 
     def show(self, value: object) -> str:
-        """``true`` or ``false``."""
+        """Return ``true`` or ``false``."""
         return "true" if value else "false"
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A path, made absolute (``~`` is the home directory); empty means none, unless `is_needed`."""
+    """A path, made absolute; empty means none, unless `is_needed`.
+
+    A leading ``~`` is the home directory. Variables are refused, because no shell reads a file or JSON, and the text
+    itself would name a directory.
+    """
 
     is_needed: bool = False
 
@@ -305,16 +332,27 @@ class Location:
             return None
         if not isinstance(raw, str | Path) or "\0" in str(raw):
             raise ValueError("not a path")
+        if found := _VARIABLE.search(str(raw)):
+            hint = f"; for {Path.home()} write ~ at the beginning" if found[1] == "HOME" else ""
+            raise ValueError(f"{found[0]} is not replaced here{hint}")
         os.fsencode(raw)  # JSON may hold half of a surrogate pair, which names no file
         try:
-            # absolute, so that a later change of the working directory does not change the store
+            # Absolute, so that a later change of the working directory does not change the store.
             return Path(raw).expanduser().absolute()
         except RuntimeError as error:
             raise ValueError("unknown home directory") from error
 
     def show(self, value: object) -> str:
-        """The path, or ``(none)``."""
+        """Return the path, or ``(none)``."""
         return "(none)" if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class FileLocation(Location):
+    """The path of a file that must be there. See `tier.machine.tier_file`."""
+
+    pem: str = ""
+    """What it holds in PEM, such as ``CERTIFICATE``; empty: it may have any form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,30 +376,30 @@ class Text:
     @property
     def allowed(self) -> str:
         """The range of lengths."""
-        return f"a text of {self.least} to {self.most} characters, none of them a control character"
+        return f"a string of {self.least} to {self.most} characters, without control characters"
 
     def read(self, raw: object, *, is_text: bool) -> str:
         """Read a text."""
         del is_text
         if not isinstance(raw, str) or not raw.isprintable():
-            raise ValueError("not a text")
+            raise ValueError("not a printable string")
         within(len(raw), self.least, self.most)
         return raw
 
     def show(self, value: object) -> str:
-        """The text, or ``(none)``."""
+        """Return the text, or ``(none)``."""
         return str(value) or "(none)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormedText(Text):
-    """A text of a form of its own. Empty means none."""
+    """A text of a given form. Empty means none."""
 
     form: str
     is_formed: Callable[[str], object]
-    """True for a text of this form. It may raise ValueError for others."""
+    """Returns a true value for a string of this form, and may raise ValueError for others."""
     is_hidden: bool = False
-    """Messages do not show a wrong text, because it may hold a key."""
+    """Whether messages hide a wrong text, because it may contain a key."""
 
     @property
     def allowed(self) -> str:
@@ -369,16 +407,16 @@ class FormedText(Text):
         return f"{self.form}; or empty for none"
 
     def read(self, raw: object, *, is_text: bool) -> str:
-        """Read a text of this form."""
+        """Read a string of this form."""
         text = Text.read(self, raw, is_text=is_text)
         if text and not self.is_formed(text):
-            raise ValueError("not of the form")
+            raise ValueError("malformed")
         return text
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """A secret of 32 bytes, as text 64 hexadecimal digits; never shown. Empty means none."""
+    """A secret of 32 bytes, as text 64 hexadecimal digits. It is never shown. Empty means none."""
 
     @property
     def allowed(self) -> str:
@@ -397,12 +435,12 @@ class Hidden:
         return Secret(bytes.fromhex(raw.strip()))
 
     def show(self, value: object) -> str:
-        """Whether there is a secret, but not the secret."""
+        """Return ``(set)`` or ``(none)``, and never the secret."""
         return "(set)" if value else "(none)"
 
 
 class PrivateText(str):
-    """A text that `repr` and formatting hide; `reveal` has it."""
+    """A text that `repr` and formatting hide. `reveal` returns it."""
 
     __slots__ = ()
 
@@ -421,12 +459,12 @@ class PrivateText(str):
 
 @dataclass(frozen=True, slots=True)
 class HiddenText(Hidden):
-    """A secret text, such as a password; never shown. Empty means none."""
+    """A secret text, such as a password. It is never shown. Empty means none."""
 
     @property
     def allowed(self) -> str:
         """The format."""
-        return "a text of up to 4096 characters, none of them a control character, or empty for none"
+        return "a string of up to 4096 characters, without control characters, or empty for none"
 
     def read(self, raw: object, *, is_text: bool) -> PrivateText:  # type: ignore[override]
         """Read a text."""
@@ -435,7 +473,7 @@ class HiddenText(Hidden):
 
 @dataclass(frozen=True, slots=True)
 class HiddenKeys(HiddenText):
-    """Keys of sealed frames, one a line; see `keys.keyring`. A semicolon ends a line, too. Empty means none."""
+    """Keys of sealed frames, one per line as in `keys.keyring`. A semicolon also ends a line. Empty means none."""
 
     @property
     def allowed(self) -> str:
@@ -449,7 +487,7 @@ class HiddenKeys(HiddenText):
             ConfigError: a line is wrong. The message has its number.
         """
         if not isinstance(raw, str):
-            raise ValueError("not a text")  # noqa: TRY004 - a user's mistake, not a caller's
+            raise ValueError("not a string")  # noqa: TRY004 - a user's mistake, not a caller's
         text = "".join(raw).replace(";", "\n")
         if text and not parse(text.encode(errors="replace"), "store.keys").keys:
             raise ValueError("without a key")
@@ -457,22 +495,22 @@ class HiddenKeys(HiddenText):
 
 
 def shown_place(text: str) -> str:
-    """The beginning of a URL or a tier, for messages: no settings, which may be secret, and no part of a login."""
+    """Return the start of a URL or a tier, for messages: no settings, which may be secret, and no part of a login."""
     if _NO_KIND.match(text):
         return "(hidden)"
     name, colon, where = _SETTINGS.split(redacted(text), maxsplit=1)[0].partition(":")
     if any("@" in behind or "%40" in behind for behind in _SETTINGS.split(text, maxsplit=1)[1:]):
-        where = "(hidden)"  # the mark may be one of a password
+        where = "(hidden)"  # the mark may be part of a password
     return f"{name}{colon}{where.partition('=')[0]}"[:120]
 
 
 def through_proxy(url: str) -> str:
-    """Words for the proxy that the environment names for `url`, without its login; empty if there is none."""
+    """Describe the proxy that the environment names for `url`, without its login; empty if there is none."""
     from urllib.request import getproxies, proxy_bypass  # noqa: PLC0415 - slow, and rare
 
     parts, named = urlsplit(url), getproxies()
     host, proxy = parts.hostname or "", named.get(parts.scheme) or named.get("all", "")
-    with suppress(ValueError):  # the host is a name, or a part is no network
+    with suppress(ValueError):  # the host is a name, or a part is not a network
         exempt = [ip_network(each.strip(), strict=False) for each in named.get("no", "").split(",") if "/" in each]
         proxy = "" if any(ip_address(host) in each for each in exempt) else proxy
     if not proxy or proxy_bypass(host):
@@ -481,10 +519,10 @@ def through_proxy(url: str) -> str:
 
 
 def within(value: _Number, least: _Number, most: _Number) -> _Number:
-    """`value`, if it is from `least` to `most`.
+    """Return `value` if it is from `least` to `most`.
 
     Raises:
-        ValueError: it is not.
+        ValueError: `value` is outside.
     """
     if value < least:
         raise ValueError("too small")

@@ -1,1 +1,1 @@
-"""One package per engine. Only these import an engine or know its data structures."""
+"""One package per engine. Only these packages import an engine or know its data structures."""

@@ -1,18 +1,18 @@
-"""Fields of a Hugging Face model configuration that cannot change KV. Used by all engines.
+"""Fields of a Hugging Face model configuration that cannot change KV. All engines use this list.
 
-All other fields enter the fingerprint: an unknown field may change KV, and then a miss is right.
+All other fields enter the fingerprint. An unknown field may change KV, and then a miss is right.
 """
 
 from collections.abc import Mapping
 from typing import cast
 
 UNRELATED_FIELDS = frozenset({
-    # origin of the file, and the model's name
+    # origin of the file, and name of the model
     "transformers_version", "_name_or_path", "architectures", "auto_map", "torchscript", "_commit_hash",
     # form of the output
     "output_hidden_states", "output_attentions", "output_scores", "return_dict", "return_dict_in_generate", "use_cache",
-    # tokens that start or end a text: they do not change a token's KV. Not the padding token: some models count
-    # positions from it.
+    # Tokens that start or end a text do not change a token's KV. The padding token is not listed, because some models
+    # count positions from it.
     "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id", "forced_bos_token_id",
     "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "tokenizer_class", "prefix",
     # other heads and tasks
@@ -21,14 +21,14 @@ UNRELATED_FIELDS = frozenset({
     "initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout", "dropout", "resid_pdrop",
     "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout",
     "layerdrop", "gradient_checkpointing", "router_aux_loss_coef", "output_router_logits", "classifier_dropout",
-    # division of matrices; equal up to rounding
+    # how matrices are divided; equal up to rounding
     "chunk_size_feed_forward", "pretraining_tp", "base_model_tp_plan", "base_model_pp_plan",
 })  # fmt: skip
 """Fields that cannot change a token's KV."""
 
 
 def plain(value: object, ignored: frozenset[str] = UNRELATED_FIELDS) -> object:
-    """`value` as plain types for a fingerprint, without the fields in `ignored`."""
+    """Return `value` as plain types for a fingerprint, without the fields in `ignored`."""
     if isinstance(value, Mapping):
         items = cast("Mapping[object, object]", value).items()
         return {str(name): plain(item, ignored) for name, item in items if str(name) not in ignored}

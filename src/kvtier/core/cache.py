@@ -1,8 +1,8 @@
 """The core: decides what to load, keep and move. Pure and synchronous.
 
-Calls carry the time. Commands and events are collected by `take_commands` and `take_events`. Those that follow from
-completions appear after the next `advance` or `tick`. The core has one owner, never blocks, and treats answers of lower
-tiers as hints.
+Calls carry the time. `take_commands` and `take_events` return what the core has decided. What follows from completions
+appears after the next `advance` or `tick`. The core has one owner, never blocks, and treats answers of lower tiers as
+hints.
 
 - Never lie: an object is readable only when READY or LEAVING, after its transfer was reported DONE. A reader of
   a slot holds a pin. The slot of an overdue promotion is not reused before its thread has ended.
@@ -14,7 +14,7 @@ from functools import cache
 from operator import itemgetter
 
 from kvtier.core.hints import Hints
-from kvtier.core.host_memory import HOST, PRESENCE, READABLE, WAY_SHARE, HostMemory, Item
+from kvtier.core.host_residency import HOST, PRESENCE, READABLE, WAY_SHARE, HostMemory, Item
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.load_budget import LoadBudget
@@ -48,10 +48,10 @@ from kvtier.types import (
 )
 
 _GROUP_AND_CHUNK = itemgetter(0, 1)
-"""Of a `Place`. Without a call of Python."""
+"""Gets group and chunk of a `Place` without running Python code."""
 
 TRANSFER_SHARE = 0.25
-"""Most slots for promotions of all tiers, and most for demotions: half of host memory is usable if all tiers hang."""
+"""Largest share of the slots for promotions, and for demotions. If all tiers hang, half of host memory stays usable."""
 
 
 class Cache:
@@ -63,7 +63,7 @@ class Cache:
         tiers: the lower tiers, fastest first.
         evictor: makes the evictor of a group in host memory.
         down: tiers that are not open yet.
-        stages_only: host memory is a staging area only, see `ObjectCache`.
+        stages_only: whether host memory is only a staging area, as in `ObjectCache`.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class Cache:
         self._begin(down)
 
     def _begin(self, down: Collection[str]) -> None:
-        """Begin with empty host memory, and with these tiers down."""
+        """Start with empty host memory, and with these tiers down."""
         layout, slots, tiers, stages_only = self._layout, self._slots, self._rules, self._stages_only
         self._next_turns: dict[str, NextTurn | None] = {}
-        """Next turns of conversations with open stores: evictors see the stores first."""
+        """Next turns that wait for the stores of their conversations, because evictors see the stores first."""
         self._may_move = False
-        """An operation has ended since the last `advance`."""
+        """Whether anything since the last `advance` may let transfers start."""
         self._output = Output(counters=self._output.counters, new_id=self._output.new_id)
         self.commands, self.events = self._output.commands, self._output.events
         """Commands and events since they were last taken."""
@@ -150,7 +150,7 @@ class Cache:
     def renew(self) -> None:
         """Forget every object, operation, hint and answer, after an error in the middle of a decision.
 
-        No command of before is in flight any more. Tiers that are down stay down until a trial. Ids and counters go on.
+        No earlier command may be in flight. Tiers that are down stay down until a trial. Ids and counters continue.
         """
         evictions = self.host.evictions
         ways = Direction.PROMOTE, Direction.DEMOTE
@@ -169,29 +169,29 @@ class Cache:
         compute_s: float | None = None,
         announced_tokens: int = 0,
     ) -> Lookup:
-        """How many leading tokens can be loaded. Sends probes, for each object as `Probes.send` says.
+        """Return how many leading tokens can be loaded, and send probes as in `Probes.search`.
 
         Args:
-            request: its name.
-            prefix: of its prompt.
+            request: name of the request.
+            prefix: prefix of its prompt.
             now_s: the time.
             resident_tokens: leading tokens that the engine holds; the options do not include them.
             compute_s: expected time to compute the rest of the prompt, which bounds how long the request waits for
-                remote tiers; None: until their deadlines.
-            announced_tokens: leading tokens that another engine is storing in a remote tier, which the request waits
-                for: while more of them appear, and at most `Limits.announced_wait_s` or as long as computing them.
+                remote tiers. With None it waits until their deadlines.
+            announced_tokens: leading tokens that another engine is storing in a remote tier. The request waits for them
+                while more appear, for at most `Limits.announced_wait_s` and no longer than computing them takes.
         """
         self.tick(now_s)
         runs = [self._readable_run(group, prefix.keys) for group in range(len(self._layout.groups))]
         if self.host.has_history_only and min(runs) == len(prefix.keys):
-            # Everything is in host memory: boundary rules and tiers cannot change the result.
+            # Everything is in host memory, so boundary rules and tiers cannot change the result.
             tokens = len(prefix.keys) * prefix.chunk_tokens
             if not tokens:
                 return NO_LOOKUP
             query = LookupQuery(prefix, resident_tokens, _in_host, runs)
             options = self._cost_model.options(query, tokens, tokens, now_s)
             return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), options, tokens)
-        known = self._probes.send(
+        known = self._probes.search(
             request, prefix, compute_s, now_s, resident_tokens=resident_tokens, announced_tokens=announced_tokens
         )
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
@@ -206,10 +206,10 @@ class Cache:
         tokens = longest_boundary(self._layout.groups, prefix, is_available, runs)
         waits = False
         if known is not None and tokens < prefix.tokens:
-            found = len(known.held_by)
+            found = len(known.found_in)
             waits = self._probes.is_waiting(known, now_s)
             waits = waits or self._probes.awaits_announced(request, known, max(tokens, resident_tokens), now_s)
-            if len(known.held_by) > found:  # remembered answers, without a probe
+            if len(known.found_in) > found:  # remembered answers, without a probe
                 return self.lookup(
                     request,
                     prefix,
@@ -236,12 +236,12 @@ class Cache:
         )
 
     def survey(self, prefix: Prefix, now_s: float) -> Survey:
-        """Begin to find every place of the objects of `prefix`. It is complete when nothing of it is `unasked`."""
+        """Start finding every place of the objects of `prefix`. The survey is complete when nothing is `unasked`."""
         self.tick(now_s)
         return self._probes.survey(prefix, now_s)
 
     def host_tokens(self, prefix: Prefix, *, is_retained: bool = False) -> int:
-        """Leading tokens that host memory alone can load; `is_retained`: only what hints keep there counts."""
+        """Return how many leading tokens host memory alone can load. With `is_retained`, count what hints keep only."""
         entries = self.host.entries
 
         def is_there(group: int, chunk: int) -> bool:
@@ -251,22 +251,22 @@ class Cache:
         return longest_boundary(self._layout.groups, prefix, is_there)
 
     def presence(self, key: ChunkKey, group: int) -> Presence:
-        """Whether host memory has, or will have, an object."""
-        entry = self.host.find(key, group)
+        """Return whether host memory has, or will have, an object."""
+        entry = self.host.entry(key, group)
         return Presence.ABSENT if entry is None else PRESENCE[entry.residency]
 
     @property
     def pending_count(self) -> int:
-        """Objects with pending writes, and objects that wait to be relayed from and to tiers that are up."""
+        """How many objects have pending writes, or wait to be relayed between tiers that are up."""
         return self._pending_writes.count
 
     def relays_waiting(self) -> dict[str, int]:
-        """Objects that wait to be relayed, by tier."""
+        """Return how many objects wait to be relayed to each tier."""
         return self._pending_writes.relays_waiting()
 
     @property
     def in_flight(self) -> int:
-        """Commands without an answer."""
+        """Number of commands without an answer."""
         return len(self._transfers.flights) + len(self._probes)
 
     @property
@@ -279,16 +279,16 @@ class Cache:
         return self._tiers.by_name[tier].breakers[direction].is_up()
 
     def check_tiers(self, now_s: float, watched: Callable[[str], tuple[Item, ...]] = lambda _tier: ()) -> None:
-        """Send health checks to the tiers; call it about once a second.
+        """Send health checks to the tiers. Call it about once a second.
 
         Args:
             now_s: the time.
-            watched: the objects that the check of a tier asks for; none by default. Their answers are for observers.
+            watched: returns the objects that the check of a tier asks for, for observers; none by default.
         """
         self._probes.send_health_checks(now_s, watched)
 
     def next_deadline(self) -> float | None:
-        """The time at which `tick` has work to do if no other call is made."""
+        """Return the time at which `tick` has work to do if no other call is made."""
         ends = [self._transfers.next_deadline(), self._probes.next_deadline()]
         if self.hints.are_given:
             ends.append(self.hints.next_deadline())
@@ -344,15 +344,15 @@ class Cache:
         store = StoreOperation(request=request, prefix=prefix, conversation=conversation, deadline_s=deadline_s)
         self._operations.begin_store(store, places, now_s)
         self._transfers.advance(now_s)
-        self._operations.end_if_settled(store)
+        self._operations.end_if_finished(store)
 
     def release(self, request: RequestId, now_s: float) -> None:
-        """Forget `request`: queued work is dropped, and its Done events follow when no transfer is in flight."""
+        """Forget `request`, and drop its queued work. Its Done events follow when no transfer of it is in flight."""
         self._stop(request)
         self._transfers.advance(now_s)
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
-        """Pass on the kind of the next turn of `conversation`, to evictors of host memory and tiers, with `advance`.
+        """Pass the kind of the next turn of `conversation` to evictors of host memory and tiers, in a later `advance`.
 
         Objects that the conversation is storing reach the evictors first.
         """
@@ -382,7 +382,7 @@ class Cache:
         """End every hint, and free the slots of all objects in host memory without a pin or a pending write.
 
         Returns:
-            Objects that have left host memory, and objects that stay until their transfers end and space is needed.
+            How many objects have left host memory, and how many stay until their transfers end and space is needed.
         """
         self.tick(now_s)
         self.forget_hints()
@@ -394,16 +394,16 @@ class Cache:
     # ---- completions -----------------------------------------------------------------------------------------------
 
     def complete(self, transfer_id: int, outcome: Outcome, now_s: float, *, is_fault: bool = False) -> None:
-        """The completion of a transfer. `is_fault`: the tier failed, rather than refused or cancelled."""
+        """Handle the completion of a transfer. `is_fault`: the tier failed, and did not just refuse or cancel."""
         self._may_move |= self._transfers.complete(transfer_id, outcome, now_s, is_fault=is_fault)
 
     def probed(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
-        """The answer to a probe; None means that the tier failed."""
+        """Handle the answer to a probe; None means that the tier failed."""
         self._probes.answered(probe_id, present, now_s)
         self._may_move = True  # demotions may wait for a trial
 
     def dropped(self, drop: Drop, outcome: Outcome) -> None:
-        """The completion of a drop. If it failed, the bad copy may still be there: the next write drops it again."""
+        """Handle the completion of a drop. If it failed, the bad copy may remain, and the next write drops it again."""
         item, tier_state = (drop.key, drop.group), self._tiers.by_name[drop.tier]
         if outcome is Outcome.FAILED:
             tier_state.mark_suspect([item])
@@ -411,7 +411,7 @@ class Cache:
             tier_state.was_dropped(item)
 
     def advance(self, now_s: float) -> None:
-        """Start what completions have made possible. Call it once for many completions: it costs as much as one."""
+        """Start what completions have made possible. Call it once for many completions: the cost is that of one."""
         if self._may_move:
             self._may_move = False
             self._transfers.advance(now_s)
@@ -433,13 +433,13 @@ class Cache:
     # ---- output ----------------------------------------------------------------------------------------------------
 
     def take_commands(self) -> list[Command]:
-        """The commands since the last call."""
+        """Return the commands since the last call."""
         taken = self._output.commands.copy()
         self._output.commands.clear()
         return taken
 
     def take_events(self) -> list[Event]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         taken = self._output.events.copy()
         self._output.events.clear()
         return taken
@@ -448,7 +448,7 @@ class Cache:
         """Assert every invariant of the current state.
 
         Raises:
-            AssertionError: one does not hold, which is a bug in the core.
+            AssertionError: an invariant does not hold, which is a bug in the core.
         """
         self.host.check()
         self._transfers.check()
@@ -472,7 +472,7 @@ class Cache:
     # ---- helpers ---------------------------------------------------------------------------------------------------
 
     def _history_tokens(self, prefix: Prefix, tokens: int, is_available: Present, runs: Sequence[int]) -> int:
-        """`Lookup.history_tokens` of a lookup that found `tokens`."""
+        """Return `Lookup.history_tokens` for a lookup that found `tokens`."""
         full = tokens // prefix.chunk_tokens
         if not any(self.host.is_history) or full >= len(prefix.keys):
             return tokens
@@ -490,10 +490,10 @@ class Cache:
         return lambda group, chunk: prefix.keys[chunk] in self.host.readable[group]
 
     def _source_of(self, known: ProbeAnswers | None, key: ChunkKey, group: int) -> str | None:
-        entry = self.host.find(key, group)
+        entry = self.host.entry(key, group)
         if entry is not None:
             return HOST if entry.residency in READABLE else entry.source
-        tier = known.held_by.get((key, group)) if known is not None else None
+        tier = known.found_in.get((key, group)) if known is not None else None
         return tier if tier is not None and self._tiers.by_name[tier].breakers[Direction.PROMOTE].is_up() else None
 
     def _check_places(self, prefix: Prefix, places: Sequence[Place]) -> None:
@@ -504,7 +504,7 @@ class Cache:
                 raise BadCallError(f"{place} is outside the prefix: {groups} groups, {chunks} chunks")
 
     def _check_load(self, prefix: Prefix, tokens: int, places: Sequence[Place], resident_tokens: int) -> None:
-        """Check that a load covers everything its tokens need; LoadDone relies on it."""
+        """Check that a load covers everything that its tokens need, because LoadDone relies on it."""
         groups = self._layout.groups
         try:
             needed = [
@@ -527,7 +527,7 @@ class Cache:
 
 
 def _share(*, stages_only: bool) -> float:
-    """Share of the slots for promotions, and for demotions, in flight."""
+    """Return the largest share of the slots for promotions, and for demotions, in flight."""
     return WAY_SHARE if stages_only else TRANSFER_SHARE
 
 

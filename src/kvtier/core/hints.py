@@ -8,15 +8,15 @@ A hint waits for the open stores of its prefix. Objects that are retained, or th
 the lower tiers whatever the write policy.
 
 Clients choose hints and salts, so no client has a share of its own. A hint has a limit instead, hints that are due
-earlier come first, and the operator's calls do not compete with those of clients. What is refused of clients is
-counted; the operator's calls return what they reached.
+earlier come first, and the operator's calls do not compete with those of clients. Refused hints of clients are counted.
+The operator's calls return what they reached.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvtier.core.host_memory import READABLE, HostEntry, HostMemory
+from kvtier.core.host_residency import READABLE, HostEntry, HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import OpenOperations, PrefetchOperation, StoreOperation
@@ -28,17 +28,17 @@ from kvtier.layout import KvLayout
 from kvtier.types import ChunkKey, Place, Prefix, Priority, RequestId
 
 WAITING_HINTS_MAX = 256
-"""Hints that wait for stores; of more, the oldest are forgotten, and last those of the operator."""
+"""Most hints that may wait for stores. Beyond that the oldest are forgotten, and the operator's last."""
 
 PREFETCHES_MAX = 256
-"""Prefetches of clients that are open or due later, and as many of the operator. Of more, those that are due latest and
-have not begun are ignored."""
+"""Most prefetches of clients that may be open or due later, and as many of the operator. Beyond that, those due latest
+that have not begun are ignored."""
 
 LEAD_S = 1.0
-"""A prefetch begins this long before its time, and twice the expected time of its transfers."""
+"""A prefetch begins this long before its time, plus twice the expected time of its transfers."""
 
 KEEP_S = 5.0
-"""Prefetched objects are retained this long after their time, and as long again as the prefetch was given before."""
+"""Prefetched objects are retained this long after their time, plus the notice that the prefetch got."""
 
 SourceOf = Callable[[ProbeAnswers | None, ChunkKey, int], str | None]
 
@@ -63,7 +63,7 @@ class DuePrefetch:
     start_s: float
     deadline_s: float
     until_s: float
-    """What it has brought is retained until then."""
+    """What the prefetch brings is retained until then."""
     priority: Priority
     has_started: bool = field(default=False, init=False)
 
@@ -72,9 +72,9 @@ class Hints:
     """The hints that wait, the prefetches that are due, and the objects that are retained.
 
     Args:
-        source_of: the source of an object, from the answers to a request's probes; None: none is known.
-        estimators: of each tier's link, and of host memory's.
-        refused: counts the hints of requests that are refused, by reason (`Counters`).
+        source_of: returns the source of an object, from the answers to a request's probes; None if none is known.
+        estimators: one for host memory's link, and one for each tier's.
+        refused: counts the refused hints of requests, by reason (`Counters`).
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Hints:
         self._wishes: list[Wish] = []
         self._due: dict[RequestId, DuePrefetch] = {}
         self.are_given = False
-        """A hint has been given; until then no call is needed."""
+        """Whether a hint has been given. Until then no call is needed."""
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Hints:
         self._wish(prefix, lambda _at_s: self.retention.end(prefix), Priority.OPERATOR)
 
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
-        """Evict first what only `conversation` has used of `prefix`; without one, what one operation only has used."""
+        """Evict first what only `conversation` has used of `prefix`; without it, what only one operation has used."""
         self._wish(prefix, lambda at_s: self._lower(prefix, conversation, at_s, is_kept=False))
 
     def prefetch(
@@ -134,9 +134,9 @@ class Hints:
         wait_s: float = 0.0,
         priority: Priority = Priority.NORMAL,
     ) -> None:
-        """Have what lower tiers hold of `prefix` in host memory at `at_s`, and retain it there for a while.
+        """Bring what lower tiers hold of `prefix` into host memory by `at_s`, and retain it there for a while.
 
-        Until then what only `conversation` has used of it is written to lower tiers and evicted first. A prefetch ends
+        Until then, what only `conversation` has used of it is written to lower tiers and evicted first. A prefetch ends
         without an event, after `Cache.release` of its `request` at the latest. It may be late by `wait_s` or `KEEP_S`.
         """
         prefix = self._bounded(prefix, priority)
@@ -146,7 +146,7 @@ class Hints:
         if not self._has_place(at_s, priority):
             return
         until_s = min(at_s + max(wait_s, at_s - now_s) + KEEP_S, now_s + self._limits.retain_s)
-        # Once begun it keeps its place, so that it may not be late for as long as its objects stay.
+        # A prefetch that has begun keeps its place, so it may not be late for as long as its objects would stay.
         deadline_s = min(at_s + max(wait_s, KEEP_S), until_s)
         start_s = max(now_s, at_s - self._lead_s(prefix, now_s))
         self.are_given = True
@@ -169,7 +169,7 @@ class Hints:
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> bool:
-        """Apply hints whose stores have ended, and begin prefetches; whether transfers may start."""
+        """Apply hints whose stores have ended, and begin prefetches. Return whether transfers may start."""
         stores, waiting = self._operations.stores, list[Wish]()
         may_move = False
         for wish in self._wishes:
@@ -187,17 +187,17 @@ class Hints:
         return may_move
 
     def expire(self, now_s: float) -> bool:
-        """End retentions whose time has come; whether transfers may start."""
+        """End retentions whose time has come. Return whether transfers may start."""
         return self.retention.expire(now_s)
 
     def next_deadline(self) -> float | None:
-        """The time at which `advance` or `expire` has work to do."""
+        """Return the time at which `advance` or `expire` has work to do."""
         ends = [due.deadline_s if due.has_started else due.start_s for due in self._due.values()]
         end = self.retention.next_deadline()
         return min(ends if end is None else [*ends, end], default=None)
 
     def check(self) -> None:
-        """Assert that the objects held are those retained.
+        """Assert that retentions, waiting hints and prefetches are consistent.
 
         Raises:
             AssertionError: they are not, which is a bug in the core.
@@ -206,7 +206,7 @@ class Hints:
         assert len(self._wishes) <= WAITING_HINTS_MAX, "too many hints wait"
         assert not self._due.keys() & self._operations.prefetches.keys(), "a prefetch has begun twice"
 
-    # ---- what they do ----------------------------------------------------------------------------------------------
+    # ---- applying hints --------------------------------------------------------------------------------------------
 
     def _wish(self, prefix: Prefix, apply: Callable[[float], None], priority: Priority = Priority.NORMAL) -> None:
         self.are_given = True
@@ -219,7 +219,7 @@ class Hints:
             self._refused["waiting"] += dropped.priority is not Priority.OPERATOR
 
     def _has_place(self, at_s: float, priority: Priority) -> bool:
-        """Whether a prefetch that is due at `at_s` gets a place, which may be that of the latest one."""
+        """Whether a prefetch that is due at `at_s` gets a place, perhaps that of the one due latest."""
         is_operators = priority is Priority.OPERATOR
         due = [it for it in self._due.values() if (it.priority is Priority.OPERATOR) is is_operators]
         begun = [it.priority is Priority.OPERATOR for it in self._operations.prefetches.values()]
@@ -244,7 +244,7 @@ class Hints:
             self._host.lower(entry)
 
     def _own(self, prefix: Prefix, conversation: str | None) -> list[HostEntry]:
-        """The readable objects of `prefix` that no other conversation has used."""
+        """Return the readable objects of `prefix` that no other conversation has used."""
         found = [entries.get(key) for entries in self._host.entries for key in reversed(prefix.keys)]
         return [
             entry
@@ -257,16 +257,16 @@ class Hints:
         ]
 
     def _lead_s(self, prefix: Prefix, now_s: float) -> float:
-        """How long before its time a prefetch begins."""
+        """Return how long before its time a prefetch begins."""
         size_bytes = len(prefix.keys) * sum(self._host.object_bytes)
         links = list(self._estimators.values())[1:]
         return LEAD_S + 2 * max((it.seconds(size_bytes, 0, now_s)[1] for it in links if it.is_known), default=0.0)
 
     def _begin(self, due: DuePrefetch, now_s: float) -> bool:
-        """Ask the tiers, or begin once they have answered; whether it has begun or is over."""
+        """Ask the tiers, or begin once they have answered. Return whether it has begun or is over."""
         due.has_started = True
         prefix = due.prefix
-        known = self._probes.send(due.request, prefix, None, now_s) if now_s < due.deadline_s else None
+        known = self._probes.search(due.request, prefix, None, now_s) if now_s < due.deadline_s else None
         if known is not None and self._probes.is_waiting(known, now_s):
             return False
         del self._due[due.request]
@@ -293,7 +293,7 @@ class Hints:
         return True
 
     def _bounded(self, prefix: Prefix, priority: Priority) -> Prefix:
-        """The leading chunks that may be retained; counts a hint of a request that names more."""
+        """Return the leading chunks that may be retained, and count a request's hint that names more."""
         limits = zip(self.retention.most_of(priority), self._host.is_history, strict=True)
         most = min([most for most, is_history in limits if is_history], default=len(prefix.keys))
         self._refused["retained"] += len(prefix.keys) > most and priority is not Priority.OPERATOR

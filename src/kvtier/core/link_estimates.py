@@ -3,16 +3,17 @@
 A link has two parameters: the latency of the first objects of a burst, and the bandwidth after them. A burst begins
 when an idle link gets a transfer. Objects that arrive soon after the first one count as part of the first batch. The
 bandwidth is that of the rest, so both parameters are measured directly and nothing is fitted. A worse measurement
-replaces the estimate; a better one counts as the geometric mean of both. So plans assume a link's slower periods, and
-one good measurement recovers half of the difference.
+replaces the estimate. After a better one, the estimate becomes the geometric mean of both. So plans assume a link's
+slower periods, and one good measurement recovers half of the difference.
 
-The longest pause between arrivals is estimated as well; it decays with each burst and with each better measurement. A
+The longest pause between arrivals is estimated as well. It decays with each burst and with each better measurement. A
 link with a quota (a throttled control group, a cloud volume) passes some objects at once and then none until its next
-period. A pause that is longer than the estimate may be a single hiccup: it counts in the bandwidth from the second on.
+period. A pause longer than the estimate may be a single hiccup, so it counts in the bandwidth only from the second one
+on.
 
 Sizes are those of raw objects, and times include decoding. So the bandwidth of a tier with a codec is that of its usual
-mix of raw and coded objects. A load of one kind is misjudged, by up to the ratio of both, where the loads before it
-were of the other kind: the core does not know which objects are coded.
+mix of raw and coded objects. The core does not know which objects are coded. So it misjudges a load of one kind after
+loads of the other, by up to the ratio of both.
 
 A link without measurements is assumed to be fast, since only a transfer can show otherwise.
 """
@@ -26,7 +27,7 @@ SAMPLE_S = 0.25
 """A link that is never idle is measured this often, or half as often if its objects never pause."""
 INSTANT_S = 1e-6
 PAUSE_KEPT = 0.9
-"""Share of the estimated pause that is left when the next burst begins."""
+"""Share of the estimated pause that remains when the next burst begins."""
 FIRST_BATCH_SHARE = 0.5
 """Objects that arrive within this share of the latency after the first one belong to the first batch."""
 
@@ -48,10 +49,10 @@ class LinkEstimator:
     is_known: bool = False
     out: int = 0
     out_bytes: int = 0
-    """Transfers in flight."""
+    """Bytes of the transfers in flight."""
     _has_bandwidth: bool = field(default=False, init=False)
     _is_waiting: bool = field(default=False, init=False)
-    """Nothing of this burst has arrived."""
+    """Whether nothing of this burst has arrived."""
     _moved_s: float = field(default=0.0, init=False)
     """Time of the last arrival, or of the start of the burst."""
     _batch_until_s: float = field(default=0.0, init=False)
@@ -59,7 +60,7 @@ class LinkEstimator:
     _flow_since_s: float = field(default=0.0, init=False)
     _flow_bytes: int = field(default=0, init=False)
     _round_s: float = field(default=0.0, init=False)
-    """End of the last whole round: threads that read one object each deliver together. A sample ends with a round."""
+    """End of the last whole round. Threads that read one object each deliver together: a sample ends with a round."""
     _round_bytes: int = field(default=0, init=False)
     """Bytes of the flow up to `_round_s`."""
     _flow_pause_s: float = field(default=0.0, init=False)
@@ -67,10 +68,10 @@ class LinkEstimator:
     _usual_pause_s: float = field(default=0.0, init=False)
     """The estimated pause when the burst began."""
     _is_sampled: bool = field(default=False, init=False)
-    """The bandwidth of this burst was measured."""
+    """Whether the bandwidth of this burst was measured."""
 
     def began(self, size_bytes: int, now_s: float) -> None:
-        """A transfer starts."""
+        """Record that a transfer starts."""
         if not self.out:
             self._is_waiting = True
             self._flow_since_s = self._moved_s = now_s
@@ -78,23 +79,23 @@ class LinkEstimator:
         self.out_bytes += size_bytes
 
     def ended(self, size_bytes: int, now_s: float, *, is_moved: bool) -> None:
-        """A transfer has ended, with (`is_moved`) or without moving its bytes."""
+        """Record that a transfer has ended, with (`is_moved`) or without moving its bytes."""
         self.out -= 1
         self.out_bytes -= size_bytes
         if is_moved:
             self._moved(size_bytes, now_s)
         elif self._is_waiting and not self.out:
-            # All transfers ended without moving bytes: the latency is at least this long.
+            # All transfers ended without moving bytes, so the latency is at least this long.
             self._update_latency(max(self.first_s, now_s - self._moved_s))
         elif not self.out and self._flow_bytes:
             self._end_burst(self._moved_s)
 
     def seconds(self, size_bytes: int, queue_bytes: int, now_s: float) -> tuple[float, float]:
-        """Expected seconds until the first part of `size_bytes` more is usable, and until all of it has arrived.
+        """Return the expected seconds until the first part of a new transfer is usable, and until all has arrived.
 
         Args:
-            size_bytes: what would be added.
-            queue_bytes: what is transferred before, in flight or queued.
+            size_bytes: bytes that would be added.
+            queue_bytes: bytes that are transferred before, in flight or queued.
             now_s: the time.
         """
         first_s = self.first_s
@@ -107,7 +108,7 @@ class LinkEstimator:
         return queue_s + lead_s, queue_s + max(lead_s, first_s + flow_s)
 
     def record_lead(self, seconds: float, *, has_come: bool) -> None:
-        """A load that used the link alone got its first chunk after `seconds`, or was stopped then without one."""
+        """Record that a load alone on the link got its first chunk after `seconds`, or was stopped then without one."""
         seconds = seconds if has_come else max(seconds, self.lead_s)
         self.lead_s = max(seconds, sqrt(self.lead_s * seconds))
 
@@ -148,7 +149,7 @@ class LinkEstimator:
         if self._is_sampled:
             self._sample(SAMPLE_S)  # the rest of the burst may be less than a period of its quota
             return
-        # Even if a whole batch was about to arrive, the link was not faster than that, a hiccup left out.
+        # Apart from a hiccup, the link was not faster than this, even if a whole batch was about to arrive.
         hiccup_s = max(0.0, self._flow_pause_s - self._usual_pause_s) if self._has_bandwidth else 0.0
         flow_s = max(self.first_s, now_s - self._flow_since_s - hiccup_s)
         limit = (self._flow_bytes + self.first_bytes) / flow_s
@@ -158,8 +159,8 @@ class LinkEstimator:
     def _sample(self, seconds_min: float) -> None:
         """Measure the bandwidth until the end of the last whole round, if that is long enough.
 
-        Smaller or shorter samples than the first batch say nothing about the bandwidth. A sample that is mostly one
-        pause does not make the estimate worse.
+        Samples that are smaller or shorter than the first batch say nothing about the bandwidth. A sample that is
+        mostly one pause does not worsen the estimate.
         """
         flow_s = self._round_s - self._flow_since_s
         if self._round_bytes < self.first_bytes or flow_s < max(self.first_s, seconds_min):

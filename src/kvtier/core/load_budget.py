@@ -1,10 +1,10 @@
-"""How long a load may continue: as long as it pays.
+"""Decides how long a load may continue: as long as it pays.
 
 The regret of a running load is its elapsed time minus the computing time that the delivered tokens save. That is the
 loss, compared with computing everything, if the load stopped now. The load is cut when its regret exceeds its minimum
 so far by `allowance_s`. Until `free_s` the engine computes for other requests, so that time does not count, and ending
-earlier would gain nothing. So the request is at most the allowance (and the time of the cut) later than with the best
-possible stop, including not loading at all, whatever the links do. (Page's test for a change of drift, Biometrika 1954,
+earlier would gain nothing. Compared with the best possible stop, or with not loading at all, the request is late by at
+most the allowance and the time of the cut, whatever the links do. (Page's test for a change of drift, Biometrika 1954,
 used as a stopping rule.)
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class LoadBudget(NamedTuple):
-    """The value of a load; made by the planner, applied by the core."""
+    """What a load is worth. The planner sets it, and the core applies it."""
 
     allowance_s: float
     """Seconds that may be lost."""
@@ -24,15 +24,15 @@ class LoadBudget(NamedTuple):
     """Seconds from the start of the load in which the engine computes for other requests."""
 
     def regret_s(self, elapsed_s: float, saved_s: float) -> float:
-        """The loss if the load ends after `elapsed_s` with tokens that save `saved_s`; a gain is negative."""
+        """Return the loss if the load ends after `elapsed_s` with tokens that save `saved_s`; a gain is negative."""
         return max(0.0, elapsed_s - self.free_s) - saved_s
 
     def cut_s(self, lowest_s: float, saved_s: float) -> float:
-        """The time after which to cut a load whose tokens save `saved_s` and whose minimal regret was `lowest_s`."""
+        """Return when to cut a load whose tokens save `saved_s` and whose least regret was `lowest_s`."""
         return self.free_s + lowest_s + saved_s + self.allowance_s
 
     def saved_s(self, start: int, end: int) -> float:
-        """Computing time that tokens `start` to `end` save."""
+        """Return the computing time that tokens `start` to `end` save."""
         if end <= start:
             return 0.0
         return self.per_token_s * (end - start) + self.per_pair_s * (end * end - start * start) / 2

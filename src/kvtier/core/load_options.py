@@ -1,4 +1,4 @@
-"""Load options: load everything, everything except the slowest source, except the two slowest, and so on.
+"""Lists load options: everything, everything except the slowest source, except the two slowest, and so on.
 
 Optimal cut points lie only at boundaries between sources. Within one source the time of a load grows linearly with its
 tokens, while later tokens cost more to compute. So if the first chunk of a source pays, all of its chunks do.
@@ -7,7 +7,7 @@ tokens, while later tokens cost more to compute. So if the first chunk of a sour
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from kvtier.core.host_memory import HOST, READABLE, HostMemory
+from kvtier.core.host_residency import HOST, READABLE, HostMemory
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import LoadOperation
 from kvtier.core.prefix import longest_boundary, needed_chunks
@@ -33,7 +33,7 @@ class CostModel:
     Args:
         layout: the model's KV groups.
         host: host memory.
-        estimators: one for each source, fastest first; host memory's is of the link from there to the engine.
+        estimators: one for each source, fastest first. Host memory's is for the link from there to the engine.
         loads: a live view of the open loads.
         scatters: returns how many objects wait for their scatter.
         first_tier: returns the first tier to try for the next promotion of an open load.
@@ -58,7 +58,7 @@ class CostModel:
         self._first_tier = first_tier
 
     def options(self, query: LookupQuery, ready: int, tokens: int, now_s: float) -> tuple[LoadOption, ...]:
-        """The boundaries worth loading up to, shortest first.
+        """Return the boundaries worth loading up to, shortest first.
 
         Args:
             query: the lookup.
@@ -98,7 +98,7 @@ class CostModel:
         return LoadOption(end, slowest, seconds, wait_s, is_known, chunk_tokens)
 
     def _bytes(self, query: LookupQuery, end: int) -> tuple[int, dict[str, int]]:
-        """Bytes of a load up to `end`, and those that it adds to the queue of each tier that it waits for."""
+        """Return the bytes of a load up to `end`, and those that it adds to the queue of each tier it waits for."""
         prefix, resident = query.prefix, query.resident_tokens // query.prefix.chunk_tokens
         shared = self._shared_chunks(prefix)
         total = 0
@@ -106,7 +106,7 @@ class CostModel:
         for index, group in enumerate(self._groups):
             size = group.payload_bytes
             chunks = needed_chunks(group, prefix, end)
-            if isinstance(group.validity, History):  # prefixes are long: skip the readable part
+            if isinstance(group.validity, History):  # prefixes are long, so skip the readable part
                 run = min(query.runs[index], len(chunks))
                 total += size * max(0, run - resident)
                 chunks = chunks[max(run, resident) :]
@@ -125,7 +125,7 @@ class CostModel:
         return total, added
 
     def _queues(self) -> dict[str, int]:
-        """Bytes that open loads still have to transfer from each source."""
+        """Return the bytes that open loads still have to transfer from each source."""
         queues = {source: estimator.out_bytes for source, estimator in self._estimators.items()}
         mean = sum(group.payload_bytes for group in self._groups) // len(self._groups)
         queues[HOST] += self._scatters() * mean
@@ -135,7 +135,7 @@ class CostModel:
         return queues
 
     def _shared_chunks(self, prefix: Prefix) -> int:
-        """Leading chunks that open loads transfer anyway. Keys name whole prefixes, so bisection works."""
+        """Return how many leading chunks open loads transfer anyway. Keys name whole prefixes, so bisection works."""
         most = 0
         for load in self._loads:
             low, high = most, min(len(prefix.keys), len(load.prefix.keys), load.tokens // prefix.chunk_tokens)

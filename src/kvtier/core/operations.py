@@ -4,13 +4,13 @@ An object of a load or store is a `WorkItem`. A step that is not in `LOAD_STEPS`
 starts no transfers; it fills the queues that `transfer_scheduler` takes from.
 
     load:   WANTED --promotion begins--> WAITING --readable--> QUEUED --scatter begins--> COPYING --> DELIVERED
-    store:  WANTED --gather begins--> COPYING --> HELD            WANTED --another transfer--> WAITING --> HELD
+    store:  WANTED --gather begins--> COPYING --> STORED          WANTED --another transfer--> WAITING --> STORED
     both:   WAITING --transfer failed--> WANTED                   each of these --> FAILED (load), DROPPED (store)
 
-A prefetch is a load without places: its object is DELIVERED as soon as it is readable. It ends without an event.
+A prefetch is a load without places. Its object is DELIVERED as soon as it is readable. It ends without an event.
 
-Where objects pass through host memory only (`object_cache`), a store's object is HELD when a tier has it; until then it
-is KEEPING.
+If objects only pass through host memory (`object_cache`), a store's object is KEEPING until a tier has it, and then
+STORED.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from itertools import islice
 from math import inf
 from typing import ClassVar
 
-from kvtier.core.host_memory import COMING, HOST, READABLE, HostEntry, HostMemory
+from kvtier.core.host_residency import COMING, HOST, READABLE, HostEntry, HostMemory
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
@@ -57,21 +57,21 @@ class ItemState(Enum):
     FAILED = auto()
     """It will not be delivered."""
     KEEPING = auto()
-    """In a slot; waits for its first tier."""
-    HELD = auto()
+    """In a slot, and waits for its first tier."""
+    STORED = auto()
     DROPPED = auto()
     """It is not stored."""
 
     __hash__ = object.__hash__  # members are singletons, and Enum's own hash runs in Python
 
 
-# Constants for hot paths, as in `host_memory`.
+# Constants for hot paths, as in `host_residency`.
 WANTED, WAITING, QUEUED, COPYING = ItemState.WANTED, ItemState.WAITING, ItemState.QUEUED, ItemState.COPYING
-DELIVERED, FAILED, HELD, DROPPED = ItemState.DELIVERED, ItemState.FAILED, ItemState.HELD, ItemState.DROPPED
+DELIVERED, FAILED, STORED, DROPPED = ItemState.DELIVERED, ItemState.FAILED, ItemState.STORED, ItemState.DROPPED
 KEEPING = ItemState.KEEPING
 
 WAITING_MAX = 4096
-"""Objects of all stores that may wait for a slot; further ones are dropped."""
+"""Most objects of all stores that may wait for a slot. Further ones are dropped."""
 
 Steps = dict[ItemState, tuple[ItemState, ...]]
 
@@ -90,11 +90,11 @@ PREFETCH_STEPS: Steps = {
     FAILED: (),
 }
 STORE_STEPS: Steps = {
-    WANTED: (COPYING, WAITING, KEEPING, HELD, DROPPED),
-    WAITING: (KEEPING, HELD, WANTED, DROPPED),
-    COPYING: (KEEPING, HELD, DROPPED),
-    KEEPING: (HELD, DROPPED),
-    HELD: (),
+    WANTED: (COPYING, WAITING, KEEPING, STORED, DROPPED),
+    WAITING: (KEEPING, STORED, WANTED, DROPPED),
+    COPYING: (KEEPING, STORED, DROPPED),
+    KEEPING: (STORED, DROPPED),
+    STORED: (),
     DROPPED: (),
 }
 
@@ -110,7 +110,7 @@ class WorkItem:
     entry: HostEntry | None = None
     """Its copy in host memory, which it waits for or reads."""
     source: str = HOST
-    """Place that the bytes of a DELIVERED object came from."""
+    """Where the bytes of a DELIVERED object came from."""
     tried: frozenset[str] = frozenset()
     """Tiers that failed to deliver the object to this load."""
     outcome: Outcome = Outcome.CANCELLED
@@ -141,13 +141,13 @@ class Operation:
     todo: deque[WorkItem] = field(default_factory=deque[WorkItem])
     """Items that are WANTED, in order."""
     aside: dict[str, deque[WorkItem]] = field(default_factory=dict[str, deque[WorkItem]])
-    """Other items of a get that are WANTED, by the next tier, so that a tier without room holds up no other."""
-    unsettled: int = 0
+    """A get's other WANTED items by the tier to ask next, so that a tier without room does not delay the others."""
+    unfinished: int = 0
     """Items without a result."""
     is_over: bool = False
-    """Released or overdue: queued work is dropped."""
+    """Whether it was released or is overdue, so that queued work is dropped."""
     origins: Sequence[Origin] = ()
-    """Origin of each object of a get or put, whose `prefix` is only the list of its keys."""
+    """Origin of each object of a get or put. The `prefix` of these is only the list of their keys."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -160,19 +160,19 @@ class LoadOperation(Operation):
     budget: LoadBudget | None = None
     begun_s: float = 0.0
     is_alone: bool = False
-    """No other load was open at its start."""
+    """Whether no other load was open at its start."""
     has_led: bool = False
-    """A usable chunk has arrived."""
+    """Whether a usable chunk has arrived."""
     lowest_regret_s: float = 0.0
     run: int = 0
     """Leading chunks that are resident or delivered, in every group."""
     undelivered: dict[int, int] = field(default_factory=dict[int, int])
-    """Objects of each chunk that are not delivered."""
+    """How many objects of each chunk are not delivered."""
     cut_s: float = inf
     """Time at which the load is cut, unless more chunks arrive."""
     was_cut: bool = False
     cut: int = 1 << 62
-    """The first missing chunk of a history; later chunks are useless."""
+    """The first missing chunk of a history. Later chunks are useless."""
 
     @property
     def end_s(self) -> float:
@@ -187,7 +187,7 @@ class LoadOperation(Operation):
             self.cut_s = now_s + budget.cut_s(0.0, 0.0)
 
     def advanced(self, chunk: int, now_s: float) -> None:
-        """An object of `chunk` was delivered to a load of history groups only."""
+        """Record the delivery of an object of `chunk`, in a load that has history groups only."""
         self.undelivered[chunk] -= 1
         before = self.run
         while self.undelivered.get(self.run) == 0:
@@ -203,11 +203,11 @@ class LoadOperation(Operation):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefetchOperation(LoadOperation):
-    """One prefetch: it brings objects into host memory only."""
+    """One prefetch, which only brings objects into host memory."""
 
     priority: Priority = Priority.NORMAL
     until_s: float = 0.0
-    """What it has brought is retained until then."""
+    """What the prefetch brings is retained until then."""
     STEPS: ClassVar[Steps] = PREFETCH_STEPS
 
 
@@ -239,15 +239,15 @@ class OpenOperations:
         self.prefetched: list[PrefetchOperation] = []
         """Prefetches that have ended, until `hints` takes them."""
         self.stores: dict[StoreOperation, None] = {}
-        """Ordered by start, and so by deadline."""
+        """The open stores, in the order of their starts, and so of their deadlines."""
         self.wanted = 0
-        """Items of all stores that are WANTED."""
+        """How many items of all stores are WANTED."""
         self.waiters: dict[HostEntry, list[WorkItem]] = {}
         """Items that are WAITING, by the entry whose transfer they wait for."""
         self.scatters: deque[WorkItem] = deque()
         """Items that are QUEUED, in order."""
         self.keepers: dict[HostEntry, list[WorkItem]] = {}
-        """Items that are KEEPING, by entry."""
+        """Items that are KEEPING, by their entry."""
         self._layout = layout
         self._output = output
         self._host = host
@@ -263,14 +263,14 @@ class OpenOperations:
         for place in places:
             undelivered[place.chunk] = undelivered.get(place.chunk, 0) + 1
         self._begin(load, places, now_s)
-        if not load.unsettled:
-            self.end_if_settled(load)
+        if not load.unfinished:
+            self.end_if_finished(load)
 
     def begin_prefetch(self, prefetch: PrefetchOperation, places: Sequence[Place], now_s: float) -> None:
         """Wait for objects in transfer, and want those that host memory lacks."""
         self.prefetches[prefetch.request] = prefetch
         self._begin(prefetch, places, now_s)
-        self.end_if_settled(prefetch)
+        self.end_if_finished(prefetch)
 
     def begin_store(self, store: StoreOperation, places: Sequence[Place], now_s: float) -> None:
         """Want the objects that host memory lacks, while fewer than `WAITING_MAX` wait."""
@@ -280,9 +280,9 @@ class OpenOperations:
     def _begin(self, work: LoadOperation | StoreOperation, places: Sequence[Place], now_s: float) -> None:
         keys = work.prefix.keys
         work.items = [WorkItem(work, place, keys[place.chunk]) for place in places]
-        work.unsettled = len(places)
+        work.unfinished = len(places)
         for item in work.items:
-            entry = self._host.find(item.key, item.place.group)
+            entry = self._host.entry(item.key, item.place.group)
             if entry is not None and not (entry.is_read and self.must_write(work)):
                 self.found(item, entry)
             elif isinstance(work, LoadOperation):
@@ -295,7 +295,7 @@ class OpenOperations:
                 self._pending_writes.use(item.entry, now_s, work.conversation)
 
     def must_write(self, work: LoadOperation | StoreOperation) -> bool:
-        """Whether `work` is a put, which writes what a get has in a slot: the tier may have lost it since."""
+        """Whether `work` is a put. A put writes even what a get has in a slot, because its tier may have lost it."""
         return self._host.stages_only and isinstance(work, StoreOperation)
 
     # ---- steps of an item ------------------------------------------------------------------------------------------
@@ -306,33 +306,33 @@ class OpenOperations:
         return work.todo.popleft()
 
     def found(self, item: WorkItem, entry: HostEntry) -> None:
-        """The object is readable or in transfer. A store then moves nothing."""
+        """Use a copy that is readable or in transfer. A store then moves nothing."""
         item.entry = entry
         if entry.residency not in READABLE:
             item.become(WAITING)
             self.waiters.setdefault(entry, []).append(item)
         elif isinstance(item.work, PrefetchOperation):
             entry.source = HOST  # later uses find it in host memory
-            self._settle(item, DELIVERED)
+            self._finish(item, DELIVERED)
         elif isinstance(item.work, LoadOperation):
             item.become(QUEUED)
             self._host.pin(entry)
             self.scatters.append(item)
         else:
-            self._hold(item, entry)
+            self._finish_store(item, entry)
 
     def arrived(self, entry: HostEntry) -> None:
-        """The object has become readable: its waiting items go on."""
+        """Continue the items that waited for an object, which has become readable."""
         for item in self.waiters.pop(entry, ()):
             if isinstance(item.work, LoadOperation) and item.place.chunk > item.work.cut:
                 self.fail(item)
             else:
                 self.found(item, entry)
-                if not item.work.unsettled:
-                    self.end_if_settled(item.work)
+                if not item.work.unfinished:
+                    self.end_if_finished(item.work)
 
     def retry(self, entry: HostEntry, failed_tier: str = "", outcome: Outcome = Outcome.FAILED) -> None:
-        """The object's transfer failed: a load tries the next tier, a store gathers the object itself."""
+        """Retry after an object's transfer failed: a load tries the next tier, a store gathers the object itself."""
         for item in self.waiters.pop(entry, ()):
             work = item.work
             if isinstance(work, LoadOperation):
@@ -347,85 +347,85 @@ class OpenOperations:
             else:
                 item.become(WANTED)
                 self._want(item)
-                self.end_if_settled(work)
+                self.end_if_finished(work)
 
     def _want(self, item: WorkItem) -> None:
-        """An object of a store needs a slot."""
-        if self.wanted < WAITING_MAX or self._host.stages_only:  # there calls are limited, which have all objects
+        """Queue a store's object that needs a slot, or drop it if too many wait."""
+        if self.wanted < WAITING_MAX or self._host.stages_only:  # there, limits on calls bound their objects
             item.work.todo.append(item)
             self.wanted += 1
         else:
             self._output.counters.unqueued += 1
-            self._settle(item, DROPPED)
+            self._finish(item, DROPPED)
 
-    def gathered(self, item: WorkItem, entry: HostEntry, *, is_held: bool) -> None:
-        """The gather of an item of a store has ended."""
-        if is_held:
-            self._hold(item, entry)
+    def gathered(self, item: WorkItem, entry: HostEntry, *, is_stored: bool) -> None:
+        """Record that the gather of a store's item has ended."""
+        if is_stored:
+            self._finish_store(item, entry)
         else:
-            self._settle(item, DROPPED)
+            self._finish(item, DROPPED)
         if entry in self.waiters:
-            (self.arrived if is_held else self.retry)(entry)
-        if not item.work.unsettled:
-            self.end_if_settled(item.work)
+            (self.arrived if is_stored else self.retry)(entry)
+        if not item.work.unfinished:
+            self.end_if_finished(item.work)
 
-    def _hold(self, item: WorkItem, entry: HostEntry) -> None:
-        """The object of a store is readable. Where objects pass through only, it must reach a tier."""
-        is_held = _has_tier(entry) if self._host.stages_only else True
-        if is_held is None and not item.work.is_over:
+    def _finish_store(self, item: WorkItem, entry: HostEntry) -> None:
+        """Finish a store's item whose object is readable. If objects only pass through, it must first reach a tier."""
+        is_stored = _has_tier(entry) if self._host.stages_only else True
+        if is_stored is None and not item.work.is_over:
             item.entry = entry
             item.become(KEEPING)
             entry.awaited += 1
             self.keepers.setdefault(entry, []).append(item)
         else:
             item.outcome = Outcome.FAILED
-            self._settle(item, HELD if is_held else DROPPED)
+            self._finish(item, STORED if is_stored else DROPPED)
 
     def written(self, entry: HostEntry) -> None:
-        """A write of an object has ended or is overdue, for which puts wait."""
-        is_held = _has_tier(entry)
-        if is_held is not None:
+        """Finish the puts of an object, if its writes that have ended or are overdue decide their result."""
+        is_stored = _has_tier(entry)
+        if is_stored is not None:
             entry.awaited = 0
             for item in self.keepers.pop(entry, ()):
-                self._settle(item, HELD if is_held else DROPPED)
-                self.end_if_settled(item.work)
+                self._finish(item, STORED if is_stored else DROPPED)
+                self.end_if_finished(item.work)
 
     def delivered(self, load: LoadOperation, item: WorkItem, entry: HostEntry, now_s: float) -> None:
-        """The bytes of an item of `load` have arrived."""
+        """Record that the bytes of an item of `load` have arrived."""
         item.source, entry.source = entry.source, HOST  # later uses find it in host memory
         item.become(DELIVERED)
-        load.unsettled -= 1
+        load.unfinished -= 1
         if self._host.has_history_only:
             load.advanced(item.place.chunk, now_s)
-        if not load.unsettled:
-            self.end_if_settled(load)
+        if not load.unfinished:
+            self.end_if_finished(load)
 
     def fail(self, item: WorkItem) -> None:
-        """An item of a load will not be delivered. Later chunks of a history are useless without it."""
+        """Give up an item of a load, and later chunks of a history, which are useless without it."""
         load, (group, chunk, _) = item.work, item.place
         assert isinstance(load, LoadOperation)
-        self._settle(item, FAILED)
+        self._finish(item, FAILED)
         if self._host.is_history[group] and chunk < load.cut:
             load.cut = chunk
             for other in load.todo:
                 if other.place.chunk > chunk:
-                    self._settle(other, FAILED)
+                    self._finish(other, FAILED)
             load.todo = deque([other for other in load.todo if other.state is WANTED])
-        self.end_if_settled(load)
+        self.end_if_finished(load)
 
-    def _settle(self, item: WorkItem, state: ItemState) -> None:
-        """The item has its result."""
+    def _finish(self, item: WorkItem, state: ItemState) -> None:
+        """Give an item its result."""
         if state is DROPPED and item.state is not WANTED:
             item.outcome = Outcome.FAILED
         item.become(state)
-        item.work.unsettled -= 1
+        item.work.unfinished -= 1
         if state is DROPPED:
             self._output.counters.stores_dropped += 1
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def stop(self, work: LoadOperation | StoreOperation) -> None:
-        """Drop the queued work of `work`. A store holds what another operation has brought meanwhile."""
+        """Drop the queued work of `work`. In a store, what another operation has brought meanwhile counts as STORED."""
         work.is_over = True
         is_store = isinstance(work, StoreOperation)
         result = DROPPED if is_store else FAILED
@@ -434,31 +434,33 @@ class OpenOperations:
         work.aside.clear()
         for item in work.items:
             if item.state in (WAITING, WANTED) and not is_store and item.outcome is not Outcome.CORRUPT:
-                item.outcome = Outcome.CANCELLED  # a tier was still to be asked
+                item.outcome = Outcome.CANCELLED  # some tier was not asked yet
             if item.state is WAITING and item.entry is not None:
                 self.waiters[item.entry].remove(item)
-                self._settle(item, result)
+                self._finish(item, result)
             elif item.state is KEEPING and item.entry is not None:
                 item.entry.awaited -= 1
                 self.keepers[item.entry].remove(item)
                 if not self.keepers[item.entry]:
                     del self.keepers[item.entry]
                     self._pending_writes.can_wait(item.entry)
-                self._settle(item, result)
+                self._finish(item, result)
             elif item.state is WANTED:
-                entry = self._host.find(item.key, item.place.group)
-                is_held = is_store and entry is not None and entry.residency in READABLE and not self._host.stages_only
-                self._settle(item, HELD if is_held else result)
+                entry = self._host.entry(item.key, item.place.group)
+                is_stored = (
+                    is_store and entry is not None and entry.residency in READABLE and not self._host.stages_only
+                )
+                self._finish(item, STORED if is_stored else result)
         for item in self.scatters:
             if item.work is work and item.entry is not None:
                 self._host.unpin(item.entry)
-                self._settle(item, result)
+                self._finish(item, result)
         self.scatters = deque([item for item in self.scatters if item.state is QUEUED])
-        self.end_if_settled(work)
+        self.end_if_finished(work)
 
-    def end_if_settled(self, work: LoadOperation | StoreOperation) -> None:
+    def end_if_finished(self, work: LoadOperation | StoreOperation) -> None:
         """Report the end of `work` when all its items have a result."""
-        if work.unsettled:
+        if work.unfinished:
             return
         if isinstance(work, PrefetchOperation):
             if self.prefetches.pop(work.request, None) is not None:
@@ -474,12 +476,12 @@ class OpenOperations:
             if self._host.stages_only:
                 self._output.events.append(self._objects_done(work))
             else:
-                held = sum([item.state is HELD for item in work.items])
-                self._output.events.append(StoreDone(work.request, held, len(work.items) - held))
+                stored = sum([item.state is STORED for item in work.items])
+                self._output.events.append(StoreDone(work.request, stored, len(work.items) - stored))
             work.items.clear()
 
     def _objects_done(self, work: LoadOperation | StoreOperation) -> ObjectsDone:
-        done = (DELIVERED, HELD)
+        done = (DELIVERED, STORED)
         return ObjectsDone(
             work.request, tuple([Outcome.DONE if item.state in done else item.outcome for item in work.items])
         )
@@ -502,7 +504,7 @@ class OpenOperations:
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def overdue(self, now_s: float) -> list[LoadOperation | StoreOperation]:
-        """Loads past their deadline or budget, and stores past their deadline."""
+        """Return loads past their deadline or budget, and stores past their deadline."""
         overdue: list[LoadOperation | StoreOperation] = []
         for load in (*self.loads.values(), *self.prefetches.values()):
             overdue += [] if load.is_over or load.end_s > now_s else [load]
@@ -513,12 +515,12 @@ class OpenOperations:
         return overdue
 
     def deadlines(self) -> list[float]:
-        """Deadlines of open operations."""
+        """Return deadlines of open operations, the earliest among them."""
         ends = [load.end_s for load in (*self.loads.values(), *self.prefetches.values()) if not load.is_over]
         return ends + list(islice((store.deadline_s for store in self.stores if not store.is_over), 1))
 
     def check(self, copying: set[WorkItem]) -> None:
-        """Assert that each item is where its state says; `copying` are the items of gathers and scatters in flight.
+        """Assert that each item is where its state says. `copying` are the items of gathers and scatters in flight.
 
         Raises:
             AssertionError: one is not, which is a bug in the core.
@@ -527,9 +529,9 @@ class OpenOperations:
             state: set() for state in (WANTED, WAITING, QUEUED, COPYING, KEEPING)
         }
         for work in (*self.loads.values(), *self.prefetches.values(), *self.stores):
-            assert work.unsettled > 0, "a load or store ended without an event"
+            assert work.unfinished > 0, "a load or store ended without an event"
             open_items = [item for item in work.items if item.state in by_state]
-            assert len(open_items) == work.unsettled, "items without a result miscounted"
+            assert len(open_items) == work.unfinished, "items without a result miscounted"
             for item in open_items:
                 by_state[item.state].add(item)
             todo = {*work.todo, *(item for items in work.aside.values() for item in items)}
@@ -552,10 +554,11 @@ class OpenOperations:
 
 
 def _has_tier(entry: HostEntry) -> bool | None:
-    """Whether a put of the object is done: a tier that persists has it, or any after the last write. None: not yet.
+    """Return whether a put of the object has succeeded.
 
-    An overdue write may still come, but no put waits for it.
+    A persistent tier must have it, or, once the last write has ended, any tier. None: this is not decided yet. An
+    overdue write may yet succeed, but no put waits for it.
     """
     if entry.kept_by:
         return True
-    return None if entry.pending > entry.stuck else entry.is_held
+    return None if entry.pending > entry.stuck else entry.is_in_tier

@@ -1,4 +1,4 @@
-"""What the core puts out: commands, events and counters."""
+"""The output of the core: commands, events and counters."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,13 +13,13 @@ class Counters:
     """Totals since the start."""
 
     stores_dropped: int = 0
-    """Objects that a store dropped: no room in time, or failed."""
+    """Objects that a store dropped, because they found no room in time or failed."""
     demotions_dropped: int = 0
     """Pending writes that were dropped or failed."""
     corrupt: int = 0
     """Copies in a lower tier that failed verification."""
     relays_dropped: int = 0
-    """Objects that a faster tier held and a slower one did not get: evicted or unreadable before, or too many."""
+    """Objects of a faster tier that a slower one did not get: evicted or unreadable before, or too many."""
     late: int = 0
     """Overdue transfers, and reads that were given up because their tier was down."""
     unprobed: int = 0
@@ -27,7 +27,7 @@ class Counters:
     unqueued: int = 0
     """Objects that a store dropped because `WAITING_MAX` were waiting."""
     refused_hints: Counter[str] = field(default_factory=Counter[str])
-    """Hints without effect, or with a part of it, by reason: `prefetches`, `retained` or `waiting`."""
+    """Hints with no or only a partial effect, by reason: `prefetches`, `retained` or `waiting`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,4 +38,4 @@ class Output:
     events: list[Event] = field(default_factory=list[Event])
     counters: Counters = field(default_factory=Counters)
     new_id: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
-    """Identifies a command with an answer."""
+    """Returns a new id, for a command with an answer."""

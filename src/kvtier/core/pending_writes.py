@@ -1,22 +1,22 @@
-"""Pending writes: which lower tiers should get each object, by the write policy, and which write is next.
+"""Decides which lower tiers should get each object, by the write policy, and which write is next.
 
-This module starts no transfers; `transfer_scheduler` takes its objects one by one.
+This module starts no transfers. `transfer_scheduler` takes its objects one by one.
 
-An object from the engine goes to every tier. Once a faster tier that persists has it, it is relayed to slower tiers:
-its writes to them no longer hold host memory. An object that a load brought from a slower tier fills the faster ones
+An object from the engine goes to every tier. Once a faster tier that persists has it, it is relayed to slower tiers,
+so its writes to them no longer take host memory. An object that a load brought from a slower tier fills the faster ones
 at its second use.
 """
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from kvtier.core.host_memory import (
+from kvtier.core.host_residency import (
+    CLOSED,
     HOST,
     PENDING,
     QUEUED,
     READABLE,
     READY,
-    SETTLED,
     UNDECIDED,
     UNWRITTEN,
     WRITING,
@@ -37,12 +37,12 @@ PROMOTED_MAX = 1 << 16
 """Objects from slower tiers whose first use is remembered after they have left host memory."""
 
 PUBLISHED_PART = 4
-"""This part of host memory may hold objects that wait for a remote tier, when other engines wait for them."""
+"""One in this many slots may hold an object that waits for a remote tier, if other engines wait for it."""
 
 RELAYS_MAX = 1 << 14
-"""Objects per tier that wait to be relayed to it; of more, the oldest are dropped."""
+"""Most objects that wait to be relayed to one tier. Beyond that the oldest are dropped."""
 
-# Constants for hot paths, as in `host_memory`.
+# Constants for hot paths, as in `host_residency`.
 DEMOTE, PROMOTE = Direction.DEMOTE, Direction.PROMOTE
 
 
@@ -53,7 +53,7 @@ class WriteQueue:
     queued: OrderedDict[HostEntry, None] = field(default_factory=OrderedDict[HostEntry, None])
     """Objects in host memory whose write is QUEUED, in order."""
     relays: OrderedDict[Item, tuple[HostEntry, str]] = field(default_factory=OrderedDict[Item, tuple[HostEntry, str]])
-    """Objects that a faster tier holds, with that tier's name. They hold no host memory."""
+    """Objects that a faster tier holds, with that tier's name. They take no host memory."""
     staged: deque[HostEntry] = field(default_factory=deque[HostEntry])
     """Relayed objects in the staging area, ready to be written."""
 
@@ -69,13 +69,13 @@ class PendingWrites:
         self._first_state = PENDING if limits.write_policy is WritePolicy.BACK else QUEUED
         self._first_uses = limits.selective_uses if limits.write_policy is WritePolicy.SELECTIVE else 1
         order = list(tiers.by_name)
-        self._from = {name: dict.fromkeys(order[number:], SETTLED) for number, name in enumerate(order)}
-        """Each tier, and the slower ones, which get no write of what was loaded from it."""
+        self._from = {name: dict.fromkeys(order[number:], CLOSED) for number, name in enumerate(order)}
+        """For each tier, the tier and all slower ones. They get no write of what was loaded from it."""
         self._promoted: OrderedDict[Item, None] = OrderedDict()
         self.queues = {it.name: WriteQueue() for it in tiers.all}
-        """By tier."""
+        """The queue of each tier."""
         self._can_wait: list[dict[HostEntry, None]] = [{} for _ in host.slots]
-        """Objects of each group that pass through, with queued writes only, which no put waits for; oldest first."""
+        """Passing objects of each group that have queued writes only, and for which no put waits; oldest first."""
 
     def use(self, entry: HostEntry, now_s: float, conversation: str | None) -> None:
         """Count a use by a request of `conversation`, which may make writes pending."""
@@ -84,10 +84,10 @@ class PendingWrites:
             self.mark_pending(entry, now_s)
 
     def promoted(self, entry: HostEntry, now_s: float) -> None:
-        """A load brought the object from `entry.origin`; its second promotion counts as a second use."""
+        """Record that a load brought the object from `entry.origin`. A second promotion counts as a second use."""
         entry.writes = self._from[entry.origin].copy()
         if self._host.stages_only:
-            entry.is_held = True
+            entry.is_in_tier = True
             entry.kept_by = entry.origin if self._tiers.by_name[entry.origin].rules.persists else ""
         if len(entry.writes) == len(self.queues):
             return  # no tier is faster
@@ -103,7 +103,7 @@ class PendingWrites:
                 self._promoted.popitem(last=False)
 
     def mark_pending(self, entry: HostEntry, now_s: float) -> None:
-        """Decide for each tier that its object has been used often enough for, and make writes pending."""
+        """Make writes pending to each tier that should get the object, if it has been used often enough."""
         if len(entry.writes) == len(self.queues) or entry.uses < (
             self._first_uses if entry.origin == HOST else max(FILL_USES, self._first_uses)
         ):
@@ -115,25 +115,25 @@ class PendingWrites:
             queue = self.queues[tier_state.name]
             # A put promises that a tier has the object, and a remembered answer may be old.
             is_there = tier_state.remembered(item, now_s) and not self._host.stages_only
-            state = SETTLED if is_there else self._first_state
-            if state is not SETTLED:
+            state = CLOSED if is_there else self._first_state
+            if state is not CLOSED:
                 queue.relays.pop(item, None)
             if state is QUEUED:
                 queue.queued[entry] = None
             self._host.write_becomes(entry, tier_state.name, state)
 
     def keep(self, entry: HostEntry, now_s: float) -> None:
-        """Queue the writes of an object whatever the write policy: a hint says that it is needed again."""
+        """Queue the writes of an object whatever the write policy, because a hint says that it is needed again."""
         entry.uses = max(entry.uses, self._first_uses)
         if entry.residency is READY:
             self.mark_pending(entry, now_s)
         self._queue(entry)
 
     def put_again(self, entry: HostEntry, now_s: float) -> None:
-        """Tiers that had an object that passes through may have lost it: writes that have ended begin anew."""
+        """Repeat the ended writes of a passing object, because the tiers that had it may have lost it."""
         if entry.residency in READABLE and not entry.is_read:
-            entry.is_held, entry.kept_by = False, ""
-            for tier in [tier for tier, state in entry.writes.items() if state is SETTLED]:
+            entry.is_in_tier, entry.kept_by = False, ""
+            for tier in [tier for tier, state in entry.writes.items() if state is CLOSED]:
                 self._host.write_becomes(entry, tier, UNDECIDED)
             entry.uses = max(entry.uses, FILL_USES)
             self.mark_pending(entry, now_s)
@@ -149,7 +149,7 @@ class PendingWrites:
 
     @property
     def count(self) -> int:
-        """Objects with pending writes, and objects that wait to be relayed from and to tiers that are up."""
+        """How many objects have pending writes, or wait to be relayed between tiers that are up."""
         relays = 0
         for tier_state in self._tiers.all:
             waiting = self.queues[tier_state.name].relays
@@ -158,7 +158,7 @@ class PendingWrites:
         return len(self._host.pending_objects()) + len(self._host.relayed) + relays
 
     def relays_waiting(self) -> dict[str, int]:
-        """Objects that wait to be relayed, by tier."""
+        """Return how many objects wait to be relayed to each tier."""
         return {name: len(queue.relays) for name, queue in self.queues.items()}
 
     # ---- the next write of a tier ----------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class PendingWrites:
         Args:
             tier_state: the slower tier.
             now_s: the time.
-            is_loading: a load wants promotions, which go first.
+            is_loading: whether a load wants promotions, which go first.
 
         Returns:
             The entry to demote, with None; or an entry of the staging area, with the tier to promote it from.
@@ -206,7 +206,7 @@ class PendingWrites:
         self._drop_stranded(queue, now_s)
         if not (queue.staged or queue.relays) or tier_state.breakers[DEMOTE].trial:
             return None
-        if not tier_state.can_write(now_s):  # a relay that waits for it holds no slot
+        if not tier_state.can_write(now_s):  # a relay that waits for the tier takes no slot
             while queue.staged:
                 entry = queue.staged.pop()
                 self._host.unstage(entry, Change.EVICTED)
@@ -219,7 +219,7 @@ class PendingWrites:
         size_bytes = self._host.object_bytes[entry.group]
         if not tier_state.has_room(DEMOTE, size_bytes):
             return None
-        current, faster = self._host.find(*item), self._tiers.by_name[source]
+        current, faster = self._host.entry(*item), self._tiers.by_name[source]
         if current is not None and current.residency in READABLE:
             if self._host.stages_only and current.is_read and not self._host.read_becomes_write(current):
                 return None
@@ -238,35 +238,35 @@ class PendingWrites:
         return staged, faster
 
     def _drop_stranded(self, queue: WriteQueue, now_s: float) -> None:
-        """Drop leading relays that left host memory and cannot be staged or read, so that they hold up no others."""
+        """Drop leading relays that left host memory and cannot be staged or read, so that they delay no others."""
         while queue.relays:
             item, (_, source) = next(iter(queue.relays.items()))
             can_stage = self._host.staging_slots[item[1]] and not self._tiers.by_name[source].is_left_alone(item, now_s)
-            if can_stage or self._host.find(*item) is not None:
+            if can_stage or self._host.entry(*item) is not None:
                 return
             del queue.relays[item]
             self._output.counters.relays_dropped += 1
 
     def staged(self, entry: HostEntry, tier: str) -> None:
-        """A relayed object has reached the staging area, on its way to `tier`."""
+        """Record that a relayed object has reached the staging area, on its way to `tier`."""
         self._host.staged(entry)
         self.queues[tier].staged.append(entry)
 
     def unstaged(self, entry: HostEntry, change: Change) -> None:
-        """The faster tier did not deliver a relayed object; `change` is FAILED or LATE."""
+        """Drop a relayed object that the faster tier did not deliver. `change` is FAILED or LATE."""
         self._output.counters.relays_dropped += 1
         self._host.unstage(entry, change)
 
     def lost(self, item: Item, tier: str) -> None:
-        """`tier` has no good copy. If host memory has the object, its next use or flush decides again."""
-        entry = self._host.find(*item)
-        if entry is not None and entry.writes.get(tier) is SETTLED:
+        """Record that `tier` has no good copy. If host memory has the object, its next use or flush decides again."""
+        entry = self._host.entry(*item)
+        if entry is not None and entry.writes.get(tier) is CLOSED:
             self._host.write_becomes(entry, tier, UNDECIDED)
 
     def ended(
         self, entry: HostEntry, tier_state: TierState, now_s: float, *, is_done: bool, is_late: bool, is_fault: bool
     ) -> None:
-        """A write has ended. If the tier holds the object and persists, writes to slower tiers are relayed."""
+        """Record the end of a write. If the tier has the object and persists, relay the writes to slower tiers."""
         self._output.counters.demotions_dropped += not is_done
         if is_done:
             tier_state.remember((entry.key, entry.group), now_s, is_present=True)
@@ -276,33 +276,33 @@ class PendingWrites:
         if is_late:
             self._host.unstuck(entry)
         if self._host.stages_only:
-            self._note_holder(entry, tier_state, is_done=is_done)
+            self._note_in_tier(entry, tier_state, is_done=is_done)
         elif is_done and tier_state.rules.persists:
             for slower in self._tiers.all[tier_state.number + 1 :]:
                 queue = self.queues[slower.name]
                 if entry in queue.queued and not self._publishes(slower, queue):
                     del queue.queued[entry]
-                    self._host.write_becomes(entry, slower.name, SETTLED)
+                    self._host.write_becomes(entry, slower.name, CLOSED)
                     self._relay(entry, tier_state.name, slower.name)
-        self._host.write_becomes(entry, tier_state.name, UNDECIDED if is_fault else SETTLED)
+        self._host.write_becomes(entry, tier_state.name, UNDECIDED if is_fault else CLOSED)
         self._host.unpin(entry)
 
-    def _note_holder(self, entry: HostEntry, tier_state: TierState, *, is_done: bool) -> None:
-        """Note that a tier has an object that passes through. A tier does not overwrite a suspect copy."""
+    def _note_in_tier(self, entry: HostEntry, tier_state: TierState, *, is_done: bool) -> None:
+        """Note that a tier has a passing object, unless its copy is suspect, which a tier does not overwrite."""
         if is_done and not tier_state.is_suspect((entry.key, entry.group)):
-            entry.is_held = True
+            entry.is_in_tier = True
             keeper = self._tiers.by_name.get(entry.kept_by)
             if tier_state.rules.persists and (keeper is None or tier_state.number < keeper.number):
                 entry.kept_by = tier_state.name
 
     def can_wait(self, entry: HostEntry) -> None:
-        """A transfer or put of an object that passes through has ended: see whether its queued writes can wait."""
+        """Check again whether this passing object's queued writes may wait, after a transfer or put of it has ended."""
         self._can_wait[entry.group].pop(entry, None)
         if entry.pending and not (entry.pins or entry.awaited):
             self._can_wait[entry.group][entry] = None
 
     def relay_missed(self, entry: HostEntry) -> None:
-        """Once an object leaves that passes through: slower tiers that were away get it later, from its keeper."""
+        """Relay a passing object that leaves to slower tiers that were away, which get it later from its keeper."""
         if entry.kept_by and not (entry.pins or entry.pending):
             for slower in self._tiers.all[self._tiers.by_name[entry.kept_by].number + 1 :]:
                 if slower.name not in entry.writes:
@@ -317,8 +317,8 @@ class PendingWrites:
         return self._limits.publishes and tier_state.rules.is_remote and is_short
 
     def _relay(self, entry: HostEntry, source: str, tier: str) -> None:
-        """Queue the write of an object that the tier `source` holds, unless host memory has it for `tier`, too."""
-        queue, current = self.queues[tier], self._host.find(entry.key, entry.group)
+        """Queue a relay of an object from `source` to `tier`, unless host memory still has it to write to `tier`."""
+        queue, current = self.queues[tier], self._host.entry(entry.key, entry.group)
         if current is not None and current.writes.get(tier) in UNWRITTEN:
             return
         queue.relays.pop((entry.key, entry.group), None)
@@ -330,14 +330,14 @@ class PendingWrites:
     # ---- slots -----------------------------------------------------------------------------------------------------
 
     def slot_for_store(self, group: int, wanted: int) -> int | None:
-        """A free slot of `group`, or None. The caller could use `wanted` of them."""
+        """Take a free slot of `group`; None if there is none. The caller could use `wanted` of them."""
         slot = self._host.take_slot(group)
         if slot is None and (self._relay_one(group) if self._host.stages_only else self._write_victims(group, wanted)):
             slot = self._host.take_slot(group)  # an object that is LEAVING no longer protects its parents
         return slot
 
     def slot_for_load(self, group: int, wanted: int) -> int | None:
-        """A free slot of `group`, or None. Except under write-back, a pending write is dropped if that frees a slot."""
+        """Take a free slot of `group`; None if there is none. Drop a pending write for it, except under write-back."""
         slot = self._host.take_slot(group, is_read=True)
         if slot is not None:
             return slot
@@ -353,7 +353,7 @@ class PendingWrites:
         return slot
 
     def _relay_one(self, group: int) -> bool:
-        """Free the slot of an object whose queued writes can wait; whether there was one."""
+        """Free the slot of an object whose queued writes can wait. Return whether there was one."""
         waiting = self._can_wait[group]
         while waiting:
             entry = next(iter(waiting))
@@ -364,29 +364,29 @@ class PendingWrites:
         return False
 
     def _owes_faster(self, entry: HostEntry) -> bool:
-        """Whether a tier that is faster than the keeper still gets a put object, which no relay brings there."""
+        """Whether a tier faster than the keeper has yet to get a put object. No relay would bring it there."""
         keeper = self._tiers.by_name.get(entry.kept_by)
         if keeper is None or entry.origin != HOST:
             return False
         return any(entry.writes.get(faster.name) is QUEUED for faster in self._tiers.all[: keeper.number])
 
     def _relay_later(self, entry: HostEntry) -> None:
-        """Take an object that passes through from the queues; slower tiers get it from the tier that keeps it."""
+        """Remove a passing object from the queues. Slower tiers get it from the tier that keeps it."""
         keeper = self._tiers.by_name.get(entry.kept_by)
         for tier, state in list(entry.writes.items()):
             if state is QUEUED:
                 del self.queues[tier].queued[entry]
-                self._host.write_becomes(entry, tier, SETTLED)
+                self._host.write_becomes(entry, tier, CLOSED)
                 if keeper is not None and keeper.number < self._tiers.by_name[tier].number:
                     self._relay(entry, keeper.name, tier)
                 else:
                     self._output.counters.relays_dropped += 1
 
     def _write_victims(self, group: int, wanted: int) -> bool:
-        """Write-back: start the writes of the next victims, as many as are `wanted` and the tiers accept at once.
+        """Under write-back, queue the writes of the next victims: as many as are `wanted` and the tiers take at once.
 
         Returns:
-            Whether there are more of them than before.
+            Whether more objects are leaving than before.
         """
         if self._limits.write_policy is not WritePolicy.BACK:
             return False
@@ -412,10 +412,10 @@ class PendingWrites:
         for tier, state in entry.writes.items():
             if state is QUEUED:
                 del self.queues[tier].queued[entry]
-                self._host.write_becomes(entry, tier, SETTLED)
+                self._host.write_becomes(entry, tier, CLOSED)
 
     def check(self, writing: set[tuple[HostEntry, str]]) -> None:
-        """Assert that each write is where its state says; `writing` are those in flight from host memory.
+        """Assert that each write is where its state says. `writing` are those in flight from host memory.
 
         Raises:
             AssertionError: one is not, which is a bug in the core.
@@ -423,7 +423,7 @@ class PendingWrites:
         entries = [entry for entries in self._host.entries for entry in entries.values()]
         for name, queue in self.queues.items():
             queued = {entry for entry in entries if entry.writes.get(name) is QUEUED}
-            assert queued == set(queue.queued), "a queued write is lost, or of no object in host memory"
+            assert queued == set(queue.queued), "a queued write is lost, or its object is not in host memory"
             assert all(entry.residency in READABLE for entry in queued), "an object that is not readable is queued"
             began = {entry for entry in entries if entry.writes.get(name) is WRITING}
             assert began == {entry for entry, tier in writing if tier == name}, "a write has no demotion in flight"
@@ -435,4 +435,6 @@ class PendingWrites:
         assert waiting <= {entry for entry in entries if entry.pending}, "an object that has left is kept"
         if self._host.stages_only:
             idle = {entry for entry in entries if entry.pending and not (entry.pins or entry.awaited)}
-            assert {entry for entry in idle if not self._owes_faster(entry)} <= waiting, "a slot cannot be had"
+            assert {entry for entry in idle if not self._owes_faster(entry)} <= waiting, (
+                "an object that can leave its slot is not listed"
+            )

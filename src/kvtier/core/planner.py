@@ -1,31 +1,32 @@
 """Chooses how many tokens of a request to load and how many to compute, and bounds the cost of wrong estimates.
 
-The core estimates what loads take (`Lookup.options`), `prefill_estimator` what computing takes. The plan is the option
-with the least sum. Estimates of links may be wrong, so three rules bound the loss:
+The core estimates what loads take (`Lookup.options`), and `prefill_estimator` what computing takes. The plan is the
+option with the least sum. Estimates of links may be wrong, so these rules bound the loss:
 
 - A load is cut when it no longer pays (`load_budget`). Time in which the engine computes for other requests is free. A
   load may lose `SLACK` of the time that computing the whole prompt takes.
 - With that rule alone, a link with a latency before its first byte could never be used. So while the loss budget is
   positive, a load may also lose `RISK_FACTOR` times its expected loss at its worst moment. The loss budget gains
   `COMPUTED_SHARE` of the time spent computing and `SAVED_SHARE` of the time that loads saved. Losses reduce it. A wait
-  behind other loads does not, up to the time that those loads save. The total loss is therefore bounded by the initial
-  loss budget, its gains, and the allowances of loads that were open when it ran out. A load over a known link gets no
-  extra time for such a wait: its option includes it, and a stalled link must not stall the engine.
+  behind other loads does not, up to the time that those loads save. So the total loss is bounded by the initial loss
+  budget, its gains, and the allowances of loads open when it ran out. A load over a known link gets no extra time for
+  such a wait: its option includes it, and a stalled link must not stall the engine.
 - A link that cost a load goes into back-off, and doubles it with each further failure, from a second to half a minute.
 - A link that is estimated to be slower than computing is tried when it is not in back-off. A trial may cost `SLACK`,
   if the trial budget covers that. The trial budget gains `TRIAL_SHARE` of the time spent loading and computing, and
   pays for what trials take longer than the best other plan. So trials cost no more than that share and one overrun,
   whatever links do. (Conservative bandits, Wu et al., ICML 2016: explore within a share of what the known choice
-  gives.) Back-off alone is no such bound: when requests are rare each may be a trial, and `SLACK` of computing
-  everything is much for a prompt of which little is computed. A trial loads one chunk more than the best plan. The next
-  one is twice as long if all of it arrived, else half: what a cut load has begun to read still occupies link and slots.
+  gives.) Back-off alone is no such bound. If requests are rare, each may be a trial, and `SLACK` of computing
+  everything is a lot for a prompt of which little is computed. A trial loads a chunk more than the best plan. The next
+  one is twice as long if all of it arrived, else half. What a cut load has begun to read occupies link and slots.
 
 Prompts that arrive together share the engine. While it computes one prompt, others whose loads have ended wait. A plan
 includes the longest of these waits, up to what open loads save. So no request finishes later than without any loads.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from math import inf, sqrt
 
 from kvtier.core.load_budget import LoadBudget
@@ -36,7 +37,7 @@ __all__ = ["LoadPlan", "Piece", "Planner"]
 
 SLACK = 0.03
 COMPUTED_SHARE = 0.02
-"""Share of computing time that may be lost in addition; with `SLACK` it makes the documented bound of 5 %."""
+"""Share of computing time that may be lost in addition. With `SLACK` it makes the documented bound of 5 %."""
 SLACK_S_MIN = 0.005
 """Smaller losses do not matter, and threads wake up late."""
 LOSS_BUDGET_START_S = 1.0
@@ -49,11 +50,11 @@ TRIAL_CHUNKS_MAX = 1 << 20
 RISK_FACTOR = 2.0
 """A load may lose this many times its expected loss, if it may save as much."""
 RISK_FACTOR_MIN = 1.25
-"""A load may lose this many times its expected loss in any case. Do not cut a load that is about to finish."""
+"""A load may lose this many times its expected loss in any case, so that one about to finish is not cut."""
 FIRST_LOAD_S_MIN = 0.15
 FIRST_LOAD_S_MAX = 0.4
-"""Limits of what the first load over an unknown link may lose: `COMPUTED_SHARE` of computing the prompt, within these.
-The latency of many links is some tens of milliseconds; few have more than the upper limit. A throttled control group
+"""Bounds on what the first load over an unknown link may lose. Between them, it is `COMPUTED_SHARE` of computing the
+prompt. Many links have a latency of tens of milliseconds, and few exceed the upper bound. A throttled control group
 stops for 0.1 s (Linux's `throtl_slice`).
 """
 OVERHEAD_HALF_S = 10.0
@@ -80,9 +81,9 @@ class LoadPlan:
     load_s: float = 0.0
     """Expected time of the load, excluding time in which the engine is busy with other requests."""
     budget: LoadBudget | None = None
-    """Budget of the load; without one it runs to its end."""
+    """Budget of the load. Without one it runs to its end."""
     is_trial: bool = False
-    """The load tries a slow link and is not expected to pay."""
+    """Whether the load tries a slow link and is not expected to pay."""
     source: str = ""
     """The slowest source (host memory or a tier) that the load needs."""
     risk_s: float = 0.0
@@ -90,37 +91,39 @@ class LoadPlan:
     ahead_s: float = 0.0
     """How long the engine computes for other requests before this one."""
     best_s: float = 0.0
-    """Of a trial: what loading and computing would take with the best other plan."""
+    """For a trial, the time of loading and computing with the best other plan."""
     saved_by_loads_s: float = 0.0
     """Time that open loads save. Waiting that much longer makes the request no later than without any loads."""
+    number: int = field(default=0, compare=False)
+    """The planner's own number for the plan."""
 
     @property
     def saved_s(self) -> float:
-        """Expected gain; of a trial, the gain if it arrives in time."""
+        """Expected gain. For a trial it is the gain if it arrives in time."""
         return self.recompute_s - self.compute_s - self.load_s
 
 
 @dataclass(slots=True)
 class _Backoff:
-    """A source that is not loaded from for a while."""
+    """The back-off of a source, from which nothing is loaded for a while."""
 
     until_s: float = 0.0
     seconds: float = BACKOFF_S_MIN
     lost_s: float = 0.0
     """Loss of the last load from it. Only loads that can afford it again may use the source during the back-off."""
     trial_chunks: int = 1
-    """Length of the next trial: twice that of the last one if all of it came, else half."""
+    """Length of the next trial: twice that of the last one if all of it arrived, else half."""
 
 
 NO_BACKOFF = _Backoff()
 
 
 class Planner:
-    """Plans the loads of one engine. It has no clock, thread or lock and has one owner.
+    """Plans the loads of one engine. It has no clock, thread or lock, and one owner.
 
     Args:
-        step_tokens: tokens that the engine computes in one step at most; 0 means no limit.
-        is_on: False loads everything available, to the end.
+        step_tokens: most tokens that the engine computes in one step; 0 means no limit.
+        is_on: whether to plan. False loads everything available, to the end.
     """
 
     def __init__(self, *, step_tokens: int = 0, is_on: bool = True) -> None:
@@ -130,8 +133,9 @@ class Planner:
         self._loss_budget_s = LOSS_BUDGET_START_S
         self._trial_budget_s = 0.0
         self._overhead_s = 0.0
+        self._numbers = count(1)
         self._open: dict[int, float] = {}
-        """Expected time at which the prompt of each open load is ready, by the plan's `id`."""
+        """Expected time at which the prompt of each open load is ready, by the plan's number."""
         self._saved_by_loads_s = 0.0
         """Computing time that open loads are expected to save."""
         self._backoffs: dict[str, _Backoff] = {}
@@ -141,14 +145,14 @@ class Planner:
     # ---- computing time ---------------------------------------------------------------------------------------------
 
     def prefilled(self, pieces: Sequence[Piece], seconds: float) -> None:
-        """A step of the engine that computed `pieces` took `seconds`."""
+        """Record that a step of the engine computed `pieces` in `seconds`."""
         self._prefill.add(pieces, seconds)
         self._add_to_loss_budget(COMPUTED_SHARE * seconds)
         self._add_to_trial_budget(seconds)
         self._overhead_s *= 0.5 ** (seconds / OVERHEAD_HALF_S)
 
     def seconds(self, tokens: int, context_tokens: int) -> float:
-        """Expected time of computing `tokens` after `context_tokens`."""
+        """Return the expected time of computing `tokens` after `context_tokens`."""
         if tokens <= 0:
             return 0.0
         costs = self._prefill.costs
@@ -157,7 +161,7 @@ class Planner:
         return steps * costs.per_step_s + tokens * costs.per_token_s + pairs * costs.per_pair_s
 
     def waits_for_s(self, tokens: int, context_tokens: int) -> float | None:
-        """`seconds`, for `Cache.lookup`; None if it is unknown, or if every load is wanted."""
+        """Return `seconds` for `Cache.lookup`; None if it is unknown, or if every load is wanted."""
         return (self.seconds(tokens, context_tokens) or None) if self._is_on else None
 
     @property
@@ -178,7 +182,7 @@ class Planner:
         beside_s: float = inf,
         now_s: float,
     ) -> LoadPlan:
-        """Plan for a prompt. Has no effect.
+        """Make a plan for a prompt, without any effect.
 
         Args:
             lookup: what can be loaded, and what that takes.
@@ -197,6 +201,7 @@ class Planner:
             recompute_s,
             ahead_s=ahead_s,
             saved_by_loads_s=self._saved_by_loads_s,
+            number=next(self._numbers),
         )
         options = [option for option in lookup.options if resident_tokens < option.tokens <= total_tokens]
         if not options:
@@ -209,18 +214,18 @@ class Planner:
         return self._trial(candidates, options, best, now_s) or best
 
     def offers(self, lookup: Lookup, plan: LoadPlan) -> list[tuple[int, float]]:
-        """The loads that `plan` was chosen among: leading tokens, and expected seconds with computing the rest.
+        """Return the loads that `plan` was chosen among, for reports and without any effect.
 
-        For reports; it has no effect.
+        Each has its leading tokens, and its expected seconds including those of computing the rest.
         """
         options = (it for it in lookup.options if plan.resident_tokens < it.tokens <= plan.total_tokens)
         loads = (self._loading(plan, option) for option in options)
         return [(load.tokens, load.load_s + load.compute_s) for load in loads]
 
     def begun(self, plan: LoadPlan, now_s: float) -> None:
-        """The load of `plan` starts; `ended` or `dropped` follows."""
+        """Record that the load of `plan` starts. `ended` or `dropped` must follow."""
         self._counts["loads"] += 1
-        self._open[id(plan)] = now_s + plan.ahead_s + plan.load_s
+        self._open[plan.number] = now_s + plan.ahead_s + plan.load_s
         self._saved_by_loads_s += plan.recompute_s - plan.compute_s
         self._counts["trials"] += plan.is_trial
         if plan.is_trial:
@@ -228,7 +233,7 @@ class Planner:
             backoff.until_s, backoff.lost_s = now_s + backoff.seconds, 0.0
 
     def ended(self, plan: LoadPlan, done: LoadDone, seconds: float, now_s: float) -> None:
-        """The load of `plan` took `seconds` and ended with `done`."""
+        """Record that the load of `plan` took `seconds` and ended with `done`."""
         self.dropped(plan)
         if plan.budget is None:
             return
@@ -247,8 +252,8 @@ class Planner:
             self._backoffs.pop(plan.source, None)
 
     def dropped(self, plan: LoadPlan) -> None:
-        """The load of `plan` was abandoned; nothing is learned from it."""
-        self._open.pop(id(plan), None)
+        """Record that the load of `plan` was abandoned. Nothing is learned from it."""
+        self._open.pop(plan.number, None)
         self._saved_by_loads_s = self._saved_by_loads_s - plan.recompute_s + plan.compute_s if self._open else 0.0
 
     def record_overhead(self, seconds: float) -> None:
@@ -257,7 +262,7 @@ class Planner:
         self._overhead_s = sqrt(self._overhead_s * seconds) if self._overhead_s else seconds
 
     def snapshot(self) -> dict[str, float]:
-        """Figures for reports."""
+        """Return figures for reports."""
         costs = self._prefill.costs
         return {
             **{f"{name}_s": value for name, value in zip(("per_step", "per_token", "per_pair"), costs, strict=True)},
@@ -276,7 +281,7 @@ class Planner:
         return replace(nothing, tokens=option.tokens, compute_s=compute_s, load_s=load_s, source=option.source)
 
     def _with_budget(self, plan: LoadPlan, option: LoadOption) -> LoadPlan:
-        """`plan` with a budget for its risk, if the loss budget allows it."""
+        """Return `plan` with a budget, which covers its risk if the loss budget allows that."""
         risk_s = self._risk_s(plan.resident_tokens, option)
         needed_s = min(RISK_FACTOR * risk_s, max(RISK_FACTOR_MIN * risk_s, plan.saved_s))
         if not option.is_known:
@@ -286,7 +291,7 @@ class Planner:
         return replace(plan, risk_s=risk_s, budget=self._budget(_slack_s(plan) + granted_s, plan.ahead_s))
 
     def _risk_s(self, start: int, option: LoadOption) -> float:
-        """The expected loss at the worst moment: after the first wait, or after tokens that are cheaper to compute."""
+        """Return the expected loss at the worst moment: after the first wait, or after tokens cheaper to compute."""
         pace_s = (option.seconds - option.wait_s) / (option.tokens - start)
         cheap_s, per_pair_s = self.seconds_per_token, self._prefill.costs.per_pair_s
         if pace_s <= cheap_s + per_pair_s * start:
@@ -305,7 +310,7 @@ class Planner:
         return not is_backed_off and plan.budget is not None and plan.risk_s <= plan.budget.cut_s(0.0, 0.0)
 
     def _delay_of_next_s(self, plan: LoadPlan, now_s: float, beside_s: float) -> float:
-        """How long the next prompt waits while this one is computed, up to the time that open loads save."""
+        """Return how long the next prompt waits while this one is computed, up to the time that open loads save."""
         begin_s = now_s + plan.ahead_s + plan.load_s
         ready_s = min((ready_s for ready_s in self._open.values() if ready_s > begin_s), default=inf)
         again_s = min(begin_s + plan.compute_s, now_s + beside_s)
@@ -314,9 +319,9 @@ class Planner:
     def _trial(
         self, plans: Sequence[LoadPlan], options: Sequence[LoadOption], best: LoadPlan, now_s: float
     ) -> LoadPlan | None:
-        """A trial of the fastest source past `best`, if no load is open and the trial budget covers its possible loss.
+        """Return a trial of the fastest source past `best`, if no load is open and the trial budget covers its loss.
 
-        A source in back-off is not tried, nor are slower ones: their loads may need it too.
+        A source in back-off is not tried, nor are slower ones, because their loads may need it, too.
         """
         slack_s = _slack_s(best)
         if self._open or slack_s > self._trial_budget_s:
@@ -327,7 +332,7 @@ class Planner:
             backoff = self._backoffs.get(plan.source, NO_BACKOFF)
             if now_s < backoff.until_s:
                 return None
-            # However fast the source is, the faster sources before it take their time too.
+            # However fast the source is, the faster sources before it take their time, too.
             gain_s = best.load_s + best.compute_s - plan.compute_s - max(best.load_s, self._overhead_s)
             if gain_s > slack_s:
                 tokens = plan.tokens
@@ -347,7 +352,7 @@ class Planner:
         return None
 
     def _tried(self, plan: LoadPlan, done: LoadDone, seconds: float) -> None:
-        """The trial `plan` took `seconds` and ended with `done`."""
+        """Record that the trial `plan` took `seconds` and ended with `done`."""
         loaded_s = max(0.0, seconds - plan.ahead_s)
         lost_s = loaded_s + self.seconds(plan.total_tokens - done.tokens, done.tokens) - plan.best_s
         self._trial_budget_s -= max(0.0, lost_s)

@@ -11,8 +11,8 @@ from math import sqrt
 from typing import NamedTuple
 
 PRIOR_PER_TOKEN_S = 4e-4
-"""Estimate before the first measurement: 2,500 tokens a second. It is slow, so that the first load of a process gets
-enough time; its possible loss is bounded anyway.
+"""Estimate before the first measurement: 2,500 tokens per second. It is slow, so that the first load of a process gets
+enough time. Its possible loss is bounded anyway.
 """
 PRIOR_STEP_TOKENS = 100
 """A step is assumed to cost as much as this many tokens. Unlike speed, this differs little between machines."""
@@ -24,7 +24,7 @@ OUTLIER_FACTOR = 3.0
 """A step that takes longer than this many times the average of its size is clipped to it."""
 SIZES_MAX = 64
 FIT_STEPS = 16
-"""Steps of known sizes between two fits; a fit takes some 0.2 ms."""
+"""Steps of known sizes between two fits. A fit takes about 0.2 ms."""
 SINGULAR = 1e-12
 TOKENS_MIN = 16
 """Steps in which no request computes this many tokens are not prefill: their attention is memory-bound."""
@@ -75,7 +75,7 @@ class PrefillEstimator:
         return self._costs
 
     def add(self, pieces: Sequence[Piece], seconds: float) -> None:
-        """Add a step that computed `pieces` in `seconds`; steps without prefill are ignored."""
+        """Add a step that computed `pieces` in `seconds`. Ignore steps without prefill."""
         if seconds <= 0 or max((piece.tokens for piece in pieces), default=0) < TOKENS_MIN:
             return
         tokens = float(sum(piece.tokens for piece in pieces))
@@ -97,11 +97,11 @@ Matrix = list[list[float]]
 
 
 def _fitted(averages: Collection[_Average]) -> PrefillCosts:
-    """Non-negative least squares: of three unknowns, every subset that may be positive is tried.
+    """Fit the costs by non-negative least squares: try every subset of the three that may be positive.
 
     Each size gives an equation `terms . costs = 1`, the estimate divided by the measurement, so all sizes weigh the
-    same. What steps of one size leave open follows from two steps with the default ratio of costs, at this engine's
-    speed.
+    same. If steps of few sizes leave the costs open, two steps with the default ratio of costs, at this engine's speed,
+    determine them.
     """
     largest = max(averages, key=lambda one: one.tokens)
     per_token_s = largest.seconds / (PRIOR_STEP_TOKENS + largest.tokens)
@@ -122,7 +122,7 @@ def _fitted(averages: Collection[_Average]) -> PrefillCosts:
 
 
 def _solved(normal: Matrix, chosen: Sequence[int]) -> PrefillCosts | None:
-    """The best costs when only the `chosen` ones may be positive; None when they are not determined."""
+    """Return the best costs if only the `chosen` ones may be positive; None if they are not determined."""
     scale = [sqrt(normal[one][one]) for one in chosen]
     table = [
         [normal[one][other] / (by * along) for other, along in zip(chosen, scale, strict=True)] + [normal[one][3] / by]
@@ -142,7 +142,7 @@ def _solved(normal: Matrix, chosen: Sequence[int]) -> PrefillCosts | None:
 
 
 def _error(normal: Matrix, costs: PrefillCosts) -> float:
-    """Sum of squared residuals, up to a constant."""
+    """Return the sum of squared residuals, up to a constant."""
     return sum(
         cost * (sum(a * b for a, b in zip(line, costs, strict=False)) - 2 * line[3])
         for line, cost in zip(normal, costs, strict=True)

@@ -1,12 +1,12 @@
 """Arithmetic over the chunks and groups of a prefix: how many leading tokens can be restored, and from which sources.
 
 A boundary is a token count at which the engine may resume: a multiple of the chunk at which every group is valid.
-History needs all chunks before it, a window the chunks over its last tokens, a state the chunk that ends there.
+History needs all chunks before it, a window the chunks over its last tokens, and a state the chunk that ends there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtier.core.host_memory import HOST
+from kvtier.core.host_residency import HOST
 from kvtier.layout import GroupLayout, History, Window
 from kvtier.types import Prefix
 
@@ -14,11 +14,11 @@ Present = Callable[[int, int], bool]
 """(group, chunk) -> whether that object is available."""
 
 Sources = tuple[tuple[str, int], ...]
-"""(source, tokens), host first; sources without tokens are left out."""
+"""(source, tokens), host memory first. Sources without tokens are left out."""
 
 
 def needed_chunks(group: GroupLayout, prefix: Prefix, tokens: int) -> range:
-    """The chunks of `group` that a load of the leading `tokens` needs.
+    """Return the chunks of `group` that a load of the leading `tokens` needs.
 
     Raises:
         ValueError: `tokens` is not a multiple of the chunk within the prefix.
@@ -37,13 +37,13 @@ def needed_chunks(group: GroupLayout, prefix: Prefix, tokens: int) -> range:
 def history_run(
     groups: Sequence[GroupLayout], prefix: Prefix, present: Present, runs: Sequence[int] | None = None
 ) -> int:
-    """Leading chunks that are present in every history group; all chunks when there is no such group.
+    """Return how many leading chunks are present in every history group: all of them if there is no such group.
 
     Args:
         groups: the KV groups.
         prefix: the prompt.
-        present: whether an object is available.
-        runs: leading chunks of each group that are known to be present; `present` is not called for them.
+        present: returns whether an object is available.
+        runs: how many leading chunks of each group are known to be present. `present` is not called for them.
     """
     run = len(prefix.keys)
     for index, group in enumerate(groups):
@@ -56,7 +56,7 @@ def history_run(
 def longest_boundary(
     groups: Sequence[GroupLayout], prefix: Prefix, present: Present, runs: Sequence[int] | None = None
 ) -> int:
-    """The largest token count at which every group is valid, or 0. The arguments are those of `history_run`."""
+    """Return the largest token count at which every group is valid, or 0. The arguments are those of `history_run`."""
     run = history_run(groups, prefix, present, runs)
     others = [index for index, group in enumerate(groups) if not isinstance(group.validity, History)]
 
@@ -77,7 +77,7 @@ def lookup_sources(
     source_of: Callable[[int, int], str],
     order: Sequence[str],
 ) -> Sources:
-    """Sources of a load of the leading `tokens`; `source_of` takes (group, chunk)."""
+    """Return the sources of a load of the leading `tokens`. `source_of` takes (group, chunk)."""
     items = [(index, chunk) for index, group in enumerate(groups) for chunk in needed_chunks(group, prefix, tokens)]
     return load_sources(prefix, tokens, {item: source_of(*item) for item in items}, order)
 
@@ -89,7 +89,7 @@ def load_sources(
     order: Sequence[str],
     resident_tokens: int = 0,
 ) -> Sources:
-    """Split the leading `tokens` past `resident_tokens` by source; `sources` maps (group, chunk) to its source.
+    """Split the leading `tokens` past `resident_tokens` by source. `sources` maps (group, chunk) to its source.
 
     A chunk counts for the slowest source among its groups. A chunk that no group moves (before a sliding window) counts
     like the next chunk that is moved.

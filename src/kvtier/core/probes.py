@@ -11,9 +11,9 @@ remote tier is asked for few names, in rounds, because each name costs a request
 23 * 23 chunks are more than 131,072 tokens have, so the leading run is exact if there are no holes. A hole is found
 by the read.
 
-Another engine may announce that it is writing the leading chunks of a prompt. Then remote tiers are asked again and
-again, and round 3 includes the last chunks before the end of the run: an engine writes several chunks at once, so
-holes are only there.
+Another engine may announce that it is writing the leading chunks of a prompt. Then remote tiers are asked repeatedly,
+and round 3 includes the last chunks before the end of the run: an engine writes several chunks at once, so holes can
+only be there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from itertools import repeat
 from math import inf
 
-from kvtier.core.host_memory import READABLE, HostMemory, Item
+from kvtier.core.host_residency import READABLE, HostMemory, Item
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.output import Output
@@ -34,16 +34,16 @@ from kvtier.types import ChunkKey, Direction, ObjectsDone, Outcome, Prefix, Prob
 
 NO_REQUEST = RequestId("")
 NO_PREFIX = Prefix((), 1)
-"""Of a search for a list of objects."""
+"""Stands for the prefix in a search for a list of objects."""
 
 REQUESTS_MAX = 4096
-"""Requests whose answers are kept; further ones are looked up in host memory only."""
+"""Most requests whose answers are kept. Further ones are looked up in host memory only."""
 
 ROUND_NAMES = 23
 """Spaced names in one round of a remote tier."""
 
 BOUNDARIES_MAX = 4
-"""Boundaries of windows and states that a remote tier is asked for."""
+"""Most boundaries of windows and states that a remote tier is asked for."""
 
 ASK_AGAIN_S_MIN = 0.005
 ASK_AGAIN_S_MAX = 0.02
@@ -52,13 +52,13 @@ them are found.
 """
 
 ASKING_MAX = 64
-"""Searches for announced chunks that may be open at once; the others ask later."""
+"""Most searches for announced chunks that may be open at once. The others ask later."""
 
 STALL_S = 0.5
 """A request stops waiting for announced chunks when no further one has been found for this long."""
 
 WAIT_SHARE = 0.01
-"""A request waits for remote tiers at most this share of the time that computing what they may have takes."""
+"""Even without hits, a request waits for remote tiers for this share of the time to compute what they may have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,29 +73,29 @@ class Search:
     tier: int = 0
     """Position of the tier that is asked."""
     round: int = 0
-    """Round of a remote tier, see above; 0 for a tier that is asked for everything at once."""
+    """Round of a remote tier, as above; 0 for a tier that is asked for everything at once."""
     chunks: list[int] = field(default_factory=list[int])
-    """Chunks of history that were missing when the tier was asked first."""
+    """Chunks of history that were missing when the tier was first asked."""
     low: int = -1
     """Position in `chunks` of the last one that is present."""
     high: int = 0
     """Position in `chunks` of the first one that is absent."""
     sampled: list[int] = field(default_factory=list[int])
-    """Positions in `chunks` that the present round asks for."""
+    """Positions in `chunks` that the current round asks for."""
     boundaries: list[tuple[list[Item], list[Item]]] = field(default_factory=list[tuple[list[Item], list[Item]]])
     """For each boundary: the objects of windows and states that it lacks, and those asked for."""
     is_wanted: bool = True
-    """The request is not released."""
+    """Whether the request is not released yet."""
     is_repeated: bool = False
-    """A remote tier is asked again for announced chunks."""
+    """Whether a remote tier is asked again for announced chunks."""
     objects: Sequence[Item] | None = None
-    """The objects of `find`, whose end is an event."""
+    """The objects of `search_objects`, which ends with an event; None for a prompt."""
     is_for_put: bool = False
-    """Only the first tier is asked, and what may be bad counts as absent."""
+    """Whether only the first tier is asked, and what may be bad counts as absent."""
     run: list[Item] = field(default_factory=list[Item])
-    """Of a `find`: the objects that were missing when the tier was asked first. Each is a chunk of its own."""
+    """In a search for objects, those that were missing when the tier was first asked. Each is a chunk of its own."""
     asks_all: bool = False
-    """Remote tiers are asked for everything at once, too."""
+    """Whether remote tiers are also asked for everything at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,14 +116,14 @@ class AnnouncedWait:
 
     keys: frozenset[ChunkKey]
     tokens: int
-    """Leading tokens of the prompt that are announced: whole chunks."""
+    """Leading tokens of the prompt that are announced, in whole chunks."""
     until_s: float
     found_s: float
     """Time at which a further object was found, or at which the wait began."""
     found: int = 0
-    """Objects found until then."""
+    """How many objects were found until then."""
     has_asked: bool = False
-    """It has searched again since then. An engine whose steps are long calls seldom."""
+    """Whether it has searched again since then. An engine with long steps calls seldom."""
     again_s: float = 0.0
     """Time of the next search."""
     pause_s: float = ASK_AGAIN_S_MIN
@@ -131,19 +131,19 @@ class AnnouncedWait:
 
 @dataclass(slots=True, eq=False)
 class ProbeAnswers:
-    """What lower tiers reported for one request; kept until its release."""
+    """What lower tiers reported for one request, kept until its release."""
 
     compute_s: float | None
     """Expected time to compute the prompt."""
     waits_until_s: float | None = None
-    """The request waits for remote tiers until this time; later answers are remembered for other requests. None: no
+    """The request waits for remote tiers until this time. Later answers are remembered for other requests. None if no
     remote tier has been asked."""
     prefix: Prefix | None = None
     """Prefix of the last lookup. The same prefix sends no new probes unless objects left host memory since."""
     removals: int = 0
     """`HostMemory.removals` at that lookup."""
     probed: set[Item] = field(default_factory=set[Item])
-    held_by: dict[Item, str] = field(default_factory=dict[Item, str])
+    found_in: dict[Item, str] = field(default_factory=dict[Item, str])
     """The fastest tier that reported each object."""
     searches: set[Search] = field(default_factory=set[Search])
     """Searches without a result for every object."""
@@ -176,12 +176,12 @@ class Probes:
         self._deadlines: list[tuple[float, int]] = []
         """(time, probe) of each deadline, and of the end of each wait, as a heap."""
         self._asking = 0
-        """Open searches that are repeated."""
+        """How many repeated searches are open."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def send(
+    def search(
         self,
         request: RequestId,
         prefix: Prefix,
@@ -196,12 +196,12 @@ class Probes:
         A request asks for an object once, and again when the object was absent and has left host memory since.
 
         Args:
-            request: its name.
-            prefix: of its prompt.
-            compute_s: expected time to compute the rest of the prompt; None: the request waits for all answers.
+            request: name of the request.
+            prefix: prefix of its prompt.
+            compute_s: expected time to compute the rest of the prompt. With None the request waits for all answers.
             now_s: the time.
             resident_tokens: leading tokens that the engine holds.
-            announced_tokens: leading tokens that another engine has stored or is storing, as it says.
+            announced_tokens: leading tokens that another engine says it has stored or is storing.
 
         Returns:
             The answers so far; None without tiers, or with too many tracked requests.
@@ -219,9 +219,9 @@ class Probes:
         if answers.prefix is prefix and answers.removals == self._host.removals:
             return answers
         # An object that was absent may have been stored since, and have left host memory for a tier. An object that a
-        # tier has is not asked for again: it may leave often, and each question delays the request.
+        # tier has is not asked for again, because it may leave often, and each question delays the request.
         left = self._host.left_since(answers.removals)
-        answers.probed.difference_update(item for item in left if item not in answers.held_by)
+        answers.probed.difference_update(item for item in left if item not in answers.found_in)
         answers.prefix, answers.removals = prefix, self._host.removals
         missing = [
             (key, group)
@@ -236,7 +236,7 @@ class Probes:
             self._ask_next_tier(search, now_s)
         return answers
 
-    def find(
+    def search_objects(
         self,
         request: RequestId,
         objects: Sequence[Item],
@@ -248,11 +248,12 @@ class Probes:
         """Search the tiers for objects, whatever host memory has. One ObjectsDone follows.
 
         Args:
-            request: its name.
+            request: name of the request.
             objects: in the order of the prefix.
             now_s: the time.
-            is_run: only the leading run matters: remote tiers are asked in rounds.
-            is_for_put: only the first tier is asked. A copy that may be bad counts as absent, as a put replaces it.
+            is_run: whether only the leading run matters. If so, remote tiers are asked in rounds.
+            is_for_put: whether only the first tier is asked. A copy that may be bad then counts as absent, because a
+                put replaces it.
         """
         first = self._tiers.all[0]
         asked = [each for each in objects if not first.is_suspect(each)] if is_for_put else [*objects]
@@ -265,7 +266,7 @@ class Probes:
         """Ask every tier that can be read for all objects of `prefix`, a remote one in several probes."""
         survey = Survey.of(prefix, self._layout.groups, self._host)
         for tier_state in self._tiers.all:
-            survey.held[tier_state.name] = set()
+            survey.found[tier_state.name] = set()
             if not tier_state.can_read(now_s):
                 survey.silent[tier_state.name] = "is down"
             elif items := survey.items:
@@ -280,12 +281,12 @@ class Probes:
             self._send(tier_state, None, tuple(items[:count]), now_s, survey)
 
     def is_waiting(self, answers: ProbeAnswers, now_s: float) -> bool:
-        """Whether an answer may still come that the request waits for."""
+        """Whether the request waits for an answer that may still come."""
         is_patient = answers.waits_until_s is None or now_s < answers.waits_until_s
         return any(is_patient or not self._tiers.all[search.tier].rules.is_remote for search in answers.searches)
 
     def awaits_announced(self, request: RequestId, answers: ProbeAnswers, tokens: int, now_s: float) -> bool:
-        """Whether the request, which finds or holds `tokens`, waits for announced chunks. When it is time, asks again.
+        """Whether the request, which finds or holds `tokens`, waits for announced chunks. Ask again when it is time.
 
         It waits while further objects appear, and never longer than computing the announced tokens takes. So a wrong
         announcement costs at most that, or `STALL_S`, whichever is shorter.
@@ -293,8 +294,8 @@ class Probes:
         wait, prefix = answers.announced, answers.prefix
         if wait is None or prefix is None or tokens >= wait.tokens:
             return False
-        if len(answers.held_by) > wait.found:
-            wait.found, wait.found_s, wait.pause_s = len(answers.held_by), now_s, ASK_AGAIN_S_MIN
+        if len(answers.found_in) > wait.found:
+            wait.found, wait.found_s, wait.pause_s = len(answers.found_in), now_s, ASK_AGAIN_S_MIN
             wait.has_asked = False
         cannot_ask = bool(answers.searches) or now_s < wait.again_s or self._asking >= ASKING_MAX
         if now_s >= wait.found_s + STALL_S and (wait.has_asked or cannot_ask):
@@ -309,12 +310,12 @@ class Probes:
             return False
         wait.has_asked, wait.again_s = True, now_s + wait.pause_s
         wait.pause_s = min(2 * wait.pause_s, ASK_AGAIN_S_MAX)
-        keys, held_by = prefix.keys[: wait.tokens // prefix.chunk_tokens], answers.held_by
+        keys, found_in = prefix.keys[: wait.tokens // prefix.chunk_tokens], answers.found_in
         missing = [
             item
             for group, entries in enumerate(self._host.entries)
             for item in zip(keys, repeat(group), strict=False)
-            if item[0] not in entries and item not in held_by
+            if item[0] not in entries and item not in found_in
         ]
         search = Search(request, answers, prefix, missing, first, is_repeated=True)
         self._asking += 1
@@ -335,9 +336,9 @@ class Probes:
         return AnnouncedWait(frozenset(prefix.keys[:chunks]), tokens, until_s, now_s)
 
     def _wait_s(self, search: Search, tier_state: TierState, now_s: float) -> float:
-        """How long the request waits for remote tiers: a share of computing what is missing, or what hits repay.
+        """Return how long to wait for remote tiers: a share of computing what is missing, or what hits repay.
 
-        It is 0 if the answer usually takes longer. Late answers count for the hit rate too.
+        It is 0 if the answer usually takes longer. Late answers also count in the hit rate.
         """
         compute_s = search.answers.compute_s
         if compute_s is None:
@@ -356,7 +357,7 @@ class Probes:
 
         Args:
             now_s: the time.
-            watched: the objects that the check of a tier asks for; the core has no use for the answer.
+            watched: returns the objects that the check of a tier asks for. The core does not use the answer.
         """
         probed = {open_probe.tier for open_probe in self._open.values()}
         checked = {it.tier for it in self._open.values() if it.search is None and it.survey is None}
@@ -373,7 +374,7 @@ class Probes:
             self._close(probe_id, open_probe, present, now_s)
 
     def expire(self, now_s: float) -> bool:
-        """Close overdue probes as failed; returns whether a probe was closed or a wait has ended."""
+        """Close overdue probes as failed. Return whether a probe was closed or a wait has ended."""
         changed = False
         while self._deadlines and self._deadlines[0][0] <= now_s:
             probe_id = heappop(self._deadlines)[1]
@@ -385,36 +386,36 @@ class Probes:
         return changed
 
     def next_deadline(self) -> float | None:
-        """The time at which `expire` has work to do."""
+        """Return the time at which `expire` has work to do."""
         while self._deadlines and self._deadlines[0][1] not in self._open:
             heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def forget(self, request: RequestId) -> None:
-        """Drop the answers of a released request. An open search goes on to its next answer, for other requests."""
+        """Drop the answers of a released request. An open search continues to its next answer, for other requests."""
         answers = self._answers.pop(request, None)
         if answers is not None:
             for search in answers.searches:
-                self._end_find(search)
+                self._report(search)
                 search.is_wanted = False
 
     def lost(self, item: Item, tier: str) -> None:
-        """`tier` could not deliver `item`: no request counts on its copy any more."""
+        """Record that `tier` could not deliver `item`, so that no request counts on its copy any more."""
         for answers in self._answers.values():
-            if answers.held_by.get(item) == tier:
-                del answers.held_by[item]
+            if answers.found_in.get(item) == tier:
+                del answers.found_in[item]
 
-    def finding(self) -> list[RequestId]:
-        """Requests with an open `find`."""
+    def object_searches(self) -> list[RequestId]:
+        """Return the requests with an open search for objects."""
         return [it.request for answers in self._answers.values() for it in answers.searches if it.objects is not None]
 
     def tiers_for(self, request: RequestId, item: Item) -> Sequence[str]:
-        """The tiers to try for an object: the one that reported it and slower ones, or all when none did.
+        """Return the tiers to try for an object: the one that reported it and slower ones, or all if none did.
 
         Loads request only objects that lookup found. Without a report, the object was in host memory at the lookup.
         """
         answers = self._answers.get(request)
-        tier = answers.held_by.get(item) if answers is not None else None
+        tier = answers.found_in.get(item) if answers is not None else None
         return self._order if tier is None else self._order[self._tiers.by_name[tier].number :]
 
     # ---- a search --------------------------------------------------------------------------------------------------
@@ -430,24 +431,24 @@ class Probes:
         search.answers.searches.discard(search)
         self._asking -= search.is_repeated
         if search.is_wanted:
-            self._end_find(search)
+            self._report(search)
 
-    def _end_find(self, search: Search) -> None:
-        """Report what a `find` has found."""
+    def _report(self, search: Search) -> None:
+        """Report the result of a search for objects."""
         if search.objects is not None:
             self._answers.pop(search.request, None)
-            held, first = search.answers.held_by, self._tiers.all[0]
+            found, first = search.answers.found_in, self._tiers.all[0]
             if search.is_for_put:  # it may have become suspect meanwhile
-                held = {item: tier for item, tier in held.items() if not first.is_suspect(item)}
+                found = {item: tier for item, tier in found.items() if not first.is_suspect(item)}
             done, absent = Outcome.DONE, Outcome.ABSENT
-            if 0 < len(held) < len(search.objects):
-                outcomes = [done if item in held else absent for item in search.objects]
+            if 0 < len(found) < len(search.objects):
+                outcomes = [done if item in found else absent for item in search.objects]
             else:
-                outcomes = [done if held else absent] * len(search.objects)
+                outcomes = [done if found else absent] * len(search.objects)
             self._output.events.append(ObjectsDone(search.request, tuple(outcomes)))
 
     def _ask_tier(self, search: Search, tier_state: TierState, now_s: float) -> bool:
-        """Begin with one tier; returns whether a probe is open."""
+        """Start asking one tier. Return whether a probe is open."""
         if search.asks_all or not tier_state.rules.is_remote:
             search.round = 0
             self._send(tier_state, search, tuple(search.missing), now_s)
@@ -465,7 +466,7 @@ class Probes:
         return self._ask_round(search, tier_state, now_s)
 
     def _ask_round(self, search: Search, tier_state: TierState, now_s: float) -> bool:
-        """Ask a remote tier for the names of the present round; returns whether a probe is open."""
+        """Ask a remote tier for the names of the current round. Return whether a probe is open."""
         while search.is_wanted and search.round <= 4:
             if search.round == 4:
                 self._take_run(search, tier_state)
@@ -480,13 +481,13 @@ class Probes:
         return False
 
     def _remembered(self, search: Search, tier_state: TierState, item: Item, now_s: float) -> bool | None:
-        """What is known of `item`. An announced object that was absent may have been written since."""
+        """Return what is known about `item`. An announced object that was absent may have been written since."""
         answer = tier_state.remembered(item, now_s)
         wait = search.answers.announced
         return None if answer is False and wait is not None and item[0] in wait.keys else answer
 
     def _history_names(self, search: Search) -> list[Item]:
-        """The names of rounds 1 to 3. `search.sampled` gets the positions in `search.chunks` that they are for."""
+        """Return the names for rounds 1 to 3, and set `search.sampled` to their positions in `search.chunks`."""
         missing = set(search.missing)
         if search.round == 1:
             search.sampled = [0]
@@ -510,7 +511,7 @@ class Probes:
         return names
 
     def _boundary_names(self, search: Search) -> list[Item]:
-        """The last chunk of each window and state, at the longest boundaries that this tier could make valid."""
+        """Return the last chunk of each window and state, at the longest boundaries that this tier could make valid."""
         others = [group for group, is_history in enumerate(self._is_history) if not is_history]
         search.boundaries = []
         if not others:
@@ -546,8 +547,8 @@ class Probes:
         return names
 
     def _is_found(self, search: Search, item: Item) -> bool:
-        entry = self._host.find(*item)
-        return (entry is not None and entry.residency in READABLE) or item in search.answers.held_by
+        entry = self._host.entry(*item)
+        return (entry is not None and entry.residency in READABLE) or item in search.answers.found_in
 
     def _use_round(self, search: Search, tier_state: TierState, names: Sequence[Item], present: Sequence[bool]) -> None:
         """Take the answers of a round of a remote tier, and set the next round."""
@@ -576,7 +577,7 @@ class Probes:
             search.round = 5
 
     def _take_run(self, search: Search, tier_state: TierState) -> None:
-        """All missing history objects up to the last chunk of the run count as held by the tier."""
+        """Assume that the tier holds all missing history objects up to the last chunk of the run."""
         if search.low < 0 or not search.chunks:
             return
         if search.objects is not None:
@@ -586,7 +587,7 @@ class Probes:
         self._found(search, [it for it in search.missing if self._is_history[it[1]] and it[0] in keys], tier_state)
 
     def _found(self, search: Search, items: Sequence[Item], tier_state: TierState) -> None:
-        search.answers.held_by.update(dict.fromkeys(items, tier_state.name))
+        search.answers.found_in.update(dict.fromkeys(items, tier_state.name))
         found = set(items) if len(items) < len(search.missing) else None
         search.missing = [] if found is None else [item for item in search.missing if item not in found]
 

@@ -1,4 +1,4 @@
-"""When a rank is asked for the chunks that tiers hold: once when a tier is up, and again on request. Pure."""
+"""Decides when to ask a rank for the chunks that tiers hold, once when each tier is up. Pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -6,29 +6,29 @@ from dataclasses import dataclass
 from kvtier.types import Outcome, Recall
 
 POLL_S = 0.5
-"""Interval of questions while the rank is still reading."""
+"""Interval between questions while the rank is still reading."""
 
 RETRY_S = 30.0
-"""Time after a failure, doubled with each further one."""
+"""Pause after a failure, doubled with each further one."""
 
 ATTEMPTS_MAX = 4
-"""Failures in a row, without further records between them, after which a tier is not asked until the next request."""
+"""After this many failures without further records between them, a tier is not asked again."""
 
 
 @dataclass(slots=True)
 class _TierRecall:
-    """The present recall of one tier."""
+    """The current recall of one tier."""
 
     number: int = 1
     position: int = 0
-    """Records that were taken."""
+    """How many records were taken."""
     furthest: int = 0
-    """Most records that one recall has brought since the last request."""
+    """The most records that one attempt has brought."""
     failures: int = 0
     next_s: float = 0.0
     is_wanted: bool = True
     is_asked: bool = False
-    """Whether a command is not completed."""
+    """Whether a command has no answer yet."""
 
 
 class Recalls:
@@ -36,7 +36,7 @@ class Recalls:
 
     Args:
         tiers: their names.
-        group: number of the KV group.
+        group: index of the KV group.
     """
 
     def __init__(self, tiers: Iterable[str], group: int) -> None:
@@ -44,7 +44,7 @@ class Recalls:
         self._tiers = {name: _TierRecall() for name in tiers}
 
     def due(self, is_up: Callable[[str], bool], now_s: float) -> list[Recall]:
-        """Commands to send now. A tier that is not up, or not open yet, is not asked."""
+        """Return the commands to send now. A tier that is not up, or not open yet, is not asked."""
         return [
             self._ask(name)
             for name, it in self._tiers.items()
@@ -52,19 +52,17 @@ class Recalls:
         ]
 
     def answered(self, command: Recall, outcome: Outcome, taken: int, now_s: float, *, is_last: bool) -> list[Recall]:
-        """A command is completed with `taken` records; the commands to send next.
+        """Record that a command completed with `taken` records, and return the commands to send next.
 
         Args:
-            command: of `due`, or of an earlier call of this.
+            command: from `due`, or from an earlier call of this method.
             outcome: its outcome.
             taken: number of its records.
             now_s: the time.
-            is_last: no records follow.
+            is_last: whether no records follow.
         """
         it = self._tiers[command.tier]
         it.is_asked = False
-        if command.number != it.number:
-            return []  # another recall was requested meanwhile
         if outcome is not Outcome.DONE:
             it.failures += 1
             it.next_s = now_s + RETRY_S * 2 ** (it.failures - 1)
@@ -77,11 +75,6 @@ class Recalls:
         it.is_wanted = not is_last
         it.next_s = now_s if taken else now_s + POLL_S
         return [self._ask(command.tier)] if taken and not is_last else []
-
-    def again(self, tier: str) -> None:
-        """Recall the tier once more, from the start. Unknown tiers hold no texts."""
-        if (it := self._tiers.get(tier)) is not None:
-            self._tiers[tier] = _TierRecall(it.number + 1, is_asked=it.is_asked)
 
     def _ask(self, tier: str) -> Recall:
         it = self._tiers[tier]

@@ -1,22 +1,22 @@
 """Objects that hints keep in host memory until a time, within a share of its slots.
 
-A retained object is READY, and no evictor has it. When its retention ends, it is a candidate for eviction again. Where
+A retained object is READY, and no evictor has it. When its retention ends, it is a candidate for eviction again. When
 the share is used up, the oldest retention of the lowest priority ends early, its deepest chunk first. One hint of a
 request retains at most a share of its own.
 
-If several hints retain an object, only the one of the highest priority counts; among equals, the longest. A client thus
-cannot prolong what the operator retains for a time.
+If several hints retain an object, only the one of the highest priority counts, and among equals the longest. So a
+client cannot prolong what the operator retains for a time.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection
 from heapq import heappop, heappush
 
-from kvtier.core.host_memory import READABLE, HostEntry, HostMemory
+from kvtier.core.host_residency import READABLE, HostEntry, HostMemory
 from kvtier.types import Prefix, Priority
 
 SLACK = 64
-"""Times without a retention that are tolerated before a clean-up."""
+"""Ends without a retention that are tolerated before a clean-up."""
 
 
 class Retention:
@@ -32,27 +32,27 @@ class Retention:
     def __init__(self, host: HostMemory, share: float, hint_share: float, refused: dict[str, int]) -> None:
         self._host, self._refused = host, refused
         self.most = [min(int(count * share), count - 1) for count in host.slots]
-        """Most retained objects of each group."""
+        """How many objects of each group may be retained."""
         self._most_of_hint = [
             min(most, max(1, int(count * hint_share))) for most, count in zip(self.most, host.slots, strict=True)
         ]
         self.counts = [0] * len(host.slots)
-        """Retained objects of each group."""
+        """How many objects of each group are retained."""
         self._ends: dict[HostEntry, tuple[Priority, float]] = {}
         """Each retained object's priority and end."""
         self._by_age = [[OrderedDict[HostEntry, None]() for _ in Priority] for _ in host.slots]
-        """Retained objects of each group, by priority: the oldest retention first, in it children before parents. An
-        object that several retain counts for the newest, with the highest of their priorities."""
+        """Retained objects of each group and priority: the oldest retention first, and in it children before parents.
+        If several hints retain an object, the newest sets its age, and the highest their priority."""
         self._by_end: dict[float, dict[HostEntry, None]] = {}
         self._deadlines: list[float] = []
         """Ends, as a heap."""
 
     def most_of(self, priority: Priority) -> list[int]:
-        """Most objects of each group that one hint may retain."""
+        """Return how many objects of each group one hint may retain."""
         return self.most if priority is Priority.OPERATOR else self._most_of_hint
 
     def retain(self, prefix: Prefix, until_s: float, priority: Priority) -> list[HostEntry]:
-        """Retain what host memory has of `prefix`, its start first. Returns the objects that are retained now."""
+        """Retain what host memory has of `prefix`, its start first. Return the objects that are retained now."""
         if len(self._deadlines) > 2 * len(self._ends) + SLACK:
             self._deadlines = sorted(self._by_end)
         kept: dict[HostEntry, None] = {}
@@ -80,7 +80,7 @@ class Retention:
         elif self.counts[group] >= self.most[group] and not self._end_oldest(group, kept, priority):
             return False
         else:
-            self._host.hold(entry)
+            self._host.retain(entry)
             self.counts[group] += 1
         self._ends[entry] = priority, until_s
         self._by_age[group][priority][entry] = None
@@ -97,7 +97,7 @@ class Retention:
                     self._end(entry)
 
     def expire(self, now_s: float) -> bool:
-        """End the retentions whose time has come; whether there were any."""
+        """End the retentions whose time has come. Return whether there were any."""
         has_ended = False
         while self._deadlines and self._deadlines[0] <= now_s:
             for entry in [*self._by_end.get(heappop(self._deadlines), ())]:
@@ -106,7 +106,7 @@ class Retention:
         return has_ended
 
     def next_deadline(self) -> float | None:
-        """The end of the next retention."""
+        """Return when the next retention ends."""
         return self._deadlines[0] if self._deadlines else None
 
     def end_all(self) -> None:
@@ -115,7 +115,7 @@ class Retention:
             self.expire(max(self._deadlines))
 
     def _end_oldest(self, group: int, kept: Collection[HostEntry], priority: Priority) -> bool:
-        """End the oldest retention of one object, of no higher priority and not of `kept`; whether there was one."""
+        """End the oldest retention of no higher priority and outside `kept`. Return whether there was one."""
         for by_age in self._by_age[group][: 1 + priority]:
             oldest = next(iter(by_age), None)
             if oldest is not None and oldest not in kept:
@@ -133,18 +133,20 @@ class Retention:
     def _end(self, entry: HostEntry) -> None:
         self._take_out(entry)
         self.counts[entry.group] -= 1
-        self._host.let_go(entry)
+        self._host.end_retention(entry)
 
     def check(self) -> None:
-        """Assert that exactly these objects are held.
+        """Assert that host memory retains exactly the objects with an end, and that counts are right.
 
         Raises:
-            AssertionError: others are, which is a bug in the core.
+            AssertionError: it does not, which is a bug in the core.
         """
-        held = {entry for entries in self._host.entries for entry in entries.values() if entry.is_retained}
-        assert held == set(self._ends), "an object is retained without an end"
+        retained = {entry for entries in self._host.entries for entry in entries.values() if entry.is_retained}
+        assert retained == set(self._ends), "a retained object has no end"
         by_age = [entry for of_group in self._by_age for entries in of_group for entry in entries]
-        assert set(by_age) == held, "a retention cannot end early"
+        assert set(by_age) == retained, "a retention cannot end early"
         assert self._by_end.keys() <= set(self._deadlines), "a retention does not end"
         for group, most in enumerate(self.most):
-            assert sum([entry.group == group for entry in held]) == self.counts[group] <= most, "retained miscounted"
+            assert sum([entry.group == group for entry in retained]) == self.counts[group] <= most, (
+                "retained miscounted"
+            )

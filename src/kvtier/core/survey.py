@@ -1,13 +1,13 @@
-"""Where the objects of a prompt are: host memory is read, and every tier is asked for every chunk.
+"""Finds where the objects of a prompt are. It reads host memory, and asks every tier for every chunk.
 
-A lookup asks a tier only for what faster ones lack, and a remote tier for few names. A survey is for people: it names
-every place. `probes` sends its probes. A survey changes no decision; a tier that fails it has failed a probe.
+A lookup asks a tier only for what faster ones lack, and a remote tier for few names. A survey is for people, and names
+every place. `probes` sends its probes. A survey changes no decision, but a tier that fails it has failed a probe.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.core.host_memory import COMING, HOST, READABLE, HostMemory, Item
+from kvtier.core.host_residency import COMING, HOST, READABLE, HostMemory, Item
 from kvtier.core.prefix import history_run, longest_boundary
 from kvtier.layout import GroupLayout, History
 from kvtier.types import Prefix
@@ -29,21 +29,21 @@ class Survey:
     """Objects in host memory, or in transfer to it."""
     left: frozenset[Item]
     """Objects that have left host memory recently."""
-    held: dict[str, set[Item]] = field(default_factory=dict[str, set[Item]])
-    """Objects that each tier reported."""
+    found: dict[str, set[Item]] = field(default_factory=dict[str, set[Item]])
+    """Objects that each tier reported as present."""
     silent: dict[str, str] = field(default_factory=dict[str, str])
     """Why a tier was not asked, or not for everything."""
     unasked: dict[str, list[Item]] = field(default_factory=dict[str, list[Item]])
-    """Objects that an open or following probe of each tier asks for."""
+    """Objects that each tier has not answered for: its open probe or a later one asks for them."""
     is_wanted: bool = True
-    """Answers are still taken."""
+    """Whether answers are still taken."""
 
     @classmethod
     def of(cls, prefix: Prefix, groups: Sequence[GroupLayout], host: HostMemory) -> "Survey":
-        """A survey of the leading `CHUNKS_MAX` chunks that has asked no tier."""
+        """Return a survey of the leading `CHUNKS_MAX` chunks that has asked no tier yet."""
         prefix = Prefix(prefix.keys[:CHUNKS_MAX], prefix.chunk_tokens)
         items = [(key, group) for key in prefix.keys for group in range(len(groups))]
-        found = ((item, host.find(*item)) for item in items)
+        found = ((item, host.entry(*item)) for item in items)
         there = (item for item, entry in found if entry is not None and entry.residency in READABLE + COMING)
         return cls(prefix, groups, frozenset(there), frozenset(host.left_since(0)))
 
@@ -58,20 +58,20 @@ class Survey:
         return self.tokens_within(self.prefix.tokens)
 
     def tokens_within(self, most: int) -> int:
-        """Leading tokens that can be loaded of a prompt that loads `most` at most, where windows end earlier."""
+        """Return how many leading tokens can be loaded if at most `most` are wanted. Windows then end earlier."""
         size = self.prefix.chunk_tokens
         return longest_boundary(self.groups, Prefix(self.prefix.keys[: most // size], size), self._is_somewhere)
 
     @property
     def history_chunks(self) -> int:
-        """Leading chunks that every history group has. Windows and states may end a hit before."""
+        """Leading chunks that every history group has. Windows and states may end a hit earlier."""
         return history_run(self.groups, self.prefix, self._is_somewhere)
 
     def places(self, chunk: int) -> dict[str, str]:
-        """Host memory and the tiers that hold a chunk: ``all`` of its history groups, or a ``part`` of them."""
+        """Return the places that hold a chunk: ``all`` of its history groups, or a ``part`` of them."""
         history = [number for number, group in enumerate(self.groups) if isinstance(group.validity, History)]
         items = {(self.prefix.keys[chunk], group) for group in history or range(len(self.groups))}
-        found = {place: len(items & held) for place, held in ((HOST, self.host), *self.held.items())}
+        found = {place: len(items & present) for place, present in ((HOST, self.host), *self.found.items())}
         return {place: "all" if count == len(items) else "part" for place, count in found.items() if count}
 
     def has_left(self, chunk: int) -> bool:
@@ -79,14 +79,14 @@ class Survey:
         return any((self.prefix.keys[chunk], group) in self.left for group in range(len(self.groups)))
 
     def answered(self, tier: str, objects: Sequence[Item], present: Sequence[bool] | None) -> None:
-        """The answer of a probe; None: the tier failed."""
+        """Take the answer of a probe; None means that the tier failed."""
         if not self.is_wanted:
             return
         if present is None:
             self.silent[tier] = "did not answer"
             del self.unasked[tier]
             return
-        self.held[tier].update(item for item, is_there in zip(objects, present, strict=True) if is_there)
+        self.found[tier].update(item for item, is_there in zip(objects, present, strict=True) if is_there)
         del self.unasked[tier][: len(objects)]
         if not self.unasked[tier]:
             del self.unasked[tier]
@@ -98,4 +98,4 @@ class Survey:
 
     def _is_somewhere(self, group: int, chunk: int) -> bool:
         item = (self.prefix.keys[chunk], group)
-        return item in self.host or any(item in held for held in self.held.values())
+        return item in self.host or any(item in present for present in self.found.values())

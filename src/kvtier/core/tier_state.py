@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from kvtier.core.host_memory import Item
+from kvtier.core.host_residency import Item
 from kvtier.core.limits import TierRules
 from kvtier.core.output import Output
 from kvtier.types import Direction, TierNotice, Transfer, Way
@@ -15,7 +15,7 @@ DEMOTE, PROMOTE = Direction.DEMOTE, Direction.PROMOTE
 WAYS: dict[Direction, Way] = {PROMOTE: "read", DEMOTE: "write"}
 
 SUSPECT_MAX = 1 << 16
-"""Suspect objects per tier; of more, the oldest are trusted again."""
+"""Most suspect objects per tier. Beyond that the oldest are trusted again."""
 
 PAUSE_S_MIN = 5.0
 PAUSE_S_MAX = 300.0
@@ -31,7 +31,7 @@ PRESENT_S = 60.0
 """How long the answer "present" is remembered. A wrong one costs a failed read."""
 
 OPENING_RETRY_S = 0.5
-"""Delay between trials of a tier that has never been open. They cost nothing, and the first that succeeds uses it."""
+"""Delay between trials of a tier that was never open. Trials are free, and the first success puts the tier to use."""
 
 RETRY_GROWTH = 2.0
 RETRY_SECONDS_MAX = 60.0
@@ -43,7 +43,7 @@ class CircuitBreaker:
 
     Args:
         failures_max: consecutive failures that open the breaker.
-        retry_s: delay before the first trial; doubles with each failed trial, up to a minute.
+        retry_s: delay before the first trial. It doubles with each failed trial, up to a minute.
     """
 
     failures_max: int
@@ -52,12 +52,12 @@ class CircuitBreaker:
     retry_delay_s: float = 0.0
     retry_at_s: float = 0.0
     is_opening: bool = False
-    """No operation has succeeded since `open_now`."""
+    """Whether no operation has succeeded since `open_now`."""
     trial: int = 0
     """The operation whose result decides while the breaker is open; 0 if none is under way."""
 
     def open_now(self) -> None:
-        """Start open: the first operation is a trial, and the delay between trials does not grow."""
+        """Start open: the first operation is a trial, and the delay between trials does not grow until one succeeds."""
         self.retry_delay_s, self.is_opening = OPENING_RETRY_S, True
 
     def is_up(self) -> bool:
@@ -65,16 +65,16 @@ class CircuitBreaker:
         return self.retry_delay_s == 0.0
 
     def allows(self, now_s: float) -> bool:
-        """Whether to start an operation. While open, one trial is allowed after each delay."""
+        """Whether an operation may start. While the breaker is open, one trial is allowed after each delay."""
         return self.retry_delay_s == 0.0 or (not self.trial and now_s >= self.retry_at_s)
 
     def attempted(self, operation: int) -> None:
-        """An operation started; while open, it is the trial."""
+        """Record that an operation started. While the breaker is open, it is the trial."""
         if self.retry_delay_s != 0.0:
             self.trial = operation
 
     def succeeded(self) -> bool:
-        """An operation succeeded; returns whether that closed the breaker."""
+        """Record that an operation succeeded. Return whether that closed the breaker."""
         was_open = self.retry_delay_s != 0.0
         self.failures, self.retry_delay_s, self.trial, self.is_opening = 0, 0.0, 0, False
         return was_open
@@ -84,14 +84,14 @@ class CircuitBreaker:
         self.retry_at_s = min(self.retry_at_s, now_s)
 
     def inconclusive(self, operation: int) -> None:
-        """An operation was cancelled; if it was the trial, another one is allowed."""
+        """Record that an operation was cancelled. If it was the trial, allow another one."""
         if operation == self.trial:
             self.trial = 0
 
     def failed(self, now_s: float, operation: int) -> bool:
-        """An operation failed or was late; returns whether that opened the breaker.
+        """Record that an operation failed or was late. Return whether that opened the breaker.
 
-        While open only the trial counts: operations that began before end later, and say nothing of the present.
+        While it is open only the trial counts. Earlier operations that end then say nothing about the present.
         """
         self.failures += 1
         opens = self.retry_delay_s == 0.0 and self.failures >= self.failures_max
@@ -113,17 +113,17 @@ class FailedReads:
     until_s: float = 0.0
     """The object is left alone until then; infinite while a read of it is stuck."""
     is_replaced: bool = False
-    """A write has replaced the copy. A second replacement ends no pause, so that useless ones end."""
+    """Whether a write has replaced the copy. A second one does not end the pause, so that useless ones stop."""
 
 
 class TierState:
-    """One lower tier: its circuit breakers, its limits, and what is known of its objects.
+    """One lower tier: its circuit breakers, its limits, and what is known about its objects.
 
     Args:
         rules: its limits and properties.
         number: its position, 0 for the fastest.
         pool: all tiers, which share the slots for transfers.
-        output: gets notices of the breakers' changes.
+        output: receives notices of the breakers' changes.
     """
 
     def __init__(self, rules: TierRules, number: int, pool: "TierStates", output: Output) -> None:
@@ -131,23 +131,23 @@ class TierState:
         self.rules = rules
         self.number = number
         self.breakers = {direction: CircuitBreaker(rules.failures, rules.retry_s) for direction in WAYS}
-        """PROMOTE: for promotions and probes. DEMOTE: for demotions. A tier on a full disk can still be read."""
+        """PROMOTE is for promotions and probes, DEMOTE for demotions, as a tier on a full disk can still be read."""
         self.out = {PROMOTE: 0, DEMOTE: 0}
         self.out_bytes = {PROMOTE: 0, DEMOTE: 0}
         self.late = {PROMOTE: 0, DEMOTE: 0}
-        """Overdue transfers in flight: their threads are stuck, and count against the limit."""
-        self.limit = {PROMOTE: min(rules.promotes, pool.share), DEMOTE: min(rules.demotes, pool.share)}
-        """Limit for objects of any size; small objects may exceed it."""
+        """Overdue transfers in flight. Their threads are stuck and count against the limit."""
+        self.limit = {PROMOTE: min(rules.loads_in_flight, pool.share), DEMOTE: min(rules.writes_in_flight, pool.share)}
+        """Limit for objects of any size. Small objects may exceed it."""
         self.hit_rate = 0.5
-        """Moving average of the probes of first missing chunks that found it; for remote tiers."""
+        """Moving average of how often a remote tier has a request's first missing chunk."""
         self.answer_s = 0.0
         """Moving average of how long its probes take."""
         self.has_doubts = False
-        """Some object is suspect, or reads of it have failed. Plain, because every promotion looks here."""
+        """Whether some object is suspect, or reads of it have failed. An attribute, as every promotion reads it."""
         self._suspect: dict[Item, bool] = {}
         """Suspect objects, and whether the next write must drop the copy first."""
         self._failed: OrderedDict[Item, FailedReads] = OrderedDict()
-        """Objects whose last read failed or was late; of more than `SUSPECT_MAX`, the oldest are forgotten."""
+        """Objects whose last read failed or was late. Beyond `SUSPECT_MAX` the oldest are forgotten."""
         self._remembered: OrderedDict[Item, tuple[bool, float]] = OrderedDict()
         """Answers of a remote tier, and when they expire."""
         self._pool = pool
@@ -156,28 +156,28 @@ class TierState:
     def has_room(self, direction: Direction, size_bytes: int) -> bool:
         """Whether one more transfer of `size_bytes` may start."""
         out = self.out[direction]
-        if out >= self.limit[direction] and self.out_bytes[direction] + size_bytes > self.rules.small_bytes:
+        if out >= self.limit[direction] and self.out_bytes[direction] + size_bytes > self.rules.small_bytes_in_flight:
             return False
         return out < self._pool.share if self._pool.is_single else self._pool.has_slot(self, direction)
 
     def limit_for(self, direction: Direction, size_bytes: int) -> int:
-        """How many transfers of `size_bytes` each may be in flight."""
-        return max(self.limit[direction], min(self._pool.share, self.rules.small_bytes // size_bytes))
+        """Return how many transfers of `size_bytes` each may be in flight."""
+        return max(self.limit[direction], min(self._pool.share, self.rules.small_bytes_in_flight // size_bytes))
 
     def can_read(self, now_s: float) -> bool:
-        """Whether to start a read: the breaker allows it, and not all reads in flight are stuck."""
+        """Whether the breaker allows a read, and stuck reads leave room for it."""
         return self.late[PROMOTE] < self.limit[PROMOTE] and self.breakers[PROMOTE].allows(now_s)
 
     def can_load(self) -> bool:
-        """Whether a load may wait for a read. It is never the trial of a tier that is down, which probes are."""
+        """Whether a load may wait for a read. The trials of a tier that is down are probes, never such reads."""
         return self.late[PROMOTE] < self.limit[PROMOTE] and self.breakers[PROMOTE].retry_delay_s == 0.0
 
     def can_write(self, now_s: float) -> bool:
-        """Whether to start a write, by the same rule."""
+        """Whether the breaker allows a write, and stuck writes leave room for it."""
         return self.late[DEMOTE] < self.limit[DEMOTE] and self.breakers[DEMOTE].allows(now_s)
 
     def mark_suspect(self, items: Iterable[Item]) -> None:
-        """The tier's copies of `items` may be bad: a read failed, or an earlier chunk of the prefix was corrupt."""
+        """Suspect the tier's copies of `items`: a read failed, or an earlier chunk of the prefix was corrupt."""
         for item in items:
             self._suspect[item] = self.has_doubts = True
             self._remembered.pop(item, None)
@@ -189,18 +189,18 @@ class TierState:
         return item in self._suspect
 
     def was_dropped(self, item: Item) -> None:
-        """The copy of `item` was dropped. It stays suspect, because a probe may have been answered before."""
+        """Record that the copy of `item` was dropped. It stays suspect: a probe may have been answered before."""
         if item in self._suspect:
             self._suspect[item] = False
 
     def clear_suspect(self, item: Item) -> bool:
-        """The copy of `item` was read or will be replaced; returns whether it must be dropped first."""
+        """Trust `item` again, as its copy was read or will be replaced. Return whether it must be dropped first."""
         return bool(self._suspect) and self._suspect.pop(item, False)
 
     def read_failed(self, item: Item, now_s: float, *, is_stuck: bool) -> None:
-        """A read of `item` failed or was late: its copy is suspect, and left alone for twice as long as before.
+        """Suspect the copy of `item` after a failed or late read, and leave it alone for twice as long as before.
 
-        The breaker does not see this: reads of other objects succeed in between.
+        The breaker does not notice such reads, because reads of other objects succeed in between.
         """
         self.mark_suspect([item])
         failed = self._failed.pop(item, None) or FailedReads()
@@ -211,18 +211,18 @@ class TierState:
             self._failed.popitem(last=False)
 
     def late_read_ended(self, item: Item, now_s: float) -> None:
-        """A late read of `item` has ended, whatever its result: the pause begins."""
+        """Begin the pause of `item`, because its late read has ended, whatever the result."""
         failed = self._failed.get(item)
         if failed is not None and failed.until_s == inf:
             failed.until_s = now_s + failed.pause_s
 
     def read_answered(self, item: Item) -> None:
-        """The tier answered a read of `item` in time, or a late read never began: failures are forgotten."""
+        """Forget the failures of `item`: the tier answered a read in time, or a late read never began."""
         self._failed.pop(item, None)
         self.has_doubts = bool(self._suspect or self._failed)
 
     def replaced(self, item: Item) -> None:
-        """A write of `item` has ended well. A copy that became suspect meanwhile is still the old one."""
+        """Record that a write of `item` succeeded. A copy that became suspect meanwhile is still the old one."""
         failed = self._failed.get(item)
         if failed is not None and not failed.is_replaced and item not in self._suspect:
             failed.until_s, failed.is_replaced = 0.0, True
@@ -233,7 +233,7 @@ class TierState:
         return failed is not None and now_s < failed.until_s
 
     def answered(self, items: Sequence[Item], present: Sequence[bool], now_s: float) -> Sequence[bool]:
-        """Remember the answers of the tier for `items`; returns them, with objects that are left alone as absent."""
+        """Remember the tier's answers for `items`, and return them with objects that are left alone as absent."""
         if self.rules.is_remote:
             for item, is_there in zip(items, present, strict=True):
                 self.remember(item, now_s, is_present=is_there)
@@ -244,7 +244,7 @@ class TierState:
     def remember(self, item: Item, now_s: float, *, is_present: bool) -> None:
         """Keep the answer of a remote tier for other requests, for a bounded time. Tiers with an index answer anew.
 
-        That a suspect object is present is not kept, so that the next store replaces it.
+        The answer that a suspect object is present is not kept, so that the next store replaces the object.
         """
         if self.rules.is_remote and not (is_present and item in self._suspect):
             self._remembered[item] = (is_present, now_s + (PRESENT_S if is_present else ABSENT_S))
@@ -257,7 +257,7 @@ class TierState:
             self._remembered.pop(item, None)
 
     def remembered(self, item: Item, now_s: float) -> bool | None:
-        """The remembered answer for `item`, or None. An object that is left alone counts as absent."""
+        """Return the remembered answer for `item`, or None. An object that is left alone counts as absent."""
         if self.is_left_alone(item, now_s):
             return False
         answer = self._remembered.get(item)
@@ -270,7 +270,7 @@ class TierState:
         return is_present
 
     def began(self, transfer: Transfer, size_bytes: int) -> None:
-        """A transfer of `size_bytes` starts."""
+        """Record that a transfer of `size_bytes` starts."""
         direction = transfer.direction
         breaker = self.breakers[direction]
         if breaker.retry_delay_s != 0.0:
@@ -279,14 +279,14 @@ class TierState:
         self.out_bytes[direction] += size_bytes
 
     def overdue(self, transfer: Transfer, now_s: float) -> None:
-        """A transfer is overdue, which counts as a fault."""
+        """Record that a transfer is overdue, which counts as a fault."""
         self.late[transfer.direction] += 1
         self.record(transfer.direction, transfer.id, now_s, is_fault=True, is_late=True)
 
     def ended(self, transfer: Transfer, size_bytes: int, now_s: float, *, is_late: bool, is_fault: bool | None) -> None:
-        """A transfer of `size_bytes` has ended; `is_fault` is None if it was cancelled, which proves nothing.
+        """Record that a transfer has ended. `is_fault` is None if it was cancelled, which proves nothing.
 
-        After its deadline it proves nothing more: it was recorded then.
+        A late transfer that ends after its deadline proves nothing more, because it was recorded then.
         """
         direction = transfer.direction
         self.out[direction] -= 1
@@ -302,14 +302,14 @@ class TierState:
     def record(
         self, direction: Direction, operation: int, now_s: float, *, is_fault: bool, is_late: bool = False
     ) -> None:
-        """Record the result of a read (PROMOTE) or write (DEMOTE); a change of the breaker gives a notice.
+        """Record the result of a read (PROMOTE) or write (DEMOTE). A change of the breaker emits a notice.
 
         Args:
             direction: PROMOTE or DEMOTE.
-            operation: its number.
+            operation: number of the operation.
             now_s: the time.
-            is_fault: it failed, or is late.
-            is_late: its deadline is over, and it has no result.
+            is_fault: whether it failed or is late.
+            is_late: whether its deadline has passed without a result.
         """
         breaker, way = self.breakers[direction], WAYS[direction]
         if is_fault:
@@ -329,17 +329,17 @@ class TierState:
                 other.retry_now(now_s)  # the other way may have had the same cause
 
     def _end_first_pauses(self) -> None:
-        """The tier was away, which may have made reads fail. Objects that fail again have pauses that do not end so."""
+        """End first pauses, because the tier was away, which may have made reads fail. Longer pauses stay."""
         for failed in self._failed.values():
             if failed.pause_s <= PAUSE_S_MIN and failed.until_s != inf:
                 failed.until_s = 0.0
 
     def probed_first(self, *, is_hit: bool) -> None:
-        """A request's first missing chunk was probed."""
+        """Record the probe of a request's first missing chunk."""
         self.hit_rate += ANSWER_WEIGHT * (is_hit - self.hit_rate)
 
     def probe_took(self, took_s: float) -> None:
-        """A request's probe was answered, or has failed, after `took_s`."""
+        """Record that a request's probe was answered, or failed, after `took_s`."""
         self.answer_s += ANSWER_WEIGHT * (took_s - self.answer_s)
 
     def check(self) -> None:
@@ -351,7 +351,7 @@ class TierState:
         for direction, limit in self.limit.items():
             out, out_bytes = self.out[direction], self.out_bytes[direction]
             assert self.late[direction] <= out, f"more {direction.value}s are late than in flight"
-            assert out <= limit or out_bytes <= self.rules.small_bytes, (
+            assert out <= limit or out_bytes <= self.rules.small_bytes_in_flight, (
                 f"more {direction.value}s in flight than allowed"
             )
             assert out <= self._pool.share, f"{direction.value}s use more than their share of host memory"
@@ -361,13 +361,13 @@ class TierState:
 class TierStates:
     """All lower tiers, fastest first.
 
-    A quarter of the slots is for promotions of all tiers, a quarter for demotions: when all tiers hang, half of host
+    A quarter of the slots is for promotions of all tiers, and a quarter for demotions. If all tiers hang, half of host
     memory is still usable. A tier may use the whole quarter except for what is reserved for the others.
 
     Args:
         tiers: their rules, fastest first.
         slots: slots for promotions of all tiers, and as many for demotions.
-        output: gets notices of the breakers' changes.
+        output: receives notices of the breakers' changes.
         down: tiers that are not open yet.
     """
 
@@ -376,10 +376,10 @@ class TierStates:
         self._slots = max(count, slots)
         self._reserved = max(1, self._slots // (2 * count))
         self.share = self._slots - self._reserved * (count - 1)
-        """Most slots of one tier in each direction."""
+        """How many slots one tier may use in each direction."""
         self.is_single = count == 1
         self.has_stopped = False
-        """Reads of a tier have stopped, and operations may still wait for some."""
+        """Whether reads of a tier have stopped while operations may still wait for some."""
         self.by_name = {rules.name: TierState(rules, number, self, output) for number, rules in enumerate(tiers)}
         self.all = tuple(self.by_name.values())
         for name in down:
@@ -401,7 +401,7 @@ class TierStates:
         return taken < self._slots
 
     def check(self, out: dict[Direction, int]) -> None:
-        """Assert that the limits hold; `out` counts transfers in flight by direction.
+        """Assert that the limits hold. `out` counts transfers in flight by direction.
 
         Raises:
             AssertionError: they do not, which is a bug in the core.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import product
 
-from kvtier.core.host_memory import HOST, READABLE, Change, HostEntry, HostMemory, Residency
+from kvtier.core.host_residency import HOST, READABLE, Change, HostEntry, HostMemory, Residency
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import COPYING, LoadOperation, OpenOperations, StoreOperation, WorkItem
@@ -27,7 +27,7 @@ DONE, CANCELLED, CORRUPT = Outcome.DONE, Outcome.CANCELLED, Outcome.CORRUPT
 ANSWERS = (DONE, CORRUPT, Outcome.ABSENT)
 
 COPY_DEADLINE_S = 10.0
-"""Time in which a gather or scatter must begin."""
+"""A gather or scatter must begin within this time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,18 +37,18 @@ class InFlightTransfer:
     transfer: Transfer
     entry: HostEntry
     item: WorkItem | None = None
-    """The object of a store that is gathered, or of a load that is scattered."""
+    """The item of a store that is gathered, or of a load that is scattered."""
     relay_to: str = ""
-    """Tier to which a relayed object is on its way."""
+    """The tier to which a relayed object is on its way."""
     outcome: Outcome = Outcome.DONE
     is_fault: bool = False
     is_late: bool = False
     is_cancelled: bool = False
-    """A Cancel was sent; it may come too late."""
+    """Whether a Cancel was sent. It may come too late."""
     is_blamed: bool = False
-    """A promotion that is past its deadline: its object is left alone."""
+    """Whether it is a promotion past its deadline, whose object is left alone."""
     is_doubted: bool = False
-    """The copy became suspect by that alone."""
+    """Whether that alone made the copy suspect."""
 
 
 class TransferScheduler:
@@ -80,7 +80,7 @@ class TransferScheduler:
         """(time, transfer) as a heap."""
 
     def stop(self, work: LoadOperation | StoreOperation) -> None:
-        """Stop `work`; it ends when none of its transfers is in flight. What only a load needs is cancelled."""
+        """Stop `work`, which ends when none of its transfers is in flight. Cancel what only a stopped load needs."""
         self._operations.stop(work)
         if isinstance(work, StoreOperation):
             return
@@ -102,7 +102,7 @@ class TransferScheduler:
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> bool:
-        """Check deadlines; returns whether anything changed."""
+        """Check deadlines. Return whether anything changed."""
         changed = False
         while self._deadlines and self._deadlines[0][0] <= now_s:
             flight = self.flights.get(heappop(self._deadlines)[1])
@@ -124,7 +124,7 @@ class TransferScheduler:
         return changed
 
     def next_deadline(self) -> float | None:
-        """The time at which `expire` has work to do if nothing else happens."""
+        """Return the time at which `expire` has work to do if nothing else happens."""
         while self._deadlines and self._deadlines[0][1] not in self.flights:
             heappop(self._deadlines)
         ends = self._operations.deadlines()
@@ -135,7 +135,7 @@ class TransferScheduler:
     # ---- completions -----------------------------------------------------------------------------------------------
 
     def complete(self, transfer_id: int, outcome: Outcome, now_s: float, *, is_fault: bool) -> bool:
-        """Handle a completion; returns whether its transfer was in flight."""
+        """Handle a completion. Return whether its transfer was in flight."""
         flight = self.flights.pop(transfer_id, None)
         if flight is None:
             return False
@@ -173,7 +173,7 @@ class TransferScheduler:
             self._host.arrived(entry)
         else:
             self._host.failed(entry)
-        self._operations.gathered(item, entry, is_held=flight.outcome is DONE)
+        self._operations.gathered(item, entry, is_stored=flight.outcome is DONE)
 
     def _scattered(self, flight: InFlightTransfer, now_s: float) -> None:
         self._out[SCATTER] -= 1
@@ -197,7 +197,7 @@ class TransferScheduler:
         if tier_state.has_doubts or flight.outcome is not DONE:
             self._judge_copy(flight, tier_state, now_s)
         if flight.is_late:
-            self._host.settled(entry)
+            self._host.reclaim(entry)
         elif entry.is_staged:
             if flight.outcome is DONE:
                 self._pending_writes.staged(entry, flight.relay_to)
@@ -227,7 +227,7 @@ class TransferScheduler:
         if flight.outcome is CORRUPT:
             self._output.counters.corrupt += 1
             self._output.commands.append(Drop(tier_state.name, entry.key, entry.group))
-            if self._host.stages_only:  # until it is written again: the tier may report it, or keep it
+            if self._host.stages_only:  # the tier may report or keep the copy until it is written again
                 tier_state.mark_suspect([item])
             for waiter in waiters:
                 if isinstance(waiter.work, LoadOperation):
@@ -242,16 +242,16 @@ class TransferScheduler:
         """Note whether the tier's copy can be read, and how long it is left alone otherwise."""
         item, outcome = (flight.entry.key, flight.entry.group), flight.outcome
         if outcome is DONE or outcome is CORRUPT or (flight.is_doubted and outcome is CANCELLED):
-            tier_state.clear_suspect(item)  # one that is late and cancelled has waited for others, and has not read
+            tier_state.clear_suspect(item)  # a late one that was cancelled has waited behind others and read nothing
         elif flight.is_fault and not flight.is_blamed:
-            self._read_failed(flight, now_s)  # as with a bad block: the tier has a copy that cannot be read
+            self._read_failed(flight, now_s)  # the tier has a copy that cannot be read, as on a bad block
         if flight.is_blamed and outcome is not CANCELLED:
             tier_state.late_read_ended(item, now_s)
         elif flight.is_blamed or outcome in ANSWERS:
             tier_state.read_answered(item)
 
     def _read_failed(self, flight: InFlightTransfer, now_s: float) -> None:
-        """The copy that a promotion reads is left alone for a time, also by requests that have found it before."""
+        """Leave alone, for a time, the copy that a promotion reads, even for requests that found it before."""
         item, tier_state = (flight.entry.key, flight.entry.group), self._tiers.by_name[flight.transfer.tier]
         flight.is_doubted = not tier_state.is_suspect(item)
         tier_state.read_failed(item, now_s, is_stuck=flight.is_blamed)
@@ -277,15 +277,15 @@ class TransferScheduler:
             self._estimators[source].record_lead(now_s - load.begun_s, has_come=load.has_led)
 
     def _leading_source(self, load: LoadOperation) -> str:
-        """The source of the first chunk that `load` still needs."""
+        """Return the source of the first chunk that `load` still needs."""
         key = load.prefix.keys[load.run]
-        entry = self._host.find(key, 0)
+        entry = self._host.entry(key, 0)
         if entry is not None:
             return HOST if entry.residency in READABLE else entry.source
         return next(iter(self._probes.tiers_for(load.request, (key, 0))), HOST)
 
     def _overdue(self, flight: InFlightTransfer, now_s: float) -> None:
-        """A transfer is overdue, or is given up: its operations go on without it, but its thread may still run."""
+        """Let operations go on without a transfer that is overdue or given up. Its thread may still run."""
         flight.is_late = True
         self._output.counters.late += 1
         transfer, entry = flight.transfer, flight.entry
@@ -309,7 +309,7 @@ class TransferScheduler:
             self._give_up(now_s)
         if self._operations.scatters:
             self._advance_scatters(now_s)
-        # A started transfer may unblock another operation, and a dropped write frees a slot: repeat until none does.
+        # A started transfer may unblock another operation, and a dropped write frees a slot, so repeat until none does.
         may_start_more = True
         while may_start_more:
             loads = self._operations.loads
@@ -328,7 +328,7 @@ class TransferScheduler:
             self._advance_scatters(now_s)
 
     def _give_up(self, now_s: float) -> None:
-        """Loads and stores wait no longer for promotions from tiers whose reads have stopped."""
+        """Give up the promotions from tiers whose reads have stopped, so that loads and stores do not wait for them."""
         self._tiers.has_stopped = False
         for flight in list(self.flights.values()):
             tier = flight.transfer.tier
@@ -346,7 +346,7 @@ class TransferScheduler:
             self._send(SCATTER, entry, now_s, item=item)
 
     def _advance_loads(self, now_s: float) -> tuple[bool, bool]:
-        """Returns whether a load lacks a slot, and whether a promotion started."""
+        """Start promotions for loads. Return whether a load lacks a slot, and whether a promotion started."""
         if self._host.stages_only:
             return False, self._advance_gets(now_s)
         is_starving = has_promoted = False
@@ -354,7 +354,7 @@ class TransferScheduler:
             while load.todo:
                 item = load.todo[0]
                 group = item.place.group
-                entry = self._host.find(item.key, group)
+                entry = self._host.entry(item.key, group)
                 tier_state = self._next_tier(item, now_s) if entry is None else None
                 if tier_state is not None:
                     if not tier_state.has_room(PROMOTE, self._host.object_bytes[group]):
@@ -374,9 +374,9 @@ class TransferScheduler:
         return is_starving, has_promoted
 
     def _advance_prefetches(self, now_s: float) -> bool:
-        """Promote objects of prefetches while no load wants promotions. Returns whether a promotion started.
+        """Promote objects of prefetches while no load wants promotions. Return whether a promotion started.
 
-        The operator's come first. They take half of what a tier may have in flight, and slots without pending writes.
+        The operator's come first. Prefetches use up to half of a tier's limit in flight, and drop no pending writes.
         """
         if any(load.todo for load in self._operations.loads.values()):
             return False
@@ -384,7 +384,7 @@ class TransferScheduler:
         for prefetch in sorted(self._operations.prefetches.values(), key=lambda it: -it.priority):
             while prefetch.todo:
                 item, group = prefetch.todo[0], prefetch.todo[0].place.group
-                entry = self._host.find(item.key, group)
+                entry = self._host.entry(item.key, group)
                 tier_state = self._next_tier(item, now_s) if entry is None else None
                 if tier_state is not None:
                     is_idle = 2 * tier_state.out[PROMOTE] < tier_state.limit[PROMOTE]
@@ -399,11 +399,11 @@ class TransferScheduler:
                     self._operations.fail(item)
                 else:
                     self._operations.found(item, entry)
-            self._operations.end_if_settled(prefetch)
+            self._operations.end_if_finished(prefetch)
         return has_promoted
 
     def _advance_gets(self, now_s: float) -> bool:
-        """As `_advance_loads`, for gets: they take turns. Returns whether a promotion started."""
+        """Start promotions for gets, which take turns. Return whether a promotion started."""
         loads, by_name = self._operations.loads, self._tiers.by_name
         has_promoted = False
         full: set[int] = set()
@@ -414,7 +414,7 @@ class TransferScheduler:
                     items.clear()
             while get.todo:
                 item = get.todo.popleft()
-                entry = self._host.find(item.key, item.place.group)
+                entry = self._host.entry(item.key, item.place.group)
                 tier_state = self._next_tier(item, now_s) if entry is None else None
                 if entry is not None:
                     self._operations.found(item, entry)
@@ -429,15 +429,15 @@ class TransferScheduler:
         return has_promoted
 
     def _promote_from(self, get: LoadOperation, tier_state: TierState, full: set[int], now_s: float) -> bool:
-        """Promote objects of a get from one tier; `full` gets groups without a slot.
+        """Promote objects of a get from one tier, and add groups without a slot to `full`.
 
         Returns:
-            Whether a promotion started, or the next tier is to be asked for an object that is left alone meanwhile.
+            Whether a promotion started, or an object that is now left alone in this tier must go to the next one.
         """
         items, has_promoted = get.aside[tier_state.name], False
         while items:
             item, group = items[0], items[0].place.group
-            entry = self._host.find(item.key, group)
+            entry = self._host.entry(item.key, group)
             if entry is None:
                 if tier_state.is_left_alone((item.key, group), now_s):
                     get.todo.append(items.popleft())
@@ -455,7 +455,7 @@ class TransferScheduler:
         return has_promoted
 
     def first_tier(self, load: LoadOperation) -> str:
-        """The first tier to try for the next promotion of `load`, which has one."""
+        """Return the first tier to try for the next promotion of `load`, which must have one."""
         item = load.todo[0]
         return self._probes.tiers_for(load.request, (item.key, item.place.group))[0]
 
@@ -479,7 +479,7 @@ class TransferScheduler:
         return entry
 
     def _advance_stores(self, now_s: float) -> bool:
-        """Returns whether a gather started."""
+        """Start gathers for stores. Return whether a gather started."""
         if self._host.stages_only:
             return self._advance_puts(now_s)
         has_gathered = False
@@ -490,11 +490,11 @@ class TransferScheduler:
                 group = item.place.group
                 if group in full:
                     break  # no slot for an earlier store, so none for this one
-                entry = self._host.find(item.key, group)
+                entry = self._host.entry(item.key, group)
                 if entry is not None:
                     self._operations.found(self._operations.take(store), entry)
                     continue
-                if self._out[GATHER] >= self._limits.gathers:
+                if self._out[GATHER] >= self._limits.stores_in_flight:
                     return has_gathered
                 slot = self._pending_writes.slot_for_store(group, self._operations.wanted)
                 if slot is None:
@@ -503,20 +503,20 @@ class TransferScheduler:
                 self._gather(item, slot, now_s)
                 has_gathered = True
             if not store.todo:
-                self._operations.end_if_settled(store)
+                self._operations.end_if_finished(store)
             elif len(full) == len(self._host.slots):
                 break
         return has_gathered
 
     def _advance_puts(self, now_s: float) -> bool:
-        """As `_advance_stores`, for puts: they take turns, and wait for gets of their objects. The same return."""
+        """Start gathers for puts, which take turns and wait for gets of their objects. Return whether one started."""
         stores = self._operations.stores
         gathered = 0
         for put in list(stores):
             passed_over, before = list[WorkItem](), gathered
             while put.todo:
                 item = put.todo[0]
-                entry = self._host.find(item.key, item.place.group)
+                entry = self._host.entry(item.key, item.place.group)
                 if entry is not None and entry.is_read:
                     passed_over.append(put.todo.popleft())
                 elif entry is not None:
@@ -529,7 +529,7 @@ class TransferScheduler:
                     gathered += 1
             put.todo.extend(passed_over)
             if not put.todo:
-                self._operations.end_if_settled(put)
+                self._operations.end_if_finished(put)
             elif gathered > before:  # the others come first next time
                 del stores[put]
                 stores[put] = None
@@ -542,7 +542,7 @@ class TransferScheduler:
         self._send(GATHER, entry, now_s, item=self._operations.take(item.work))
 
     def _advance_demotions(self, now_s: float) -> bool:
-        """Returns whether a pending write was dropped, which may free a slot."""
+        """Start demotions. Return whether a pending write was dropped, which may free a slot."""
         dropped = self._output.counters.demotions_dropped
         queues = self._pending_writes.queues
         for tier_state in self._tiers.all:
@@ -559,7 +559,7 @@ class TransferScheduler:
         self._send(DEMOTE, entry, now_s, tier=tier_state.name)
 
     def _advance_relays(self, now_s: float) -> bool:
-        """Write objects that a faster tier holds to slower ones. Returns whether a relay started."""
+        """Write objects that a faster tier holds to slower ones. Return whether a relay started."""
         has_started = False
         is_loading = any(load.todo or any(load.aside.values()) for load in self._operations.loads.values())
         is_loading |= self._host.stages_only and self._operations.wanted > 0  # puts want slots, too
@@ -643,12 +643,12 @@ class TransferScheduler:
                     assert (entry, flight.transfer.tier) not in writing, "an object is written twice at once"
                     writing.add((entry, flight.transfer.tier))
                 pins[entry] = pins.get(entry, 0) + 1
-                assert entry.residency in READABLE, "a slot is read that is not readable"
+                assert entry.residency in READABLE, "a slot that is not readable is read"
                 assert entry.slot == flight.transfer.slot, "a slot was reused while it is read"
         for entries in self._host.entries:
             for entry in entries.values():
                 assert entry.pins == pins.get(entry, 0), "pins do not match the readers"
-        assert out[GATHER] == self._out[GATHER] <= self._limits.gathers, "too many gathers"
+        assert out[GATHER] == self._out[GATHER] <= self._limits.stores_in_flight, "too many gathers"
         assert out[SCATTER] == self._out[SCATTER] <= self._limits.scatters, "too many scatters"
         self._tiers.check(out)
         self._pending_writes.check(writing)

@@ -1,4 +1,4 @@
-"""The control groups of this process, from its own up to the root, and their limits. Only reads."""
+"""Reads the control groups of this process, from its own up to the root, and their limits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,20 +8,20 @@ OWN = Path("/proc/self/cgroup")
 
 
 def control_groups(text: str) -> list[tuple[str, str]]:
-    """(controllers, path) of each line of /proc/self/cgroup; version 2 has no controllers."""
+    """Return (controllers, path) of each line of /proc/self/cgroup. Version 2 has no controllers there."""
     rows = [line.split(":", 2) for line in text.splitlines()]
     return [(row[1], row[2]) for row in rows if len(row) == 3]
 
 
 def levels(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[tuple[Path, bool]]:
-    """The folders of the groups that may limit `controller`, innermost first, and whether each is of version 2.
+    """Yield the folder of each group that may limit `controller`, innermost first, and whether it is of version 2.
 
-    The root is among them even if the process names a deeper group: a container sees its own group there.
+    The root is among them even if the process is in a deeper group: a container sees its own group there.
 
     Args:
         controller: its name in version 1.
         root: where the hierarchies are mounted.
-        own: a file as /proc/self/cgroup.
+        own: a file like /proc/self/cgroup.
     """
     for controllers, path in control_groups(text_of(own)) or [("", "/"), (controller, "/")]:
         if controllers and controller not in controllers.split(","):
@@ -32,7 +32,7 @@ def levels(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[tupl
 
 
 def memory_limit(root: Path = ROOT, own: Path = OWN) -> tuple[int, Path] | None:
-    """The smallest memory limit of this process's groups, and its file: every group above a process counts."""
+    """Return the smallest memory limit of this process's groups, and its file. Every group above a process counts."""
     files = [
         folder / ("memory.max" if is_version_2 else "memory.limit_in_bytes")
         for folder, is_version_2 in levels("memory", root, own)
@@ -42,7 +42,7 @@ def memory_limit(root: Path = ROOT, own: Path = OWN) -> tuple[int, Path] | None:
 
 
 def text_of(path: Path) -> str:
-    """The content of one of the kernel's files; empty if it cannot be read."""
+    """Return the content of one of the kernel's files; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:

@@ -18,11 +18,11 @@ class Copier(Protocol):
     """
 
     def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
-        """Start copying engine blocks into `payload`; None when the copy is complete on return."""
+        """Start copying engine blocks into `payload`. Return None if the copy is already complete."""
         ...
 
     def scatter(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
-        """Start copying `payload` into engine blocks; None when the copy is complete on return."""
+        """Start copying `payload` into engine blocks. Return None if the copy is already complete."""
         ...
 
     def done(self, fence: Fence) -> bool:

@@ -1,11 +1,11 @@
 """Page-locks host memory for copies to and from a CUDA device. Imports torch.
 
-Locking some GB takes about a second, because the kernel must fault in each page. So a thread does it after the start;
+Locking a few GB takes about a second, because the kernel must fault in each page. So a thread does it after the start;
 until then copies run at the speed of pageable memory. It locks parts of whole slots: the driver rejects a copy that
 crosses the edge of a locked range, and blocks its other calls while it locks. All calls are made in that thread,
 because CUDA keeps an error for the calling thread, where torch would raise it.
 
-An engine captures CUDA graphs at its start, at the same time. By default the driver then refuses to lock in any thread
+At the same time a starting engine captures CUDA graphs. By default the driver then refuses to lock in any thread
 (error 900), and the capture fails with it. So the thread first declares that captures do not concern it.
 """
 
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 PART_BYTES = 256 << 20
 """Approximate bytes that one call locks; the driver blocks other calls for about 50 ms meanwhile."""
 STOP_DEADLINE_S = 2.0
-"""How long the end waits for a call that locks. After that the memory stays mapped until the process ends."""
+"""How long `unlock` waits for a call that locks. After that the memory stays mapped until the process ends."""
 UNLOCK_DEADLINE_S = 10.0
-"""How long the end waits for each call that unlocks."""
+"""How long `unlock` waits for each call that unlocks."""
 WORD_S = 10.0
 """With mode ``on``, a start that waits longer logs what it waits for."""
 
@@ -46,7 +46,7 @@ _RELAXED = 2
 """The capture mode of a thread whose calls no capture forbids."""
 
 _told: set[str] = set()
-"""Failures that this process has logged, of all mappings."""
+"""Failures that this process has logged, for any mapping."""
 _telling = threading.Lock()
 
 
@@ -54,8 +54,8 @@ class CudaRegistrar:
     """The two calls of the CUDA runtime. Each returns 0 or an error code.
 
     Args:
-        device: the CUDA device that the calling thread uses from then on; None leaves it as it is. A new thread begins
-            with device 0, where the first call would take some hundred MiB for a context.
+        device: the CUDA device that the calling thread uses from then on; None leaves it as it is. A new thread starts
+            on device 0, where the first call would take a few hundred MiB for a context.
     """
 
     _PORTABLE = 1
@@ -64,7 +64,7 @@ class CudaRegistrar:
         self._device = device
 
     def register(self, address: int, size_bytes: int) -> int:
-        """Page-lock `size_bytes` from `address` on, for all devices."""
+        """Page-lock `size_bytes` bytes at `address`, for all devices."""
         runtime = self._runtime()  # the driver is initialized before its mode is set
         return _relaxed() or int(runtime.cudaHostRegister(address, size_bytes, self._PORTABLE))
 
@@ -87,7 +87,7 @@ def _current_device() -> int:
 
 
 def _relaxed() -> int:
-    """Allow this thread to call the driver during a capture of another thread; a CUDA error code."""
+    """Allow this thread to call the driver while another thread captures, and return a CUDA error code."""
     import torch  # noqa: PLC0415
 
     own = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"  # finds the CUDA runtime that torch uses
@@ -105,10 +105,10 @@ class Lock:
 
     Args:
         registrar: makes the driver calls.
-        address: of the mapping.
+        address: start of the mapping.
         size_bytes: its length.
-        unit_bytes: a slot; no copy crosses a multiple of it. 0 locks the mapping in one call.
-        is_required: the caller raises a failure. Otherwise it is logged.
+        unit_bytes: size of a slot; no copy crosses a multiple of it. 0 locks the mapping in one call.
+        is_required: whether the caller raises an error after a failure. Otherwise the failure is logged.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class Lock:
         self.size_bytes = size_bytes
         self.locked_bytes = 0
         self.error = 0
-        """CUDA error code that ended it; -1 after an exception."""
+        """CUDA error code that stopped the locking; -1 after an exception."""
         self.failure = ""
         """The error in words; empty if there is none."""
         self.ended = threading.Event()
-        """Nothing more will be locked."""
+        """Set when nothing more will be locked."""
         self._refusal = ""
         """Why some memory cannot be unlocked."""
         threading.Thread(target=self._run, name="kvtier page lock", daemon=True).start()
@@ -157,7 +157,7 @@ class Lock:
             if is_new:
                 logger.warning("%s Copies of the remaining memory are slower, but correct.", explained(self))
         self.ended.set()
-        self._stop.wait(timeout=None)  # until the mapping's end
+        self._stop.wait(timeout=None)  # until `unlock`
         self._unlock_all()
 
     def _lock_all(self) -> None:
@@ -189,11 +189,11 @@ class Lock:
 
 
 def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callable[..., Callable[[], None]] | None:
-    """The page-locking function for an `Arena`; None if `mode` is ``off``.
+    """Return the page-locking function for an `Arena`; None if `mode` is ``off``.
 
     Args:
-        mode: the setting `host.page_lock`. ``auto`` locks after the start and accepts failure; with ``on`` the start
-            waits for it.
+        mode: the setting `host.page_lock`. ``auto`` locks after the start and accepts failure. With ``on`` the start
+            waits for the lock.
         registrar: makes the driver calls; default: the CUDA runtime, on the device that the calling thread uses.
 
     The returned function raises `ConfigError` if the mode is ``on`` and the memory cannot be locked.
@@ -207,11 +207,11 @@ def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callabl
         if mode == "on":
             if not made.ended.wait(WORD_S):
                 logger.warning(
-                    "host.page_lock = on: the start waits: %d of %d MiB of host memory are page-locked after %g s. "
-                    "With auto it does not wait",
+                    "host.page_lock = on: the start waits; %d of %d MiB of host memory are page-locked after %g s. "
+                    "With auto the start does not wait",
                     *(made.locked_bytes >> 20, size_bytes >> 20, WORD_S),
                 )
-            # Without a deadline: "on" asks to wait for as long as the kernel faults in pages.
+            # No deadline: "on" asks to wait for as long as the kernel faults in pages.
             made.ended.wait(timeout=None)
             if made.failure:
                 with suppress(RuntimeError):  # what is raised here says more
@@ -225,7 +225,7 @@ def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callabl
 
 
 def explained(lock: Lock) -> str:
-    """How much is locked, what stopped it, and the limits of this host."""
+    """Describe how much is locked, what stopped the locking, and the limits of this host."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limits = [f"locked memory {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit >> 10} KiB'} (ulimit -l)"]
     if (bound := memory_limit()) is not None:

@@ -1,4 +1,4 @@
-"""Inspection and repair of stores, from outside the process that uses them."""
+"""Inspect and repair stores from outside the process that uses them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -9,7 +9,7 @@ from kvtier.config import tier_list
 from kvtier.config.loader import Loaded, load
 from kvtier.config.value_types import shown_place
 from kvtier.errors import ConfigError
-from kvtier.inspection.inspector import StoreInspector
+from kvtier.inspection.inspector import MODEL_DIGITS, StoreInspector
 from kvtier.keys.key_source import open_keys, read_file
 from kvtier.keys.keyring import Keyring
 from kvtier.keys.secret import key_id
@@ -17,30 +17,33 @@ from kvtier.keys.secret import load as load_secret
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.runtime.secret import configured_secret
 from kvtier.tier import registry
+from kvtier.tier.files import store_notes as notes
 from kvtier.tier.registry import TierContext, TierSettings
-from kvtier.tier.store_view import ScannedTier, StoreView
+from kvtier.tier.store_view import Health, ScannedTier, StoreView
 
 
 def open_store(where: str | Path | TierSettings, settings: Callable[[], Loaded] = load) -> StoreInspector:
-    """The inspector of a store.
+    """Return the inspector of a store.
 
     Args:
-        where: a store's directory, a tier as `--tier` gives it, or a configured one.
-        settings: loads the settings, for the secret of a shared tier.
+        where: a store's directory, a tier as `--tier` takes it, or a configured tier.
+        settings: loads the settings, which hold the secret of a shared tier.
 
     Raises:
-        ConfigError: there is no store of a known kind and version.
-        TierError: it cannot be opened.
+        ConfigError: `where` holds no store of a known kind and version.
+        TierError: the store cannot be opened.
     """
     tier = named_tier(where)
     if tier is None:
-        return StoreInspector([_view_at(Path(str(where)))], str(where))
+        root = Path(str(where))
+        noted = root.absolute().parent if root.name.startswith("rank-") else root
+        return StoreInspector([_view_at(root)], str(where), _classes(noted))
     kind = registry.kind_of(tier)
     place = str(getattr(tier, kind.where))
     if kind.inspect is not None:
         views: Sequence[StoreView] = kind.inspect(tier)
     elif (folder := kind.folder(tier)) is not None and not folder.exists():
-        views = []  # opening the tier would make a store
+        views = []  # opening the tier would create a store
     else:
         layout = KvLayout(1, (GroupLayout(History(), (4096,), "inspect"),))
         secret = configured_secret(settings().config) if kind.is_shared(tier) else None
@@ -50,20 +53,54 @@ def open_store(where: str | Path | TierSettings, settings: Callable[[], Loaded] 
         views = [ScannedTier(kind.open(tier, context), place)]
     if not views and not kind.is_shared(tier):  # a shared one is empty until the first store
         raise ConfigError(f"{place} holds no store of kind {kind.name}")
-    return StoreInspector(views, place)
+    folder = kind.folder(tier)
+    return StoreInspector(views, place, {} if folder is None else _classes(folder))
+
+
+def _classes(root: Path) -> dict[str, str]:
+    """Return the class of the engines of each model that has a note in `root`, as `StoreInspector` takes it."""
+    found: dict[str, str] = {}
+    for note in notes.read(root):
+        match note:
+            case {"model": str(model), "of": {"loss": {"codec": str(codec)}}}:
+                found[model[:MODEL_DIGITS]] = codec
+            case {"model": str(model)}:
+                found[model[:MODEL_DIGITS]] = "none"
+            case _:
+                pass
+    return found
+
+
+def health_of(where: str | Path | TierSettings) -> Health:
+    """Return the health of the store in a directory, or of a tier's only store. `where` is as in `open_store`.
+
+    Raises:
+        ConfigError: there is no such store, a tier has several, or the store records no health.
+    """
+    folder, tier = Path(str(where)), named_tier(where)
+    if tier is not None:
+        kind = registry.kind_of(tier)
+        found = kind.folder(tier)
+        if found is None or (found / "rank-1").exists():
+            raise ConfigError(f"tier {tier.name!r} is not one store; allowed here: the directory of a rank")
+        folder = found if kind.view_at(found) is not None else found / "rank-0"
+    health = getattr(_view_at(folder), "health", None)
+    if health is None:
+        raise ConfigError(f"{folder} is a store that records no health; `kvtier inspect stat` shows what it holds")
+    return health()
 
 
 def is_sealed_store(where: str | Path | TierSettings) -> bool:
-    """Whether `where` (as in `open_store`) is a tier that seals; of a bare directory it is not known."""
+    """Whether `where` (as in `open_store`) is a tier that seals. False for a directory: it does not say."""
     tier = named_tier(where)
     return tier is not None and registry.is_sealed(tier)
 
 
 def keys_of(file: Path | None, settings: Callable[[], Loaded]) -> Keyring | None:
-    """The keys of sealed frames in `file`, or else those of the settings. None: there are none.
+    """Return the keys of sealed frames in `file`, or else those of the settings. None: there are none.
 
     Raises:
-        ConfigError: they cannot be read.
+        ConfigError: the keys cannot be read.
     """
     if file is not None:
         return read_file(file)
@@ -82,7 +119,7 @@ def keys_of(file: Path | None, settings: Callable[[], Loaded]) -> Keyring | None
 
 
 def named_tier(where: str | Path | TierSettings) -> TierSettings | None:
-    """The tier of settings or of a text; None: `where` is a path."""
+    """Return the tier that settings or a string name. None: `where` is a path."""
     if isinstance(where, TierSettings):
         return where
     text = str(where)
@@ -91,14 +128,14 @@ def named_tier(where: str | Path | TierSettings) -> TierSettings | None:
 
 
 def repair_store(where: str | Path | TierSettings) -> list[str]:
-    """Mend what keeps a store from opening, such as a missing marker. `where` as in `open_store`.
+    """Mend what keeps a store from opening, such as a missing marker. `where` is as in `open_store`.
 
-    Returns what was done, in sentences; empty: nothing was wrong.
+    Returns what was done, in sentences. It is empty if nothing was wrong.
 
     Raises:
-        ConfigError: there is nothing that its kind can mend, foreign files are there, or a process has it open.
-        TierError: it cannot be read or written.
-        OSError: it cannot be read or written.
+        ConfigError: nothing can be mended, there are foreign files, or a process has the store open.
+        TierError: the store cannot be read or written.
+        OSError: the store cannot be read or written.
     """
     tier = named_tier(where)
     shown = where.name if isinstance(where, TierSettings) else shown_place(str(where))
@@ -111,7 +148,7 @@ def repair_store(where: str | Path | TierSettings) -> list[str]:
         raise ConfigError(f"{shown} is not a directory; allowed here: a store's directory, or KIND:WHERE")
     done = [lines for tier in tiers if (lines := registry.kind_of(tier).repair(tier)) is not None]
     if not done:
-        raise ConfigError(f"{shown} has no names of a kvtier store that can be mended; nothing was changed")
+        raise ConfigError(f"{shown} holds no kvtier store that can be repaired; nothing was changed")
     return [*dict.fromkeys(chain.from_iterable(done))]
 
 
@@ -124,8 +161,8 @@ def _view_at(root: Path) -> StoreView:
     for kind in kinds:
         if kind.view_at(root / "rank-0") is not None:
             raise ConfigError(
-                f"{root} is of the {kind.name} tier; allowed here: one of its stores, such as {root / 'rank-0'}, or "
-                f"all of them: {tier_list.spec(kind.name, root)}"
+                f"{root} belongs to the {kind.name} tier; allowed here: one of its stores, such as {root / 'rank-0'}, "
+                f"or all of them: {tier_list.spec(kind.name, root)}"
             )
     why = "is not a directory" if root.exists() else "does not exist"
     if root.is_dir():

@@ -1,73 +1,77 @@
-"""The operations of `kvtier inspect` on the stores of any kind of tier, through `tier.store_view.StoreView`.
+"""The operations of `kvtier inspect` on stores of any kind, through `tier.store_view.StoreView`.
 
-Inspection takes no lock and writes nothing, so it may run while other processes use the store. Objects that disappear
-meanwhile are left out. Only what removes or rewrites objects opens the store.
+Inspection takes no lock and writes nothing, so it may run while other processes use the store. It leaves out objects
+that disappear meanwhile. Only operations that remove or rewrite objects open the store.
 """
 
 import threading
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import TypeVar
 
 from kvtier.codec import registry
-from kvtier.codec.frame import EXTENT_BYTES_MAX, Seals, codecs_of, open_seal, open_section, reseal, verify_section
-from kvtier.codec.head import FIXED_BYTES, VERSION, Head, Section, head_bytes_of, opened_identity, read_head
+from kvtier.codec.frame import EXTENT_BYTES_MAX, Seals, decoders_of, open_seal, open_section, reseal, verify_section
+from kvtier.codec.frame_header import FIXED_BYTES, VERSION, Head, Section, head_bytes_of, opened_identity, read_head
 from kvtier.errors import ConfigError, CorruptChunkError, TierError, UnreadableChunkError
 from kvtier.inspection.results import (
-    Count,
-    Finding,
     Listing,
     ModelShare,
+    ObjectCount,
     ObjectRow,
     ObjectView,
     Outcomes,
+    ReadResult,
     StoreStat,
     Verification,
 )  # fmt: skip
 from kvtier.keys.keyring import CHECK_BYTES, SealKey
 from kvtier.tier.base import Tier
-from kvtier.tier.direct import aligned_buffer
+from kvtier.tier.files.direct import aligned_buffer
 from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, StoreView, merged
 from kvtier.types import ObjectName
 
 _Answer = TypeVar("_Answer")
 
 MODEL_DIGITS = 12
+_NO_CLASSES: Mapping[str, str] = MappingProxyType({})
 _THREADS = 4
 _BATCH = 16 * _THREADS
 _PAGE = 1000
 _WRITES = 3
 """Attempts to write an object that was sealed anew."""
 _BAD = {"damaged", "forged", "unsealed"}
-"""Outcomes of objects that a repair removes. One of another tenant stays: inspection sees the names of all tenants."""
+"""Outcomes that a repair removes. It keeps other tenants' objects, although inspection sees their names."""
 
 
 def _ignore(_amount: float) -> None:
-    """Shows no progress."""
+    """Show no progress."""
 
 
 class StoreInspector:
-    """The operations on one store, or on the stores of a tier's ranks together.
+    """The operations on one store, or on the stores of all ranks of a tier.
 
     Args:
         views: the stores.
-        place: where they are, for people.
+        place: where the stores are, for people.
+        classes: the class (`store.loss`) of each model's engines, by the first digits of its id, if a note tells it.
     """
 
-    def __init__(self, views: Sequence[StoreView], place: str) -> None:
+    def __init__(self, views: Sequence[StoreView], place: str, classes: Mapping[str, str] = _NO_CLASSES) -> None:
         self.views = views
+        self._classes = classes
         self.place = place
         self._local = threading.local()
 
     def objects(self, advance: Callable[[float], None] = _ignore) -> list[ObjectFile]:
-        """All objects, by name. Calls `advance` with the number of objects found since the last call."""
+        """Return all objects, sorted by name. Call `advance` with the number found since the last call."""
         found: list[ObjectFile] = []
         for at, view in enumerate(self.views):
             listed = (stored._replace(store=at) for stored in view.objects())
@@ -77,7 +81,7 @@ class StoreInspector:
         return sorted(found, key=lambda stored: (stored.name, stored.store))
 
     def purge(self, *, force: bool) -> Purge:
-        """Remove the stores; see `StoreView.purge`."""
+        """Remove the stores, each as `StoreView.purge` does."""
         result = Purge(directory=self.place)
         for view in self.views:
             one = view.purge(force=force)
@@ -88,7 +92,7 @@ class StoreInspector:
         return result
 
     def listing(self, *, limit: int, after: str = "", advance: Callable[[float], None] = _ignore) -> Listing:
-        """List at most `limit` objects with names after `after` (hexadecimal digits); `advance` as in `objects`."""
+        """List at most `limit` objects with names after `after` (hexadecimal digits). `advance` is as in `objects`."""
         found = self.objects(advance)
         start = bisect_right(found, after.lower(), key=lambda stored: stored.name.hex())
         page = found[start : start + limit]
@@ -99,12 +103,12 @@ class StoreInspector:
     def statistics(
         self, found: Iterable[ObjectFile], advance: Callable[[float], None] = _ignore, *, reads_heads: bool = True
     ) -> StoreStat:
-        """The totals. Reads the head of each of `found`, and calls `advance` with 1 after each.
+        """Return the totals. Read the head of each of `found`, and call `advance` with 1 after each.
 
         Args:
-            found: objects of `objects`.
+            found: objects that `objects` returned.
             advance: see above.
-            reads_heads: False: only where the model is not known from the object's place.
+            reads_heads: False reads a head only if the object's path does not name its model.
         """
 
         def row_of(stored: ObjectFile) -> ObjectRow | None:
@@ -124,14 +128,14 @@ class StoreInspector:
             states=_counts(rows, lambda row: row.state),
             oldest_age_s=max(ages, default=None),
             newest_age_s=min(ages, default=None),
-            models=_by_model(rows),
+            models=_by_model(rows, self._classes),
         )
 
     def find(self, prefix: str) -> ObjectFile:
-        """The only object whose name begins with `prefix` (hexadecimal digits).
+        """Return the only object whose name starts with `prefix` (hexadecimal digits).
 
         Raises:
-            ConfigError: none or several match, or `prefix` is not hexadecimal.
+            ConfigError: no object matches, several match, or `prefix` is not hexadecimal.
         """
         wanted = prefix.lower()
         if not wanted or set(wanted) - set("0123456789abcdef"):
@@ -145,7 +149,7 @@ class StoreInspector:
         return matching[0]
 
     def view(self, stored: ObjectFile) -> ObjectView:
-        """The head and the section table of one object.
+        """Return the head and the section table of one object.
 
         Raises:
             ConfigError: the object disappeared.
@@ -161,7 +165,8 @@ class StoreInspector:
             object=row,
             path=stored.path,
             version=head.version,
-            codec=", ".join(map(_codec_name, head.codecs)),
+            codec=row.codec,
+            loss=_lossy(row) or self._classes.get((row.model or "")[:MODEL_DIGITS]),
             header_bytes=head.header_bytes,
             frame_bytes=head.frame_bytes,
             raw_bytes=head.raw_bytes,
@@ -173,12 +178,12 @@ class StoreInspector:
     def verify(
         self, found: Sequence[ObjectFile], advance: Callable[[float], None], seals: Seals | None = None
     ) -> Verification:
-        """Read and verify each of `found`; calls `advance` with the bytes of each.
+        """Read and verify each of `found`. Call `advance` with the bytes of each.
 
         Args:
-            found: objects of `objects`.
+            found: objects that `objects` returned.
             advance: see above.
-            seals: the keys that are known. Of sealed frames of other keys only the checksums are verified.
+            seals: the known keys. If a frame's key is not among them, only its checksums are verified.
 
         Raises:
             ConfigError: the package for the seal is missing.
@@ -214,30 +219,31 @@ class StoreInspector:
     def selected(
         self, found: Sequence[ObjectFile], is_wanted: Callable[[ObjectFile], bool], advance: Callable[[float], None]
     ) -> list[ObjectFile]:
-        """Those of `found` of which `is_wanted` is true; calls `advance` with 1 after each."""
+        """Return the objects of `found` that `is_wanted` accepts. Call `advance` with 1 after each."""
         return [stored for stored, is_one in self._each(is_wanted, found, advance) if is_one]
 
     def free(
         self, wanted: Sequence[ObjectFile], is_wanted: Callable[[ObjectFile], bool], advance: Callable[[float], None]
-    ) -> Count:
-        """Remove the objects that `selected` found; calls `advance` with 1 after each. Errors as of `repair`."""
+    ) -> ObjectCount:
+        """Remove the objects that `selected` returned. Call `advance` with 1 after each. Raises as `repair` does."""
         removed = self._removed(wanted, is_wanted, advance)
-        return Count(objects=len(removed), bytes=sum(stored.size_bytes for stored in removed))
+        return ObjectCount(objects=len(removed), bytes=sum(stored.size_bytes for stored in removed))
 
     def is_old(self, stored: ObjectFile) -> bool:
-        """Whether an object has a frame of an earlier format; reads its head.
+        """Whether an object's frame has an earlier format. Reads its head.
 
-        A frame of the present format whose version is damaged is none of them.
+        A frame of the present format whose version is damaged does not count as old.
         """
         row = self.row(stored)
         return row is not None and row.version is not None and row.version < VERSION
 
     def is_of(self, model: str, age_s: float | None, stored: ObjectFile) -> bool:
-        """Whether an object is of a model, and was not used for `age_s` seconds.
+        """Whether an object belongs to a model and has not been used for `age_s` seconds.
 
         Args:
-            model: first hexadecimal digits of the model id; empty: any. Reads the head where the place has no model.
-            age_s: None: whatever its age. An object without a known use is never old enough.
+            model: first hexadecimal digits of the model id; empty accepts any. Reads the head if the path names no
+                model.
+            age_s: None accepts any age. An object whose last use is unknown is never old enough.
             stored: the object.
         """
         bare = _bare(stored)
@@ -247,7 +253,7 @@ class StoreInspector:
         return known is not None and (known.model or "").startswith(model.lower())
 
     def row(self, stored: ObjectFile) -> ObjectRow | None:
-        """The row of one object; None when it disappeared."""
+        """Return the row of one object. None: it disappeared."""
         bare = _bare(stored)
         try:
             with self._opened(stored) as reader:
@@ -261,7 +267,8 @@ class StoreInspector:
         except OSError as error:
             return replace(bare, problem=f"cannot be read: {error.strerror}", state="io_error")
         identity = head.identity
-        bare = replace(bare, version=head.version, state="plain", model=identity.model.hex())
+        codec = ", ".join(map(_codec_name, head.codecs))
+        bare = replace(bare, version=head.version, state="plain", model=identity.model.hex(), codec=codec)
         if head.seal:
             return replace(bare, state="sealed")
         return replace(
@@ -273,58 +280,58 @@ class StoreInspector:
             parent=identity.parent.hex() if identity.parent else None,
         )
 
-    def check(self, stored: ObjectFile, seals: Seals | None) -> Finding | None:
-        """Read and verify one object; `seals` as in `verify`. None when it disappeared."""
+    def check(self, stored: ObjectFile, seals: Seals | None) -> ReadResult | None:
+        """Read and verify one object. `seals` is as in `verify`. None: the object disappeared."""
 
-        def verified(reader: ObjectReader, head: Head) -> Finding:
+        def verified(reader: ObjectReader, head: Head) -> ReadResult:
             outcome = self._verify_sections(reader, head, seals)
-            codecs_of(head)
-            return Finding(outcome, has_token_ids=_has_token_ids(head, seals))
+            decoders_of(head)
+            return ReadResult(outcome, has_token_ids=_has_token_ids(head, seals))
 
         return self._found(stored, verified)
 
-    def _found(self, stored: ObjectFile, act: Callable[[ObjectReader, Head], Finding]) -> Finding | None:
-        """What `act` finds in one object of the right length, or why it cannot; None when the object disappeared."""
+    def _found(self, stored: ObjectFile, act: Callable[[ObjectReader, Head], ReadResult]) -> ReadResult | None:
+        """Return what `act` finds in an object of the right length, or why it cannot. None: the object disappeared."""
         try:
             with self._opened(stored) as reader:
                 head = _head(stored, reader)
                 if head.frame_bytes != reader.size_bytes:
-                    return Finding("damaged", f"{reader.size_bytes} bytes stored of a frame of {head.frame_bytes}")
+                    return ReadResult("damaged", f"{reader.size_bytes} bytes stored of a frame of {head.frame_bytes}")
                 return act(reader, head)
         except FileNotFoundError:
             return None
         except UnreadableChunkError as error:
-            return Finding("unreadable", error.detail)
+            return ReadResult("unreadable", error.detail)
         except CorruptChunkError as error:
-            return Finding(error.reason, error.detail)
+            return ReadResult(error.reason, error.detail)
         except OSError as error:
-            return Finding("unreadable", f"cannot be read: {error.strerror}")
+            return ReadResult("unreadable", f"cannot be read: {error.strerror}")
 
     def reseal(
         self, found: Sequence[ObjectFile], seals: Seals, advance: Callable[[float], None], *, plain_too: bool = False
     ) -> Outcomes:
         """Seal frames of earlier epochs anew, with the present key of their tenant.
 
-        A writer replaces no object. So each is read, sealed, deleted and written. A failure between the last two is a
-        miss. After the first such failure no further object is touched.
+        A writer never replaces an object. So each object is read, sealed, deleted and written. If writing fails after
+        deleting, the object is a miss, and no further object is touched.
 
-        Outcomes are `resealed`; `current` (sealed with the present key of their tenant); `left` (no seal, or of a key
-        or tenant that was not asked for); `lost` (deleted and not written again); or as of `BadObject`. `bad_objects`
-        are lost, damaged, forged or unreadable. `bytes` are those of resealed frames.
+        Outcomes: `resealed`; `current` (already sealed with the present key of its tenant); `left` (no seal, or a key
+        or tenant that was not asked for); `lost` (deleted and not written again); or an outcome of `BadObject`.
+        `bad_objects` lists lost, damaged, forged and unreadable objects. `bytes` counts resealed frames.
 
         Args:
-            found: objects of `objects`.
-            seals: the keys, and the tenant whose frames are sealed anew; None: all tenants with keys.
+            found: objects that `objects` returned.
+            seals: the keys, and the tenant whose frames are sealed anew. None: all tenants that have keys.
             advance: called with the bytes of each of `found`.
-            plain_too: also seal frames without a seal, as frames of `seals.tenant`.
+            plain_too: also seal frames that have no seal, for `seals.tenant`.
 
         Raises:
             ConfigError: a store cannot be opened, or the package for the seal is missing.
-            TierError: another process has a store open that is not shared, or deleting fails.
+            TierError: another process has an unshared store open, or deleting fails.
         """
         result, renewal = Outcomes(directory=self.place), _Renewal(seals, plain_too=plain_too)
 
-        def renewed(tier: Tier, stored: ObjectFile) -> Finding | None:
+        def renewed(tier: Tier, stored: ObjectFile) -> ReadResult | None:
             return self._found(stored, partial(renewal.run, tier))
 
         for stored, finding in self._opening(renewed, found):
@@ -340,7 +347,7 @@ class StoreInspector:
         is_doomed: Callable[[ObjectFile], bool],
         advance: Callable[[float], None] = _ignore,
     ) -> list[ObjectFile]:
-        """Remove those of `suspects` of which `is_doomed` is still true."""
+        """Remove those of `suspects` that `is_doomed` still accepts."""
 
         def remove(tier: Tier, stored: ObjectFile) -> bool:
             if is_gone := is_doomed(stored):
@@ -355,7 +362,7 @@ class StoreInspector:
         found: Sequence[ObjectFile],
         advance: Callable[[float], None] = _ignore,
     ) -> Iterator[tuple[ObjectFile, _Answer]]:
-        """`act` on each of `found`, with its store as a tier. Only stores that have some are opened."""
+        """Run `act` on each of `found`, with its store as a tier. Open only stores that have some."""
         for at, view in enumerate(self.views):
             if mine := [stored for stored in found if stored.store == at]:
                 with view.opened_tier() as tier:
@@ -367,9 +374,9 @@ class StoreInspector:
         found: Iterable[ObjectFile],
         advance: Callable[[float], None] = _ignore,
     ) -> Iterator[tuple[ObjectFile, _Answer]]:
-        """`act` on each of `found`, by a few threads. Calls `advance` with 1 after each."""
+        """Run `act` on each of `found` in a few threads. Call `advance` with 1 after each."""
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-inspect") as pool:
-            # In batches, so that an interrupt does not wait for all objects.
+            # Work in batches, so that an interrupt does not wait for all objects.
             remaining = iter(found)
             while batch := list(islice(remaining, _BATCH)):
                 for pair in zip(batch, pool.map(act, batch), strict=True):
@@ -380,10 +387,10 @@ class StoreInspector:
         return self.views[stored.store].opened(stored)
 
     def _verify_sections(self, reader: ObjectReader, head: Head, seals: Seals | None) -> str:
-        """By tags where the key is known, else by checksums; returns `good`, `sealed` or `plain`.
+        """Verify tags if the key is known, else checksums. Return `good`, `sealed` or `plain`.
 
         Raises:
-            CorruptChunkError: it is damaged, forged, or without a seal that is demanded.
+            CorruptChunkError: the object is damaged or forged, or lacks the seal that is required.
         """
         is_known = seals is not None and seals.keyring.knows(head.seal[:CHECK_BYTES]) is not None
         cipher = open_seal(head, seals)[0] if is_known else None
@@ -405,46 +412,46 @@ class StoreInspector:
 
 
 class _Renewal:
-    """Seals objects anew, until one is lost. Thread-safe.
+    """Seals objects anew until one is lost. Thread-safe.
 
     Args:
-        seals: the keys, and the tenant whose frames are sealed anew; None: all tenants with keys.
-        plain_too: also seal frames without a seal, as frames of `seals.tenant`.
+        seals: the keys, and the tenant whose frames are sealed anew. None: all tenants that have keys.
+        plain_too: also seal frames that have no seal, for `seals.tenant`.
     """
 
     def __init__(self, seals: Seals, *, plain_too: bool) -> None:
         self._seals, self._plain_too = seals, plain_too
         self._has_lost = False
 
-    def run(self, tier: Tier, reader: ObjectReader, head: Head) -> Finding:
+    def run(self, tier: Tier, reader: ObjectReader, head: Head) -> ReadResult:
         """Read, seal, delete and write one object.
 
         Raises:
-            CorruptChunkError: it is damaged, forged, or of another tenant. It is left as it is.
-            TierError: it cannot be deleted.
+            CorruptChunkError: the object is damaged, forged, or another tenant's. It stays as it is.
+            TierError: the object cannot be deleted.
         """
         key = self._key(head)
         if key is not None and head.seal[:CHECK_BYTES] == key.check:
-            return Finding("current")
+            return ReadResult("current")
         if key is None or self._has_lost:
-            return Finding("left")
+            return ReadResult("left")
         if head.seal:
-            open_seal(head, self._seals)  # before its sizes are believed
+            open_seal(head, self._seals)  # authenticate the head before trusting its sizes
         old, scratch = aligned_buffer(head.frame_bytes), aligned_buffer(head.frame_bytes)
         new = reseal(old[: reader.read(old)], self._seals.keyring, key, scratch)
         tier.delete(head.identity.name)
-        why = "the tier does not take it"
+        why = "the tier did not accept it"
         try:
-            # A shared directory may refuse a write until it has claimed the room.
+            # A shared directory may refuse a write until it has claimed the space.
             if any(tier.write(head.identity.name, new) for _ in range(_WRITES)):
-                return Finding("resealed")
+                return ReadResult("resealed")
         except TierError as error:
             why = error.detail
         self._has_lost = True
-        return Finding("lost", f"deleted, and not written again: {why}")
+        return ReadResult("lost", f"deleted, and not written again: {why}")
 
     def _key(self, head: Head) -> SealKey | None:
-        """The present key of the frame's tenant; None: the frame is to be left."""
+        """Return the present key of the frame's tenant. None: leave the frame as it is."""
         keyring, tenant, _ = self._seals
         if not head.seal:
             return keyring.sealing(tenant or "") if self._plain_too else None
@@ -456,7 +463,7 @@ class _Renewal:
 
 
 def _bare(stored: ObjectFile) -> ObjectRow:
-    """What is known of an object without reading it."""
+    """Return what is known of an object without reading it."""
     age_s = None if stored.used_s is None else max(time.time() - stored.used_s, 0.0)
     return ObjectRow(
         name=stored.name.hex(),
@@ -476,14 +483,14 @@ def _head(stored: ObjectFile, reader: ObjectReader) -> Head:
 
 
 def _read(reader: ObjectReader, count: int) -> memoryview:
-    """The first `count` bytes, or fewer of a shorter object."""
+    """Return the first `count` bytes, or all of a shorter object."""
     into = memoryview(bytearray(count))
     return into[: reader.read(into)]
 
 
-def _counts(rows: list[ObjectRow], of: Callable[[ObjectRow], str | None]) -> dict[str, Count]:
-    """The rows by what `of` says; rows of which it says nothing are left out."""
-    counts: dict[str, Count] = defaultdict(Count)
+def _counts(rows: list[ObjectRow], of: Callable[[ObjectRow], str | None]) -> dict[str, ObjectCount]:
+    """Count the rows by the value of `of`. Leave out rows without one."""
+    counts: dict[str, ObjectCount] = defaultdict(ObjectCount)
     for row in rows:
         if (what := of(row)) is not None:
             counts[what].objects += 1
@@ -491,7 +498,12 @@ def _counts(rows: list[ObjectRow], of: Callable[[ObjectRow], str | None]) -> dic
     return dict(sorted(counts.items()))
 
 
-def _by_model(rows: list[ObjectRow]) -> dict[str, ModelShare]:
+def _lossy(row: ObjectRow) -> str | None:
+    """Return the lossy codec of an object, which is the class of its engine; None if it has none."""
+    return next((name for name in registry.lossy_names() if name in (row.codec or "").split(", ")), None)
+
+
+def _by_model(rows: list[ObjectRow], classes: Mapping[str, str]) -> dict[str, ModelShare]:
     shares: dict[str, ModelShare] = defaultdict(ModelShare)
     for row in rows:
         if row.model is None or row.problem is not None:
@@ -499,6 +511,7 @@ def _by_model(rows: list[ObjectRow]) -> dict[str, ModelShare]:
         share = shares[row.model[:MODEL_DIGITS]]
         share.objects += 1
         share.bytes += row.size_bytes
+        share.loss = _lossy(row) or share.loss or classes.get(row.model[:MODEL_DIGITS])
         if row.group is None or row.part is None:
             continue
         share.tokens += row.tokens or 0
@@ -516,13 +529,13 @@ def _told(section: Section) -> dict[str, int | str]:
 
 def _codec_name(number: int) -> str:
     try:
-        return registry.by_id(number).name
+        return registry.own_name(number) or registry.by_id(number).name
     except ConfigError:
         return f"unknown ({number})"
 
 
 def _has_token_ids(head: Head, seals: Seals | None) -> bool:
-    """Whether the sealed head of a verified frame holds token ids, as far as it can be opened here."""
+    """Whether the sealed head of a verified frame has token ids. False if it cannot be opened here."""
     try:
         return bool(head.seal) and bool(opened_identity(head, open_seal(head, seals)[1]).text)
     except (CorruptChunkError, UnreadableChunkError):

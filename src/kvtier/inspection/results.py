@@ -8,34 +8,36 @@ from kvtier.tier.store_view import ObjectFile, Usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectRow:
-    """One object, by its file and the head of its frame."""
+    """One object, as its file and the head of its frame describe it."""
 
     name: str
     size_bytes: int
     used: float | None
-    """Last known use, seconds since 1970; other processes record theirs about once a minute. None: unknown."""
+    """Last known use, in seconds since 1970. Other processes record theirs about once a minute. None: unknown."""
     age_s: float | None
     group: int | None = None
-    """This, part, depth, tokens and parent are None in a sealed frame."""
+    """This field, part, depth, tokens and parent are None if the frame is sealed."""
     part: str | None = None
-    """Layers and heads of the group, and the rank if the heads are not known."""
+    """Layers and heads of the group, or the rank if the heads are unknown."""
     depth: int | None = None
     tokens: int | None = None
     model: str | None = None
     """The model id, in hexadecimal digits."""
     parent: str | None = None
     version: int | None = None
-    """Format of the frame; None: the head is damaged or was not read."""
+    """Format of the frame. None: the head is damaged or was not read."""
+    codec: str | None = None
+    """Names of its sections' codecs, separated by commas. None as for `version`."""
     state: str | None = None
-    """`plain`, `sealed`, or why the head is not understood: `other_version`, `damaged`, `io_error`. None: the head was
-    not read."""
+    """`plain`, `sealed`, or why the head cannot be read: `other_version`, `damaged`, `io_error`. None: it was not
+    read."""
     problem: str | None = None
-    """Why the head is damaged or not understood; the fields from the head are None then."""
+    """Why the head is damaged or cannot be read. The head's fields are then None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """A page of a store's objects, by name."""
+    """A page of a store's objects, sorted by name."""
 
     directory: str
     objects: list[ObjectRow]
@@ -45,8 +47,8 @@ class Listing:
 
 
 @dataclass(slots=True, kw_only=True)
-class Count:
-    """Objects and the sum of their frames."""
+class ObjectCount:
+    """Number of objects, and the bytes of their frames."""
 
     objects: int = 0
     bytes: int = 0
@@ -62,7 +64,9 @@ class ModelShare:
     groups: list[int] = field(default_factory=list[int])
     parts: list[str] = field(default_factory=list[str])
     lengths: list[int] = field(default_factory=list[int])
-    """Tokens of an object, each number once. Empty where all objects are sealed."""
+    """The numbers of tokens that objects have, each once. Empty if all objects are sealed."""
+    loss: str | None = None
+    """Class of the engines, `store.loss`. None: no note beside the store tells it, and no lossy codec was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +78,11 @@ class StoreStat(Usage):
     bytes: int
     """Sum of the objects' frames."""
     unreadable: int
-    """Objects whose head is damaged or not understood."""
-    formats: dict[str, Count]
-    """By version of the frame, of the heads that were read and are not damaged."""
-    states: dict[str, Count]
-    """By `ObjectRow.state`, of the heads that were read."""
+    """Objects whose head is damaged or cannot be read."""
+    formats: dict[str, ObjectCount]
+    """Objects by version of the frame, if their head was read and is not damaged."""
+    states: dict[str, ObjectCount]
+    """Objects by `ObjectRow.state`, if their head was read."""
     oldest_age_s: float | None
     newest_age_s: float | None
     models: dict[str, ModelShare]
@@ -93,50 +97,52 @@ class ObjectView:
     path: str
     version: int | None = None
     codec: str | None = None
+    loss: str | None = None
+    """Class of the engine, as in `ModelShare`."""
     header_bytes: int | None = None
     frame_bytes: int | None = None
     raw_bytes: int | None = None
     layers: int | None = None
     key_check: str | None = None
-    """Of a sealed frame: what tells the key, in hexadecimal digits."""
+    """The key of a sealed frame, identified in hexadecimal digits."""
     sections: list[dict[str, int | str]] = field(default_factory=list[dict[str, int | str]])
-    """The section table: the fields of `codec.head.Section`, with checksum and codec as text."""
+    """The section table: the fields of `codec.frame_header.Section`, with checksum and codec as text."""
 
 
-class Finding(NamedTuple):
-    """Of one object that was read whole."""
+class ReadResult(NamedTuple):
+    """What reading one whole object found."""
 
     outcome: str
-    """`good`, `sealed` (intact, and nothing here tells whether it is forged), or as of `BadObject`."""
+    """`good`, `sealed` (intact, but without the key it may be forged), or an outcome of `BadObject`."""
     reason: str = ""
     has_token_ids: bool = False
-    """Whether its sealed head holds the token ids of its chunk."""
+    """Whether its sealed head contains the token ids of its chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadObject:
-    """An object that fails verification, or that cannot be read here."""
+    """An object that fails verification or cannot be read here."""
 
     name: str
     size_bytes: int
     outcome: str
-    """`damaged`, `forged`, `foreign` (of another tenant), or `unreadable`."""
+    """`damaged`, `forged`, `unsealed`, `foreign` (another tenant's), or `unreadable`."""
     reason: str
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcomes:
-    """Result of reading objects."""
+    """The result of reading objects."""
 
     directory: str
     bytes: int = 0
-    """Of the frames that were verified or rewritten."""
+    """Bytes of frames that were verified or rewritten."""
     outcomes: dict[str, int] = field(default_factory=dict[str, int])
-    """Objects by `Finding.outcome`."""
+    """Objects by `ReadResult.outcome`."""
     bad_objects: list[BadObject] = field(default_factory=list[BadObject])
 
-    def add(self, stored: ObjectFile, finding: Finding, to: list[BadObject]) -> None:
-        """Count what was found in an object, and add the object to the list `to` if there is a reason to name it."""
+    def add(self, stored: ObjectFile, finding: ReadResult, to: list[BadObject]) -> None:
+        """Count a finding, and append the object to `to` if the finding has a reason."""
         self.outcomes[finding.outcome] = self.outcomes.get(finding.outcome, 0) + 1
         if finding.reason:
             to.append(
@@ -148,15 +154,15 @@ class Outcomes:
 
 @dataclass(slots=True, kw_only=True)
 class Verification(Outcomes):
-    """Result of verifying all objects. Reading one of `bad_objects`, here or anywhere, is a miss and drops it."""
+    """The result of verifying all objects. Any reader of one of `bad_objects` gets a miss and drops the object."""
 
     checked: int = 0
     with_token_ids: int = 0
-    """Objects whose head was opened with a key and holds the token ids of its chunk."""
+    """Objects whose head was opened with a key and contains the token ids of its chunk."""
     bad: int = 0
     dropped: int = 0
     """Bad objects removed by a repair."""
     unreadable: int = 0
     unreadable_objects: list[BadObject] = field(default_factory=list[BadObject])
-    """Those that are kept: a codec or a frame version is unknown, or they are of another tenant, whose names no reader
-    of this tenant asks for."""
+    """Objects that are kept. Their codec or frame version is unknown, or another tenant owns them. Readers of this
+    tenant never ask for another's names."""

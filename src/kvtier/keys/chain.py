@@ -67,9 +67,9 @@ class Chain:
 
     Args:
         root: 32-byte keyed root (`kvtier.keys.fingerprint.root_key`).
-        chunk_tokens: tokens in a full chunk; those of the root.
+        chunk_tokens: tokens in a full chunk, the same as in the root.
         extras: in any order; an offset may lie beyond the tokens.
-        looks_ahead: each key covers the token after its chunk, too. A full chunk has no key before that token is known.
+        looks_ahead: each key also covers the token after its chunk. A full chunk has no key until that token is known.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Chain:
         self._keys: list[ChunkKey] = []
         self._tail = b""
         self._extras: dict[int, list[Extra]] = {}
-        """By chunk."""
+        """The extras of each chunk."""
         for extra in extras:
             chunk, position = divmod(extra.offset, chunk_tokens)
             self._extras.setdefault(chunk, []).append(extra)
@@ -90,7 +90,7 @@ class Chain:
 
     @property
     def keys(self) -> tuple[ChunkKey, ...]:
-        """The keys so far, of all full chunks whose next token is known if it counts."""
+        """The keys so far: one for each full chunk. A chain that looks ahead must know the next token, too."""
         return tuple(self._keys)
 
     @property
@@ -99,7 +99,7 @@ class Chain:
         return len(self._keys) * self._chunk_tokens + len(self._tail) // TOKEN_BYTES
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens`; the cost depends on the new tokens only.
+        """Append `tokens`. The cost depends on the new tokens only.
 
         Args:
             tokens: a list or tuple of integers in 0 .. 2**32 - 1.
@@ -182,7 +182,7 @@ def token_words(tokens: Sequence[int]) -> memoryview:
         ValueError: as in `Chain.extend`.
     """
     if not isinstance(tokens, list | tuple):
-        # Strings and bytes are sequences too; accepting them would give keys of something else.
+        # Strings and bytes are sequences too. Accepting them would give keys of something else.
         raise ValueError(f"tokens must be a list or tuple of integers, got {type(tokens).__name__}")  # noqa: TRY004
     try:
         words = array(_ARRAY_CODE, tokens)

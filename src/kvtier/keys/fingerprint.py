@@ -1,9 +1,10 @@
 r"""The fingerprint of everything besides tokens that determines the numbers, and the root key derived from it.
 
     digest = SHA-256( "kvtier.fingerprint\0" | canonical JSON )
+    digest of a class = SHA-256( "kvtier.class\0" | digest | canonical JSON of the class )
     root   = HMAC-SHA-256( secret, "kvtier.root\0" | u32 version | fingerprint digest | u32 chunk_tokens | n(tenant) )
 
-`n(tenant)` is its length as u32 and its bytes.
+`n(tenant)` is the tenant's length as u32, then its bytes.
 
 Canonical JSON has its members sorted by name (by code point), no white space, and ASCII escapes. A number with an
 integer value is written as that integer, so 10000 and 10000.0 are one value, and -0.0 is 0. Any other number is written
@@ -24,6 +25,7 @@ from kvtier.errors import ConfigError
 DIGEST_BYTES = 32
 SECRET_BYTES = 32
 _FINGERPRINT_DOMAIN = b"kvtier.fingerprint\0"
+_CLASS_DOMAIN = b"kvtier.class\0"
 _ROOT_DOMAIN = b"kvtier.root\0"
 _VERSION = 1
 _ROOT_VERSION = 2
@@ -45,7 +47,7 @@ class Fingerprint:
         revision: name of the weights, such as a commit of a model repository; may be empty.
         attention: settings of attention, such as its implementation, scale, window, soft cap.
         rope: settings of the position encoding: base, scaling, factors.
-        dtype: of the numbers in the KV cache, such as ``bfloat16``.
+        dtype: type of the numbers in the KV cache, such as ``bfloat16``.
         epoch: counts in-place updates of the weights, which no file shows.
         other: anything else that changes the numbers, by name.
 
@@ -85,8 +87,25 @@ class Fingerprint:
         object.__setattr__(self, "digest", hashlib.sha256(_FINGERPRINT_DOMAIN + canonical).digest())
 
 
+def digest_of_class(fingerprint_digest: bytes, loss: Mapping[str, object]) -> bytes:
+    """Return the digest of an engine with a lossy class, or the same digest without one.
+
+    Args:
+        fingerprint_digest: `Fingerprint.digest`.
+        loss: the class (`codec.registry.class_of`); empty for an exact engine.
+    """
+    if not loss:
+        return fingerprint_digest
+    return hashlib.sha256(_CLASS_DOMAIN + fingerprint_digest + canonical_json(loss, "loss")).digest()
+
+
+def ingredients(fingerprint: Fingerprint, loss: Mapping[str, object]) -> dict[str, object]:
+    """Return everything behind `digest_of_class`, as in JSON. The class is a member ``loss``."""
+    return json.loads(fingerprint.canonical) | ({"loss": dict(loss)} if loss else {})
+
+
 def canonical_json(value: object, where: str = "value") -> bytes:
-    """`value` in the canonical form that the module's docstring defines.
+    """Return `value` in the canonical form that the module's docstring defines.
 
     Args:
         value: None, booleans, finite numbers, strings, lists and tuples, mappings with string names; at most 32 deep.
@@ -100,13 +119,13 @@ def canonical_json(value: object, where: str = "value") -> bytes:
 
 
 def root_key(secret: bytes, fingerprint_digest: bytes, chunk_tokens: int, tenant: str = "") -> bytes:
-    """The 32-byte root of all key chains of one model and one secret.
+    """Return the 32-byte root of all key chains of one model under one secret.
 
     Args:
         secret: 32 bytes (`kvtier.keys.secret`); without it keys reveal nothing.
         fingerprint_digest: `Fingerprint.digest`.
-        chunk_tokens: tokens in a full chunk; other sizes give other names.
-        tenant: of the engine; other tenants have other names.
+        chunk_tokens: tokens in a full chunk. Other sizes give other names.
+        tenant: the engine's tenant. Other tenants have other names.
 
     Raises:
         ValueError: a secret or digest is not 32 bytes, or `chunk_tokens` is out of range. The secret is never shown.

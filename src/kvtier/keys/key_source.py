@@ -1,6 +1,6 @@
-"""The source of the keys of sealed frames: a file, a command, a text, or the configured secret.
+"""The source of the keys of sealed frames: a file, a command, a string, or the configured secret.
 
-A file is read again every minute, and a command runs again.
+A file is read again, or a command run again, every minute.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 EVERY_S: Final = 60.0
 READING_S: Final = 15.0
-"""A reading that takes longer has failed; another one begins after its end. A command has a shorter deadline."""
+"""A reading that takes longer has failed. The next one starts after it has ended. A command has a shorter deadline."""
 First = Callable[[Callable[[], Keyring]], Keyring]
 WARN_EVERY_S: Final = 600.0
 """Shortest time between two warnings about one kind of failure."""
@@ -34,81 +34,81 @@ _TOLD = "; it wrote: "
 
 
 def read_file(path: Path) -> Keyring:
-    """The keys in a file, which only its owner may read (mode 0600). Links are followed.
+    """Read the keys in a file, which only its owner may read (mode 0600). Links are followed.
 
     Raises:
-        ConfigError: it does not exist, others own it or can read it, it cannot be read, it is empty, or a line is
-            wrong; see `keyring.parse`.
+        ConfigError: the file does not exist, others own it or can read it, it cannot be read, it is empty, or a line
+            is wrong; see `keyring.parse`.
     """
     return _parsed(read_private(path, "keys file", BYTES_MAX), f"keys file {path}")
 
 
 def _parsed(content: bytes, origin: str) -> Keyring:
-    """The keys in `content`. Nothing at all is a failure: it is being rewritten. A comment alone stands for no keys."""
+    """Parse `content`. Empty content is an error: it is being rewritten. A comment alone stands for no keys."""
     if not content.strip():
-        raise ConfigError(f"{origin}: there is no key; allowed: {FORM}")
+        raise ConfigError("there is no key", setting=origin, allowed=FORM)
     return parse(content, origin)
 
 
 def _with_keys(read: Callable[[], Keyring], origin: str) -> Keyring:
-    """What `read` gives, if that has a key."""
+    """Return what `read` returns; raise ConfigError if that has no key."""
     found = read()
     if not found.keys:
-        raise ConfigError(f"{origin}: there is no key; allowed: {FORM}")
+        raise ConfigError("there is no key", setting=origin, allowed=FORM)
     return found
 
 
 def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
-    """The keys that a program writes to its standard output.
+    """Read the keys that a program writes to its standard output.
 
     Args:
-        words: the program and its arguments. No shell runs. A list of processes shows them, so they hold no secret.
+        words: the program and its arguments. No shell runs. Process lists show them, so they must hold no secret.
         deadline_s: after this time the program, and what it started, is killed.
 
     Raises:
-        ConfigError: it cannot be started, fails, exceeds its deadline or `BYTES_MAX`, or a line is wrong; see
-            `keyring.parse`. The message has the end of what it wrote to standard error, `redacted`, and nothing
-            that it wrote to standard output.
+        ConfigError: the program cannot be started, fails, exceeds its deadline or `BYTES_MAX`, or writes a wrong line;
+            see `keyring.parse`. The message has the end of its standard error, `redacted`, and nothing of its
+            standard output.
     """
     ends_s = time.monotonic() + deadline_s
-    # Files in memory: with pipes, a process that outlives the program and keeps them would have to be waited for.
+    # Files in memory, because pipes would have to wait for any process that outlives the program and keeps them open.
     with os.fdopen(os.memfd_create("keys"), "rb") as output, os.fdopen(os.memfd_create("errors"), "rb") as errors:
         try:
             child = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
             )
         except OSError as error:
-            raise ConfigError(f"{_COMMAND} cannot be started: {error.strerror}") from None
+            raise ConfigError(f"cannot be started: {error.strerror}", setting=_COMMAND) from None
         while child.poll() is None:
             if time.monotonic() > ends_s or max(os.fstat(it.fileno()).st_size for it in (output, errors)) > BYTES_MAX:
                 with suppress(OSError, subprocess.TimeoutExpired):
-                    os.killpg(child.pid, signal.SIGKILL)  # it was not waited for, so the number is still its own
-                    child.wait(5)  # a busy machine takes more than a second to end it
-                raise ConfigError(f"{_COMMAND} exceeds {deadline_s:g} s or {BYTES_MAX} bytes")
+                    os.killpg(child.pid, signal.SIGKILL)  # it has not been reaped, so the id is still its own
+                    child.wait(5)  # on a busy machine its end takes more than a second
+                raise ConfigError(f"exceeds {deadline_s:g} s or {BYTES_MAX} bytes", setting=_COMMAND)
             time.sleep(0.01)
         written, complaint = (os.pread(it.fileno(), BYTES_MAX + 1, 0) for it in (output, errors))
     if child.returncode:
         why = " ".join(redacted(complaint.decode(errors="replace")).split())[-200:]
-        raise ConfigError(f"{_COMMAND} ended with status {child.returncode}{_TOLD}{why or 'nothing'}")
+        raise ConfigError(f"ended with status {child.returncode}{_TOLD}{why or 'nothing'}", setting=_COMMAND)
     return _parsed(written, f"output of {_COMMAND}")
 
 
 class KeySource:
     """The keys now in use. A thread reads them again at intervals. Thread-safe.
 
-    A reading that fails, or finds nothing at all, keeps the last keys. One that succeeds replaces them: a line that was
-    removed is a key less, and with nothing but a comment there is none.
-    A process that was forked from this one keeps the keys of that moment.
+    A reading that fails, or finds nothing at all, keeps the last keys. One that succeeds replaces them: a removed line
+    removes its key, and a comment alone removes all keys.
+    A process that is forked from this one keeps the keys of that moment.
 
     Args:
-        read: reads the keys. It raises ConfigError.
-        origin: of the keys, for messages.
-        every_s: seconds between two readings; None: only `refresh` reads again. One that takes longer has failed.
+        read: reads the keys, or raises ConfigError.
+        origin: where the keys come from, for messages.
+        every_s: seconds between two readings; with None only `refresh` reads again. A longer reading has failed.
         first: does the first reading, perhaps within a deadline. Its function raises ConfigError without a key.
-        clock: seconds.
+        clock: returns seconds.
 
     Raises:
-        ConfigError: of the first reading, also if there is no key.
+        ConfigError: the first reading fails or finds no key.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class KeySource:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.keyring = first(partial(_with_keys, read, origin))
-        """The keys now. A user that needs several answers takes the object once."""
+        """The keys in use now. For several answers from the same keys, take the object once."""
         self.failures = 0
         """Readings that failed."""
         self._read, self._clock = read, clock
@@ -144,7 +144,7 @@ class KeySource:
                     self.keyring = found
                     level = logging.INFO if found.keys else logging.WARNING
                     logger.log(level, "%d keys are in use now, %d before", len(found.keys), len(before))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the last keys stay
+            except Exception as error:  # noqa: BLE001 - whatever happens, the last keys stay
                 self._failed(str(error) if isinstance(error, ConfigError) else type(error).__name__)
 
     def _failed(self, what: str) -> None:
@@ -155,7 +155,7 @@ class KeySource:
             logger.warning("the %d keys of the last good reading stay in use: %s", len(self.keyring.keys), what)
 
     def close(self) -> None:
-        """End the thread. A reading that runs ends by its own deadline, and changes nothing."""
+        """End the thread. A reading that is running ends by its own deadline and changes nothing."""
         if self._process == os.getpid():
             self._closed.set()
 
@@ -178,7 +178,7 @@ def open_keys(
     every_s: float = EVERY_S,
     first: First = lambda read: read(),
 ) -> KeySource | None:
-    """The source that the settings give; None if they give none.
+    """Return the source that the settings give; None if they give none.
 
     Args:
         file: ``store.keys_file``.
@@ -186,7 +186,7 @@ def open_keys(
         text: ``store.keys``.
         secret: the configured secret. Without file, command and text it is the material of epoch 0 of `tenant`, as in
             a line ``0 TENANT SECRET``.
-        tenant: name of the engine's tenant; empty: none.
+        tenant: name of the engine's tenant; empty for none.
         every_s: seconds between two readings of a file or command.
         first: see `KeySource`.
 

@@ -1,7 +1,7 @@
 """Keys of sealed frames: for each tenant one key per epoch, from lines ``EPOCH TENANT|- HEX64 [open]``.
 
-The highest epoch of a tenant seals, except one that is marked to open only; each listed epoch opens. No message or
-`repr` shows a key.
+A tenant's highest epoch that is not marked `open` seals, and every listed epoch opens. No message or `repr` shows a
+key.
 """
 
 import hmac
@@ -28,7 +28,7 @@ _LINE = re.compile(rf"([0-9]{{1,10}})[ \t]+(-|{TENANT.pattern})[ \t]+([0-9A-Fa-f
 
 
 def hkdf(material: bytes, info: bytes, salt: bytes = b"") -> bytes:
-    """32 bytes of HKDF-SHA-256 (RFC 5869, sections 2.2 and 2.3). Shorter outputs are its first bytes."""
+    """Derive 32 bytes with HKDF-SHA-256 (RFC 5869, sections 2.2 and 2.3). Shorter outputs are its first bytes."""
     return hmac.digest(hmac.digest(salt, material, "sha256"), info + b"\1", "sha256")
 
 
@@ -37,18 +37,18 @@ class SealKey:
     """The key of one epoch of a tenant."""
 
     tenant: str
-    """Empty: none."""
+    """The tenant's name; empty for none."""
     epoch: int
     key: bytes = field(repr=False)
     """32 secret bytes, from which frame keys are derived."""
     check: bytes = field(repr=False)
     """16 public bytes that tell a reader which key a frame needs."""
     opens_only: bool = False
-    """Nodes that have it do not seal with it yet."""
+    """Whether the key opens frames but does not seal yet."""
 
     @classmethod
     def of(cls, tenant: str, epoch: int, material: bytes, *, opens_only: bool = False) -> Self:
-        """Derive both from 32 secret bytes.
+        """Derive `key` and `check` from 32 secret bytes.
 
         Epoch and tenant enter the derivation, so equal material never gives equal keys. A line with another epoch
         or tenant is another key, which does not open what the first one sealed.
@@ -70,41 +70,41 @@ class Keyring:
         self._sealing = {key.tenant: key for key in sorted(sealing, key=lambda key: key.epoch)}
 
     def sealing(self, tenant: str) -> SealKey | None:
-        """The key of the highest epoch of `tenant` that is not to open only.
+        """Return the key with which `tenant` seals, of its highest epoch that is not marked `open`.
 
-        A tenant without keys has none: no other tenant's key is used.
+        None if there is no such key. Another tenant's is never used.
         """
         return self._sealing.get(tenant)
 
     def knows(self, check: bytes) -> SealKey | None:
-        """The key of any tenant with this `check`."""
+        """Return the key with this `check`, of any tenant."""
         return self._by_check.get(check)
 
 
 def parse(content: bytes, origin: str) -> Keyring:
-    """The keys in lines of text. Blank lines, and what follows ``#`` in a line, are ignored.
+    """Parse lines of text into keys. Blank lines, and what follows ``#`` in a line, are ignored.
 
     Args:
         content: at most `BYTES_MAX` bytes and `LINES_MAX` lines, in UTF-8.
         origin: the source of `content`, for messages.
 
     Raises:
-        ConfigError: a line is not of the form, or repeats an epoch of a tenant. The message has the origin and the
-            number of the line, and nothing of its content: a field may be a key in the wrong place.
+        ConfigError: a line does not have this form, or repeats an epoch of a tenant. The message has the origin and
+            the line's number, and nothing of its content: a field may be a key in the wrong place.
     """
-    # An exception of the decoder would hold the content.
+    # An exception of the decoder would contain the content.
     lines = content.decode("utf-8-sig", errors="replace").rstrip().split("\n")
     if len(content) > BYTES_MAX or len(lines) > LINES_MAX:
-        raise ConfigError(f"{origin}, line {len(lines)}: allowed: {LINES_MAX} lines and {BYTES_MAX} bytes")
+        raise ConfigError(f"has {len(lines)} lines", setting=origin, allowed=f"{LINES_MAX} lines and {BYTES_MAX} bytes")
     found: dict[tuple[str, int], SealKey] = {}
     for number, text in enumerate((line.partition("#")[0].strip() for line in lines), 1):
         if not text:
             continue
         fields = _LINE.fullmatch(text)
         if fields is None or int(fields[1]) > EPOCH_MAX:
-            raise ConfigError(f"{origin}, line {number}: not a key; allowed: {FORM}")
+            raise ConfigError(f"line {number} is not a key", setting=origin, allowed=FORM)
         owner = ("" if fields[2] == "-" else fields[2], int(fields[1]))
         if owner in found:
-            raise ConfigError(f"{origin}, line {number}: an earlier line has the same epoch and tenant")
+            raise ConfigError(f"line {number} repeats the epoch and tenant of an earlier line", setting=origin)
         found[owner] = SealKey.of(*owner, bytes.fromhex(fields[3]), opens_only=bool(fields[4]))
     return Keyring(found.values())

@@ -2,9 +2,9 @@ r"""Names of stored objects, the same in all tiers.
 
     name = SHA-256( "kvtier.object\0" | u32 version | layout digest | u32 group | part as six u32 | key )
 
-The key identifies the prefix (with its fingerprint, extras and secret), the rest identifies the part of its bytes: the
-first layer and the one after the last, the same of the KV heads, rank and ranks (`layout.Part`). Equal parts have equal
-names on all ranks. The key comes last so that a batch shares everything before it.
+The key identifies the prefix (with its fingerprint, extras and secret), and the rest identifies the part of its bytes:
+the first layer and the one after the last, likewise for the KV heads, then rank and ranks (`layout.Part`). Equal parts
+have equal names on all ranks. The key comes last so that a batch shares everything before it.
 """
 
 import hashlib
@@ -22,23 +22,23 @@ _HEAD = struct.Struct("<I32sI6I")
 
 
 def object_name(key: ChunkKey, group: int, part: Part, layout_digest: bytes) -> ObjectName:
-    """The name of a part of one KV group of a chunk.
+    """Return the name of a part of one KV group of a chunk.
 
     Args:
         key: 32-byte key of the chunk.
-        group: number of the KV group, in `KvLayout.groups`.
-        part: the rank's, `KvLayout.part(group)`.
+        group: index of the KV group in `KvLayout.groups`.
+        part: the rank's part, `KvLayout.part(group)`.
         layout_digest: 32 bytes, `KvLayout.digest(group)`.
 
     Raises:
-        ValueError: a key or digest that is not 32 bytes.
+        ValueError: a key or digest is not 32 bytes.
         struct.error: a number does not fit in four bytes.
     """
     return object_names((key,), group, part, layout_digest)[0]
 
 
 def object_names(keys: Iterable[ChunkKey], group: int, part: Part, layout_digest: bytes) -> list[ObjectName]:
-    """`object_name` of each key, in order.
+    """Return the `object_name` of each key, in order.
 
     Raises:
         ValueError: as in `object_name`.
@@ -47,10 +47,10 @@ def object_names(keys: Iterable[ChunkKey], group: int, part: Part, layout_digest
 
 
 def name_head(group: int, part: Part, layout_digest: bytes) -> bytes:
-    """What is hashed before the key, the same for all objects of a part.
+    """Return the bytes that are hashed before the key. All objects of a part share them.
 
     Raises:
-        ValueError: a digest that is not 32 bytes.
+        ValueError: the digest is not 32 bytes.
         struct.error: a number does not fit in four bytes.
     """
     if len(layout_digest) != NAME_BYTES:
@@ -59,14 +59,14 @@ def name_head(group: int, part: Part, layout_digest: bytes) -> bytes:
 
 
 def names_of(objects: Iterable[tuple[ChunkKey, int]], heads: Sequence[bytes]) -> list[ObjectName]:
-    """The name of each (key, group), in order; about half a microsecond each.
+    """Return the name of each (key, group), in order. Each takes about half a microsecond.
 
     Args:
         objects: the keys and groups.
         heads: `name_head` of each group.
 
     Raises:
-        ValueError: a key that is not 32 bytes.
+        ValueError: a key is not 32 bytes.
     """
     sha256 = hashlib.sha256
     names: list[ObjectName] = []

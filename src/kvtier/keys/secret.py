@@ -1,6 +1,6 @@
 """The secret that keys every root: random and kept in a store's directory, or configured for a cluster or tenant.
 
-With the secret, names can be computed from tokens; without it they reveal nothing. It is never logged, and neither
+With the secret, names can be computed from tokens. Without it they reveal nothing. It is never logged, and neither
 error messages nor its `repr` show it.
 """
 
@@ -25,7 +25,7 @@ BYTES_MAX: Final = 1 << 20
 _MODE_FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
 _WHAT = "secret file"
 
-# Patterns without nested repetitions: their time grows with the text, and not with its square.
+# No pattern has nested repetitions, so the time grows with the text and not with its square.
 _DIGITS = re.compile(r"[0-9A-Fa-f]{16,}")
 _NAMED = re.compile(
     r"((?:pass|secret|token|credential|auth)[A-Za-z_]{0,20}['\"]? ?[=:]|api.?key[ =:]).*", re.DOTALL | re.IGNORECASE
@@ -48,9 +48,9 @@ class Secret(bytes):
 
 
 def redacted(text: str) -> str:
-    """`text` for messages, without what may be a secret. It may be a URL, a tier, or what a program wrote.
+    """Return `text` for messages, without likely secrets. It may be a URL, a tier, or what a program wrote.
 
-    It hides what is between a colon and the last ``@``, unless it is the beginning of a path; everything after a word
+    It hides what is between a colon and the last ``@``, unless that is the start of a path; everything after a word
     such as ``password=``; and long hexadecimal numbers.
     """
     head, colon, rest = text.partition(":")
@@ -63,19 +63,19 @@ def redacted(text: str) -> str:
 
 
 def key_id(secret: Secret) -> bytes:
-    """16 public bytes that are equal for equal secrets: the first part of a shared store's prefix."""
+    """Return 16 public bytes that are equal for equal secrets: the first part of a shared store's prefix."""
     return hmac.digest(secret, _KEY_ID_OF, "sha256")[:_ID_BYTES]
 
 
 def model_id(secret: bytes | None, fingerprint: bytes) -> bytes:
-    """16 public bytes of one model under one secret: the second part of a shared store's prefix.
+    """Return 16 public bytes for one model under one secret: the second part of a shared store's prefix.
 
     A fingerprint can be computed from a public checkpoint. Without the secret, no reader of a store can tell which
     model an id stands for.
 
     Args:
-        secret: the configured secret. None: none is configured. The key is then empty, and the id hides nothing. Only
-            stores of one machine have no configured secret, and their directories hold the secret anyway.
+        secret: the configured secret; None if none is configured. The key is then empty, and the id hides nothing.
+            Only stores of one machine have no configured secret, and their directories hold the secret anyway.
         fingerprint: 32 bytes, `Fingerprint.digest`.
     """
     return hmac.digest(secret or b"", _MODEL_DOMAIN + fingerprint, "sha256")[:_ID_BYTES]
@@ -85,19 +85,19 @@ def model_id(secret: bytes | None, fingerprint: bytes) -> bytes:
 def private_file(
     path: Path, what: str, *, is_inside: bool = False, any_owner: bool | None = None, any_reader: bool = False
 ) -> Generator[int]:
-    """A descriptor of a regular file that only this user or root can read, for the time of a ``with`` statement.
+    """Open a regular file that only this user or root can read, and yield its descriptor.
 
     Args:
         path: the file; links are followed, such as those of Kubernetes' secrets.
-        what: the file's role, for messages.
-        is_inside: the file is in a store's directory, where links are refused.
-        any_owner: it may belong to another ordinary user, who then knows and may replace it. None: it may not, and the
-            message names no setting that permits it.
-        any_reader: others may read it.
+        what: the file's role or its setting, for messages.
+        is_inside: whether the file is in a store's directory, where links are refused.
+        any_owner: whether it may belong to another ordinary user, who can then read and replace it. None forbids it,
+            too, and the message names no setting that permits it.
+        any_reader: whether others may read it.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UnusablePathError: another user owns it, others can read it, it is no regular file, or it cannot be read.
+        UnusablePathError: another user owns it, others can read it, it is not a regular file, or it cannot be read.
     """
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer. It has no effect on regular files.
@@ -117,10 +117,10 @@ def private_file(
             _refuse(path, "is not a regular file", what=what)
         if about.st_uid not in {0, os.geteuid()} and not any_owner:
             hint = owner_hint(path, about.st_uid) + ("" if any_owner is None else f", or {ANY_OWNER}")
-            _refuse(path, f"belongs to user {about.st_uid}; allowed: this user and root ({hint})", what=what)
+            _refuse(path, f"belongs to user {about.st_uid}", what=what, allowed=f"this user and root ({hint})")
         if about.st_mode & _MODE_FORBIDDEN and not any_reader:
             mode, hint = stat.S_IMODE(about.st_mode), f"chmod 600 {shlex.quote(str(path))}"
-            _refuse(path, f"has mode {mode:04o}, which lets others read it; allowed is 0600 ({hint})", what=what)
+            _refuse(path, f"has mode {mode:04o}, which lets others read it", what=what, allowed=f"0600 ({hint})")
         yield handle
     finally:
         os.close(handle)
@@ -129,10 +129,10 @@ def private_file(
 def read_private(
     path: Path, what: str, bytes_max: int = BYTES_MAX, *, any_owner: bool | None = None, any_reader: bool = False
 ) -> bytes:
-    """The content of a `private_file` of up to `bytes_max` bytes.
+    """Return the content of a `private_file` of up to `bytes_max` bytes.
 
     Raises:
-        UnusablePathError: see `private_file`, it is longer, or there is no such file.
+        UnusablePathError: as in `private_file`; or the file is longer, or does not exist.
     """
     try:
         with (
@@ -148,13 +148,16 @@ def read_private(
 
 
 def owner_hint(path: Path, owner: int) -> str:
-    """What to do about a file of user `owner`. Root may be looking at the files of an engine's user."""
+    """Return the fix for a file that belongs to another user, `owner`.
+
+    Root is first told to rerun as that user, because the file may be a running engine's.
+    """
     mine = f"chown {os.geteuid()} {shlex.quote(str(path))}"
     return mine if os.geteuid() else f"run this as user {owner}, or if only root uses it, {mine}"
 
 
 def load(path: str | os.PathLike[str], *, is_inside: bool = False, any_owner: bool | None = None) -> Secret | None:
-    """The secret in the file `path`; None without such a file. For the arguments and errors see `load_or_create`."""
+    """Return the secret in the file `path`; None without such a file. Arguments and errors as in `load_or_create`."""
     path = Path(path)
     try:
         with private_file(path, _WHAT, is_inside=is_inside, any_owner=any_owner) as handle:
@@ -166,14 +169,14 @@ def load(path: str | os.PathLike[str], *, is_inside: bool = False, any_owner: bo
 
 
 def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False, any_owner: bool | None = None) -> Secret:
-    """The secret in the file `path`. If the file does not exist, it is created with a random secret and mode 0600.
+    """Return the secret in the file `path`. Create it with a random secret and mode 0600 if it does not exist.
 
     Processes may race: all get the secret of the first one. The new file is synced to the device before it becomes
     visible, because a secret lost in a power failure makes its whole store unreadable.
 
     Args:
         path: the file; links are followed, such as those of Kubernetes' secrets.
-        is_inside: the file is in a store's directory, where links are refused.
+        is_inside: whether the file is in a store's directory, where links are refused.
         any_owner: see `private_file`.
 
     Raises:
@@ -185,7 +188,7 @@ def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False, any
         _create(Path(path))
         found = load(path, is_inside=is_inside, any_owner=any_owner)
     if found is None:
-        raise UnusablePathError(f"secret file {path} was removed during its creation")
+        _refuse(Path(path), "was removed during its creation")
     return found
 
 
@@ -199,7 +202,7 @@ def _create(path: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-        # Unlike a rename, a link fails if another process was faster; then its secret is used.
+        # Unlike a rename, a link fails if another process was faster. Then that process's secret is used.
         path.hardlink_to(temporary)
     except FileExistsError:
         pass
@@ -210,5 +213,5 @@ def _create(path: Path) -> None:
             temporary.unlink()
 
 
-def _refuse(path: Path, why: str, cause: OSError | None = None, what: str = _WHAT) -> NoReturn:
-    raise UnusablePathError(f"{what} {path} {why}") from cause
+def _refuse(path: Path, why: str, cause: OSError | None = None, what: str = _WHAT, allowed: str = "") -> NoReturn:
+    raise UnusablePathError(why, setting=what, value=repr(str(path)), allowed=allowed) from cause

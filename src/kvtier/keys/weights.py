@@ -35,8 +35,8 @@ PIECE_BYTES = 8 << 20
 THREADS_MAX = 8
 CACHE_BYTES_MAX = 4 << 20
 CACHE_ENTRIES_MAX = 4096
-SETTLE_S = 2.0
-"""The resolution of file times is up to 2 s; a file changed so recently may change again without a new time."""
+STABLE_S = 2.0
+"""Coarsest resolution of file times. A file that changed this recently may change again without a new time."""
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt")
@@ -65,7 +65,7 @@ class WeightsDigest(NamedTuple):
     """32 bytes."""
     total_bytes: int
     hashed_bytes: int
-    """Bytes that were read and hashed; the others came from the cache file."""
+    """Bytes that were read and hashed. Digests of the others came from the cache file."""
     seconds: float
     versions: Mapping[Path, FileVersion] = MappingProxyType({})
     """The version of each file that the digest covers, by absolute path; empty for tensors."""
@@ -82,7 +82,7 @@ class _WeightsPart(NamedTuple):
 
 
 def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
-    """The weight files of a checkpoint: those directly in a directory, or `path` itself if it is a file.
+    """Return the weight files of a checkpoint: those directly in a directory, or `path` itself if it is a file.
 
     Weights are safetensors, PyTorch and GGUF files and the indexes of sharded ones. All kinds count, because the
     loader's choice is not known here.
@@ -105,7 +105,7 @@ def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def home_cache() -> Path | None:
-    """The cache file of digests in the user's home; None without a home."""
+    """Return the cache file of digests in the user's home; None without a home."""
     try:
         place = Path.home() / ".cache" / "kvtier"
         for folder in (place.parent, place):
@@ -119,15 +119,15 @@ def home_cache() -> Path | None:
 def digest_files(
     paths: Iterable[str | os.PathLike[str]],
     cache_file: str | os.PathLike[str] | None = None,
-    settle_s: float = SETTLE_S,
+    stable_s: float = STABLE_S,
 ) -> WeightsDigest:
-    """The digest of files, which depends on their contents and on their paths below their common directory.
+    """Digest files. The result depends on their contents and on their paths below their common directory.
 
     Args:
         paths: the files, in any order.
         cache_file: cache of digests of single files, by (inode, device, size, mtime_ns, ctime_ns), mode 0600. A file
             that is damaged or writable by others is ignored and replaced. A failed write costs only time.
-        settle_s: files changed more recently than this are not cached.
+        stable_s: files changed more recently than this are not cached.
 
     Raises:
         ConfigError: there are no files; one is missing, unreadable, or changes during the read; or two have the same
@@ -146,7 +146,7 @@ def digest_files(
             raise ConfigError(f"weights file {files[name]} changed while it was being read")
         known[version] = digests[name]
     if cache_file is not None and fresh:
-        _write_cache(Path(cache_file), known, settle_s)
+        _write_cache(Path(cache_file), known, stable_s)
     combined = _combined({name: known[version] for name, version in versions.items()})
     total_bytes = sum(version.size_bytes for version in versions.values())
     covered = {files[name]: version for name, version in versions.items()}
@@ -154,7 +154,7 @@ def digest_files(
 
 
 def file_versions(paths: Iterable[str | os.PathLike[str]]) -> dict[Path, FileVersion]:
-    """The version of each file now, by absolute path. A file that cannot be looked at is left out."""
+    """Return the version of each file now, by absolute path. A file that cannot be examined is left out."""
     found: dict[Path, FileVersion] = {}
     for path in paths:
         absolute = Path(os.path.abspath(path))  # noqa: PTH100 (resolve() would follow links)
@@ -166,12 +166,12 @@ def file_versions(paths: Iterable[str | os.PathLike[str]]) -> dict[Path, FileVer
 def changed_file(
     before: Mapping[Path, FileVersion], after: Mapping[Path, FileVersion], *, may_download: bool
 ) -> Path | None:
-    """The first file that differs between two looks; None if none does. The age of a file decides nothing.
+    """Return the first file that differs between two looks; None if none does. A file's age does not matter.
 
     Args:
         before: versions at the first look, before an engine reads the files.
         after: versions at a later look; for digested files those that the digest covers.
-        may_download: the first look may have come before a download, so a file that is new is no change.
+        may_download: the first look may have come before a download, so a new file is not a change.
     """
     changed = (path for path, version in before.items() if after.get(path) != version)
     new = (path for path in after if path not in before and not may_download)
@@ -179,7 +179,7 @@ def changed_file(
 
 
 def digest_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...], Bytes]]) -> WeightsDigest:
-    """The digest of tensors in memory, in any order; depends on names, dtypes, shapes and contents.
+    """Digest tensors in memory, in any order. The result depends on names, dtypes, shapes and contents.
 
     Args:
         tensors: (name, dtype, shape, contiguous bytes) of each; consumed as threads become free.
@@ -202,7 +202,7 @@ def digest_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...], Bytes]]) -
 
 
 def _named(paths: Sequence[Path]) -> dict[str, Path]:
-    """Each file by its path below the common directory."""
+    """Return each file by its path below the common directory."""
     if not paths:
         raise ConfigError("no weights files were given")
     root = Path(os.path.commonpath([path.parent for path in paths]))
@@ -266,7 +266,7 @@ def _head_of_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _digests_of_parts(parts: Iterable[_WeightsPart]) -> dict[str, bytes]:
-    """The digest of each part, by name. At most two pieces per thread are in flight."""
+    """Return the digest of each part, by name. At most two pieces per thread are in flight."""
     threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
     # Do not keep the parts: their bytes may be copies of a device's memory.
     heads: dict[str, tuple[bytes, int]] = {}
@@ -307,7 +307,7 @@ def _combined(digests: dict[str, bytes]) -> bytes:
 
 
 def _read_cache(path: Path) -> dict[FileVersion, bytes]:
-    """Every digest in the cache file; none if the file is not as `_write_cache` makes it."""
+    """Return every digest in the cache file; none if the file is not as `_write_cache` writes it."""
     try:
         return _cached(path)
     except FileNotFoundError:
@@ -318,7 +318,7 @@ def _read_cache(path: Path) -> dict[FileVersion, bytes]:
 
 
 def _cached(path: Path) -> dict[FileVersion, bytes]:
-    """The cache file's digests. Losing them costs time, and a wrong one would cost wrong tokens: any error may rise."""
+    """Return the cache file's digests; raise any error. Losing them costs time, a wrong one would cost wrong tokens."""
     with path.open("rb") as file:
         about = os.fstat(file.fileno())
         if about.st_uid != os.geteuid() or about.st_mode & 0o022:
@@ -335,15 +335,15 @@ def _cached(path: Path) -> dict[FileVersion, bytes]:
     return known
 
 
-def _write_cache(path: Path, known: dict[FileVersion, bytes], settle_s: float) -> None:
-    """Atomically replace the cache file with the newest settled digests of `known`."""
+def _write_cache(path: Path, known: dict[FileVersion, bytes], stable_s: float) -> None:
+    """Atomically replace the cache file with the newest digests of stable files of `known`."""
     temporary: Path | None = None
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
         temporary = Path(name)
         with os.fdopen(handle, "wb") as file:
             # Compare with the file system's own clock, through the time of the temporary file.
-            latest_ns = os.fstat(file.fileno()).st_mtime_ns - int(settle_s * 1e9)
+            latest_ns = os.fstat(file.fileno()).st_mtime_ns - int(stable_s * 1e9)
             kept = [it for it in known.items() if max(it[0].mtime_ns, it[0].ctime_ns) <= latest_ns]
             digests = {":".join(map(str, version)): digest.hex() for version, digest in kept[-CACHE_ENTRIES_MAX:]}
             file.write(json.dumps({"version": 1, "digests": digests}, indent=0).encode())

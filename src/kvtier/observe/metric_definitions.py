@@ -1,17 +1,18 @@
-"""Every metric: name, kind, unit, labels and help. Others cannot be counted.
+"""Every metric: name, kind, unit, labels and help. Only these can be counted.
 
-Names follow Prometheus, in base units. Labels have few known values: never a request, a key or a path.
+Names follow Prometheus, in base units. Labels have few known values and never name a request, a key or a path.
 """
 
 from dataclasses import dataclass
 from enum import Enum
 from typing import get_args
 
+from kvtier.layout import Loss
 from kvtier.types import WRITE_KINDS, Direction, Outcome, Presence, Way
 
 
 class MetricKind(Enum):
-    """Kind of a metric, in Prometheus's words."""
+    """Kind of a metric, in Prometheus's terms."""
 
     COUNTER = "counter"  # only increases
     GAUGE = "gauge"  # goes up and down
@@ -20,7 +21,7 @@ class MetricKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One label. Its values are None if they are names of tiers from the settings, which are at most 16."""
+    """One label. Its values are None if they are the names of tiers in the settings, at most 16."""
 
     name: str
     values: tuple[str, ...] | None = None
@@ -33,7 +34,7 @@ class Metric:
     name: str
     kind: MetricKind
     unit: str
-    """Unit at the end of `name` (before ``_total``); empty for plain counts."""
+    """The unit at the end of `name` (before ``_total``); empty for plain counts."""
     labels: tuple[Label, ...]
     help: str
     buckets: tuple[float, ...] = ()
@@ -77,6 +78,13 @@ LOADS = Metric(
     "Loads, by the share of the requested tokens that arrived.",
 )
 LOAD_TOKENS = Metric("kvtier_load_tokens_total", MetricKind.COUNTER, "tokens", (_PLACE,), "Tokens loaded, by source.")
+LOSSY_LOAD_TOKENS = Metric(
+    "kvtier_lossy_load_tokens_total",
+    MetricKind.COUNTER,
+    "tokens",
+    (Label("loss", get_args(Loss)[1:]),),
+    "Tokens loaded by an engine with a lossy class, by class; 0 in other engines.",
+)
 LOAD_SECONDS = Metric("kvtier_load_seconds", MetricKind.HISTOGRAM, "seconds", (), "Duration of a load.", _SECONDS)
 STORES = Metric("kvtier_stores_total", MetricKind.COUNTER, "", (), "Stores.")
 STORE_CHUNKS = Metric(
@@ -92,7 +100,7 @@ OBJECTS = Metric(
     MetricKind.COUNTER,
     "",
     (Label("way", get_args(Way)), _OUTCOME),
-    "Objects that an engine with host memory of its own has read or written, by outcome.",
+    "Objects that an engine with its own host memory has read or written, by outcome.",
 )
 OBJECT_CALL_SECONDS = Metric(
     "kvtier_object_call_seconds",
@@ -111,8 +119,8 @@ REFUSED_OBJECTS = Metric(
     MetricKind.COUNTER,
     "",
     (_TIER, Label("reason", REFUSALS)),
-    "Objects that a read refused. Damaged ones, and those whose seal is missing, another tenant's or forged, are "
-    "dropped. Those of a version, codec or key that is not known here are kept.",
+    "Objects that a read refused. Objects that are damaged, or whose seal is missing, another tenant's or forged, are "
+    "dropped. Objects of an unknown version, codec or key are kept.",
 )
 TRANSFER_BYTES = Metric(
     "kvtier_transfer_bytes_total", MetricKind.COUNTER, "bytes", (_LINK, _TIER), "Bytes of successful transfers."
@@ -176,7 +184,7 @@ REFUSED_HINTS = Metric(
     MetricKind.COUNTER,
     "",
     (Label("reason", HINT_REFUSALS),),
-    "Hints of requests without their effect: too many prefetches that are due earlier; more than may be retained; too "
+    "Hints of requests that had no effect: too many prefetches that are due earlier; more than may be retained; too "
     "many that wait for stores; a high priority that the settings do not allow.",
 )
 EVICTIONS = Metric("kvtier_evictions_total", MetricKind.COUNTER, "", (_PLACE,), "Good copies removed to make room.")
@@ -249,6 +257,7 @@ METRICS: tuple[Metric, ...] = (
     ANNOUNCED_TOKENS,
     LOADS,
     LOAD_TOKENS,
+    LOSSY_LOAD_TOKENS,
     LOAD_SECONDS,
     STORES,
     STORE_CHUNKS,

@@ -1,6 +1,6 @@
-"""Counts events of this process. Engines export them with their own metrics (`connect/vllm/stats.py`). Thread-safe.
+"""Counts events of this process. Engines export them with their own metrics (`connect/engine_metrics.py`). Thread-safe.
 
-A lock around a dictionary update costs about a microsecond; events move megabytes each.
+A lock around a dictionary update costs about a microsecond, and each counted event moves megabytes.
 """
 
 from bisect import bisect_left
@@ -24,7 +24,7 @@ class Series(NamedTuple):
     number: float
     """The value; for a histogram the sum of its observations."""
     counts: tuple[int, ...] = ()
-    """Observations of a histogram per bucket (not cumulative), and of all larger values."""
+    """A histogram's observations per bucket, not cumulative; the last count is for all larger values."""
 
 
 class _Histogram:
@@ -46,11 +46,11 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = Lock()
         self.changes = 0
-        """Increases with every count; gauges do not count."""
+        """Increases with every count. Setting a gauge does not change it."""
         self._numbers: dict[str, dict[_Values, float]] = {}
         self._histograms: dict[str, dict[_Values, _Histogram]] = {}
         for metric in METRICS:
-            # All possible series exist from the start, at zero: a rate over a series that appears with its first event
+            # All possible series exist from the start, at zero. If a series appeared with its first event, its rate
             # would miss that event.
             closed = [label.values for label in metric.labels if label.values is not None]
             known = list(product(*closed)) if len(closed) == len(metric.labels) else []
@@ -60,7 +60,7 @@ class Metrics:
                 self._numbers[metric.name] = dict.fromkeys(known, 0.0)
 
     def bind(self, metric: Metric, **labels: str) -> "Bound":
-        """One series with its checks done, for code that counts often."""
+        """Check a series once and return it, for code that counts often."""
         with self._lock:
             values = self._values(metric, labels)
             if metric.kind is MetricKind.HISTOGRAM:
@@ -68,7 +68,7 @@ class Metrics:
             return Bound(self, self._lock, metric, values, numbers=self._series(self._numbers, metric))
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
-        """Add `amount` to a counter or gauge; a counter cannot decrease."""
+        """Add `amount` to a counter or gauge. A counter cannot decrease."""
         self.bind(metric, **labels).add(amount)
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
@@ -80,7 +80,7 @@ class Metrics:
         self.bind(metric, **labels).observe(value)
 
     def count(self, amounts: Iterable[tuple["Bound", float]]) -> None:
-        """Add to counters and gauges and observe histograms, all at once: for code that runs for each object."""
+        """Add to counters, gauges and histograms under one lock, for code that runs for each object."""
         with self._lock:
             for bound, amount in amounts:
                 if bound.numbers is not None:
@@ -94,7 +94,7 @@ class Metrics:
             self.changes += 1
 
     def get(self, metric: Metric, **labels: str) -> float:
-        """The value of a counter or gauge, or the number of observations of a histogram; 0 without events."""
+        """Return a counter's or gauge's value, or the number of a histogram's observations; 0 without events."""
         with self._lock:
             values = self._values(metric, labels)
             if metric.kind is MetricKind.HISTOGRAM:
@@ -103,7 +103,7 @@ class Metrics:
             return self._series(self._numbers, metric).get(values, 0.0)
 
     def series(self) -> list[Series]:
-        """All series."""
+        """Return all series."""
         with self._lock:
             found = [
                 Series(metric, values, number)

@@ -1,10 +1,10 @@
 """Evicts the names with the least expected reuse per time, learned from the stream of uses.
 
-No fixed rule wins on all workloads: recency suits agents, frequency suits chats. What matters is which names are dead
-already and which are reused soon. So each use gets a kind from features of its prompt: how much of the prompt is new,
-how long ago its continued part was used, how often the name was used before, and whether the prompt ended there.
-`ReuseModel` learns the value of keeping a name for each kind and age, and the names of least value are evicted first.
-If all kinds behave alike, that is LRU. Measurements: docs/internals/eviction-study.md.
+No fixed rule wins on all workloads: recency suits agents, frequency suits chats. What matters is which names are
+already dead and which will be reused soon. So each use gets a kind from features of its prompt: how much of the prompt
+is new, how long ago its continued part was used, how often the name was used before, and whether the prompt ended
+there. `ReuseModel` learns the value of keeping a name for each kind and age. The names of least value are evicted
+first. If all kinds behave alike, that is LRU. Measurements are in docs/internals/eviction-study.md.
 
 As in `Lru`, a name with a present child is never the victim.
 
@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from kvtier.policy.base import Held
+from kvtier.policy.base import Use
 from kvtier.policy.name_table import NameTable
 from kvtier.policy.reuse import ReuseModel
 from kvtier.types import NextTurn
@@ -39,15 +39,16 @@ _PIECE_MASK = (1 << _PIECE_BITS) - 1
 class Ghosts:
     """A direct-mapped table: a newer name replaces the older one in its slot.
 
-    Names are identified by a 64-bit hash. Two names in a slot are confused once in 2^20; that costs a wrong guess only.
+    Names are identified by a 64-bit hash. Two names in a slot are confused once in 2^20, at the cost of a wrong guess.
 
     Args:
-        places: number of slots; rounded up to a power of two.
+        places: number of slots, rounded up to a power of two.
     """
 
     def __init__(self, places: int) -> None:
         size = 1 << max(0, places - 1).bit_length()
-        # A piece of 2 MiB takes memory when it is written. From 4 MiB on NumPy asks for huge pages: 10 ms for a write.
+        # A piece of 2 MiB takes memory when it is written. From 4 MiB on, NumPy asks for huge pages, and the first
+        # write takes 10 ms.
         pieces = range(-(-size >> _PIECE_BITS))
         self._pieces = [np.zeros(min(size, 1 << _PIECE_BITS), np.uint64).data for _ in pieces]
         self._mask = size - 1
@@ -56,14 +57,14 @@ class Ghosts:
         return self._mask + 1
 
     def remember(self, name_hash: int, uses: int, time: int) -> None:
-        """Remember an evicted name with its number of uses and the time of the last."""
+        """Remember an evicted name with its number of uses and the time of the last one."""
         uses = min(uses, USES_MAX)
         check = name_hash >> 64 - _HASH_BITS << _TIME_BITS
         place = name_hash & self._mask
         self._pieces[place >> _PIECE_BITS][place & _PIECE_MASK] = (check | time & _TIME_MASK) << _USES_BITS | uses
 
-    def find(self, name_hash: int) -> tuple[int, int]:
-        """(uses, time of the last use) of an evicted name; zeros if unknown."""
+    def uses_of(self, name_hash: int) -> tuple[int, int]:
+        """Return (uses, time of the last use) of an evicted name; zeros if it is unknown."""
         place = name_hash & self._mask
         item = self._pieces[place >> _PIECE_BITS][place & _PIECE_MASK]
         if not item or item >> _TIME_BITS + _USES_BITS != name_hash >> 64 - _HASH_BITS:
@@ -86,7 +87,7 @@ class Owner:
 
 
 SHARED = Owner()
-"""Several conversations, or none."""
+"""Stands for several conversations, or none."""
 
 
 class KeyNode:
@@ -102,8 +103,8 @@ class KeyNode:
     def __init__(self, name: bytes) -> None:
         self.name = name
         self.parent: KeyNode | None = None
-        self.children = 0  # present ones
-        self.run: KeyRun | None = None  # of the last use; None when not present
+        self.children = 0  # number of present children
+        self.run: KeyRun | None = None  # run of the last use; None when not present
         self.owner: Owner | None = None  # the conversation that used it
 
 
@@ -112,10 +113,10 @@ NO_NODE = KeyNode(b"")
 
 
 class KeyRun:
-    """Names of one kind used by one prompt; they age together.
+    """Names of one kind that one prompt used. They age together.
 
     Each is the parent of the next, so the last one is evicted first. Names that were used again or removed may still be
-    in the list; their `run` is another.
+    in the list, but their `run` is another.
     """
 
     __slots__ = ("count", "entries", "kind", "number", "owner", "time")
@@ -129,14 +130,14 @@ class KeyRun:
         self.number = 0  # its number in a heap, or 0
 
     def last(self) -> KeyNode:
-        """The last name; the run must not be empty."""
+        """Return the last name. The run must not be empty."""
         entries = self.entries
         while entries[-1].run is not self:
             entries.pop()
         return entries[-1]
 
     def drop_one(self) -> None:
-        """One name was used again or removed."""
+        """Record that one name was used again or removed."""
         self.count -= 1
         if 2 * self.count + SLACK < len(self.entries):
             self.entries = [entry for entry in self.entries if entry.run is self]
@@ -147,22 +148,22 @@ CURRENT = KeyRun(0, None, 0, [])
 
 
 _GHOSTS = 8
-"""Evicted names remembered, as a multiple of the names held."""
+"""Evicted names that are remembered, as a multiple of the present names."""
 _LEARN_EVERY = 1 / 2
-"""Uses between two trainings, as a share of the names held; fewer at first."""
+"""Uses between two trainings, as a share of the present names; fewer at first."""
 _LEARN_USES_MIN = 512
 _DOUBT_USES = 50
-"""Raise of the value of new prompts while little is learned. It halves as the number of uses doubles."""
+"""Bonus on the value of new prompts while little is learned. It halves as the number of uses doubles."""
 _RANK_EVERY = 1 / 4
-"""Every run is revalued once in this many uses, as a share of the names held, because runs age."""
+"""Every run is revalued once in this many uses, as a share of the present names, because runs age."""
 _RANK_AT_ONCE = 64
 """Runs revalued in one call, so that no call takes long."""
 _SOME_MAX = 64
 """Names compared in one call when no leaf is queued."""
 _DISCARDED_MAX = 128
-"""Queued runs discarded in one call, each in some microseconds. Removing many names at once leaves many."""
+"""Queued runs discarded in one call, at a few microseconds each. Removing many names at once leaves many."""
 _STALE_AT_ONCE = 16
-"""Stale runs revalued in one call because they seem to have the least value."""
+"""Stale runs revalued in one call because they appear to have the least value."""
 _TIDY_AT_ONCE = 8
 """Runs revalued, or discarded if empty, for each run queued while there are too many."""
 
@@ -170,7 +171,7 @@ _NEW_KINDS = 12
 _USE_KINDS = 4
 _PAUSE_KINDS = 20
 _PAUSE_BITS_MIN = 6
-"""Pauses shorter than this power of two are one kind."""
+"""All pauses shorter than this power of two are of one kind."""
 _PAUSE_OF_BITS = tuple(min(max(bits - _PAUSE_BITS_MIN, 1), _PAUSE_KINDS - 1) for bits in range(65))
 """Kind of each pause, by its number of bits."""
 _KIND_OF_USES = tuple(min(max(0, uses - 1).bit_length(), _USE_KINDS - 1) for uses in range(USES_MAX + 1))
@@ -181,41 +182,41 @@ _OVER = _HINTS[NextTurn.NOBODY]
 
 
 _Ranked = tuple[float, int, int, KeyRun]
-"""Value of the run's names, time of their use, a unique number, and the run."""
+"""(value of the run's names, time of their use, unique number, run)"""
 
 
 class Adaptive:
-    """Evicts the leaf with the least expected reuse. Each event costs O(log n) amortised; training is done in steps.
+    """Evicts the leaf with the least expected reuse. Each event costs O(log n) amortised. Training is done in steps.
 
     The uses of one prompt arrive in order along its chain, from either end. They get their kinds when the next prompt
     begins, because only then is it known how much of the prompt was new. Until then only the prompt's last name may be
-    the victim, valued by what is known so far.
+    the victim, at a value from what is known so far.
 
     Runs are in two heaps. A run's value changes with its age and with training, so all runs are revalued periodically.
-    Runs move from one heap to the other, a few at a time, from the end of its list, which leaves a heap. When one heap
-    is empty, they swap. The minimum is the smaller of the two tops.
+    A few at a time move from one heap to the other. They are taken from the end of the list, so the rest remains a
+    heap. When one heap is empty, the two swap roles. The minimum is the smaller of the two tops.
 
     A pinned leaf at the top counts as used at that moment, because its reader uses it.
     """
 
     def __init__(self) -> None:
         self._entries: NameTable[KeyNode] = NameTable()
-        self._held = 0  # present names
+        self._size = 0  # present names
         self._model = ReuseModel(_USE_KINDS * 2, _NEW_KINDS, _PAUSE_KINDS, len(NextTurn))
         self._ghosts = Ghosts(0)  # resized on the first eviction, when the number of names is known
         self._now = 0  # uses so far
-        self._prompt: list[KeyNode] = []  # used by the current prompt
+        self._prompt: list[KeyNode] = []  # names used by the current prompt
         self._above: KeyNode | None = NO_NODE  # next node, if the prompt arrives from its end
         self._below: KeyNode = NO_NODE  # parent of the next node, if the prompt arrives from its start
         self._prompt_new = 0  # names of the prompt that are neither present nor remembered
-        self._prompt_pauses = (0, 0)  # kinds, by the first remembered name and by the last
+        self._prompt_pauses = (0, 0)  # kinds of the pauses of the first and the last remembered name
         self._tail = 0  # index in the prompt of its last present name
         self._tail_worth: float | None = None  # None until computed
         self._heap: list[_Ranked] = []
         self._aged: list[_Ranked] = []  # to be revalued
         self._number = 0  # number of the latest run
         self._conversations: WeakValueDictionary[str, Owner] = WeakValueDictionary()  # conversations with names in use
-        self._owner: Owner | None = None  # of the current prompt
+        self._owner: Owner | None = None  # owner of the current prompt
         self._conversation: str | None = None
         self._training: Iterator[None] | None = None
         self._trainings = 0
@@ -225,34 +226,34 @@ class Adaptive:
         self._rank_now = 0  # runs to revalue since the last training
 
     def __len__(self) -> int:
-        return self._held
+        return self._size
 
-    def added(self, held: Held) -> None:
-        """`held` entered. A second call counts as a touch, and adds the parent if it was unknown."""
-        name, parent_name = held.name, held.parent
+    def added(self, use: Use) -> None:
+        """Record the use that added a name. A second call counts as a touch, and adds the parent if it was unknown."""
+        name, parent_name = use.name, use.parent
         entry = self._entries.get(name)
         if entry is None:
             self._entries[name] = entry = KeyNode(name)
         if entry.run is None:
             entry.name_hash = name_hash = _name_hash(name)
-            entry.uses, entry.time = self._ghosts.find(name_hash)
-            self._held += 1
+            entry.uses, entry.time = self._ghosts.uses_of(name_hash)
+            self._size += 1
         if parent_name is not None and entry.parent is None and parent_name != name:
             parent = self._entries.get(parent_name)
             if parent is None:
                 self._entries[parent_name] = parent = KeyNode(parent_name)
             entry.parent = parent
             parent.children += 1
-        self._use(entry, held.conversation)
+        self._use(entry, use.conversation)
 
-    def touched(self, held: Held) -> None:
-        """`held` was used. Unknown names are ignored."""
-        entry = self._entries.get(held.name)
+    def touched(self, use: Use) -> None:
+        """Record a further use. Ignore unknown names."""
+        entry = self._entries.get(use.name)
         if entry is not None and entry.run is not None:
-            self._use(entry, held.conversation)
+            self._use(entry, use.conversation)
 
     def removed(self, name: bytes) -> None:
-        """`name` was removed, for whatever reason. Unknown names are ignored."""
+        """Record that `name` was removed, for whatever reason. Ignore unknown names."""
         entry = self._entries.get(name)
         if entry is None or entry.run is None:
             return
@@ -270,7 +271,7 @@ class Adaptive:
         if entry.owner is not None and entry.owner.tip is entry:
             entry.owner.tip = parent if parent is not None and parent.run is not None else None
         self._ghosts.remember(entry.name_hash, uses, entry.time)
-        self._held -= 1
+        self._size -= 1
         if not entry.children:
             self._entries.pop(name)
         if parent is not None:
@@ -280,10 +281,10 @@ class Adaptive:
                 self._became_leaf(parent)
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
-        """Use a hint: `next_turn` is the kind of the next turn of `conversation`.
+        """Use `next_turn` as a hint about the next turn of `conversation`.
 
-        The conversation's last prompt changes its kinds, except names that others used too. When the conversation is
-        over, all names that only it used do, as soon as they are revalued or become leaves.
+        The names of the conversation's last prompt change their kinds, except those that others also used. When the
+        conversation is over, so do all names that only it used, as soon as they are revalued or become leaves.
         """
         conversation_owner = self._conversations.get(conversation)
         if conversation_owner is None:
@@ -299,7 +300,7 @@ class Adaptive:
             self._rank_now = len(self._heap) + len(self._aged)
             self._work_at = 0
         entry, before = conversation_owner.tip, None
-        for _ in range(self._held):  # bounded, because parents may form a cycle
+        for _ in range(self._size):  # bounded, because parents may form a cycle
             if entry is None or entry.owner is not conversation_owner:
                 return
             run = entry.run
@@ -308,8 +309,8 @@ class Adaptive:
             entry, before = entry.parent, run
 
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
-        """The unpinned leaf with the least value; None when all leaves are pinned. Does not remove it."""
-        if not self._held:
+        """Return the unpinned leaf with the least value without removing it; None when all leaves are pinned."""
+        if not self._size:
             return None
         if self._now >= self._work_at:
             self._work()
@@ -319,7 +320,7 @@ class Adaptive:
             self._sort_prompt()
             least = self._least(is_pinned, pinned)
         for run in pinned:
-            # This is not a use, so the clock stands still; otherwise pinned names would age the others.
+            # This is not a use, so the clock stands still. Otherwise pinned names would age the others.
             run.time = run.last().time = self._now
             self._queue(run)
         if least is None:
@@ -330,7 +331,7 @@ class Adaptive:
             worth = self._value_tail()
         if worth < least[0]:
             tail = self._prompt[self._tail]
-            if not tail.children and not is_pinned(tail.name):  # in a cycle it may have got a child
+            if not tail.children and not is_pinned(tail.name):  # in a cycle of parents it may have got a child
                 return tail.name
         return least[3].entries[-1].name
 
@@ -367,7 +368,7 @@ class Adaptive:
         self._prompt.append(entry)
 
     def _remembered(self, entry: KeyNode, now: int) -> None:
-        """A name was used again."""
+        """Count another use of a known name, and note its pause."""
         if entry.uses < USES_MAX:
             entry.uses += 1
         pause = _PAUSE_OF_BITS[(now - entry.time).bit_length()]
@@ -377,7 +378,7 @@ class Adaptive:
         self._prompt_pauses = first or pause, pause
 
     def _begin_prompt(self, conversation: str | None) -> None:
-        """A prompt of `conversation` begins."""
+        """Begin a prompt of `conversation`."""
         if self._prompt:
             self._sort_prompt()
         if conversation == self._conversation:
@@ -386,12 +387,12 @@ class Adaptive:
         if conversation is None:
             self._owner = None
         else:
-            # not setdefault: the dictionary holds weak references only
+            # Not setdefault, because the dictionary has weak references only.
             self._owner = self._conversations.get(conversation) or Owner()
             self._conversations[conversation] = self._owner
 
     def _sort_prompt(self, hint: int = 0) -> None:
-        """The prompt is complete: give each of its names a kind."""
+        """Give each name of the complete prompt a kind."""
         path, time = self._prompt, self._prompt[0].time
         is_from_start = self._above is NO_NODE
         if not is_from_start:
@@ -409,7 +410,7 @@ class Adaptive:
         is_last, before = 1, -1
         end = len(path)
         while end:
-            # A run has neighbours with about the same number of uses; the prompt's last name has its own kind.
+            # A run has neighbours with about the same number of uses. The prompt's last name has a kind of its own.
             start = end - 1
             uses_kind, owner = _KIND_OF_USES[path[start].uses], path[start].owner
             while not is_last and start:
@@ -428,14 +429,14 @@ class Adaptive:
             self._make_evictable(run)
 
     def _make_evictable(self, run: KeyRun) -> None:
-        """The prompt is complete: names of `run` may be victims from now on."""
+        """Let the names of `run`, from a complete prompt, be victims from now on."""
         for entry in run.entries:
             if entry.run is CURRENT:
                 entry.run = run
             else:
                 run.count -= 1
         if run.count < len(run.entries):
-            # Names removed meanwhile may have left leaves in the middle of the run.
+            # Names that were removed meanwhile may have left leaves in the middle of the run.
             for entry in run.entries[:]:
                 if entry.run is run and not entry.children:
                     self._queue(self._split_off(entry))
@@ -443,11 +444,11 @@ class Adaptive:
             self._queue(run)
 
     def _value_tail(self) -> float:
-        """The value of the last name of the current prompt, so that a prompt need not evict names of more value.
+        """Return the value of the current prompt's last name, so that a prompt need not evict more valuable names.
 
-        Only for prompts that arrive from the end: otherwise the name's child comes next. While little is learned, the
-        value is raised: a worthless prompt that is kept costs its room once, a useful one that is not kept misses at
-        each turn.
+        Infinite for prompts that arrive from the start, where the name's child comes next. While little is learned, the
+        value is raised: a worthless prompt that is kept costs its room once, but a useful one that is not kept misses
+        at each turn.
         """
         prompt, tail = self._prompt, self._tail
         if self._below is not NO_NODE or not prompt:
@@ -464,9 +465,9 @@ class Adaptive:
         return self._tail_worth
 
     def _least(self, is_pinned: Callable[[bytes], bool], pinned: list[KeyRun]) -> _Ranked | None:
-        """The run whose last name has the least value. Pinned runs on the way are added to `pinned`.
+        """Return the run whose last name has the least value. Add pinned runs on the way to `pinned`.
 
-        None when there is none, or when discarding stale ones first takes several calls.
+        Return None when there is no such run, or when the stale ones before it take several calls.
         """
         tries, stop = _STALE_AT_ONCE, len(self._heap) + len(self._aged) + len(pinned) - _DISCARDED_MAX
         while True:
@@ -478,7 +479,7 @@ class Adaptive:
                 return None
             number, run = heap[0][2:]
             if number != run.number:
-                heappop(heap)  # stale: it was queued again
+                heappop(heap)  # stale, because the run was queued again
             elif not run.count or (entry := run.last()).children:
                 heappop(heap)
                 run.number = 0  # queued again when the last child of its last name is removed
@@ -491,14 +492,14 @@ class Adaptive:
             elif not is_aged:
                 return heap[0]
             else:
-                # The value is old: revalue it.
+                # The value is old, so revalue the run.
                 heappop(heap)
                 self._retire(run)
                 heappush(self._heap, (self._model.value(run.kind, self._now - run.time), run.time, number, run))
                 tries -= 1
 
     def _became_leaf(self, entry: KeyNode) -> None:
-        """The last present child of `entry` was removed."""
+        """Queue `entry`, whose last present child was removed."""
         run = entry.run
         if run is None:
             self._entries.pop(entry.name)
@@ -522,7 +523,7 @@ class Adaptive:
         self._number += 1
         run.number = self._number
         heappush(self._heap, (self._model.value(run.kind, self._now - run.time), run.time, self._number, run))
-        if len(self._heap) + len(self._aged) > 2 * self._held + SLACK:
+        if len(self._heap) + len(self._aged) > 2 * self._size + SLACK:
             self._rank(_TIDY_AT_ONCE)
 
     def _retire(self, run: KeyRun) -> None:
@@ -532,7 +533,7 @@ class Adaptive:
             run.owner = None
 
     def _apply_hint(self, run: KeyRun, hint: int) -> bool:
-        """Give `run` the kind of a hint by its only conversation. Returns whether that changed it."""
+        """Give `run` the kind of a hint by its only conversation. Return whether that changed its kind."""
         if run is CURRENT or (kind := self._model.hinted(run.kind, hint)) == run.kind:
             return False
         watch = self._model.watch if self._model.is_hinted(run.kind) else self._model.watch_hinted
@@ -542,7 +543,7 @@ class Adaptive:
         return True
 
     def _work(self) -> None:
-        """One background step: training or revaluing."""
+        """Do one background step of training or revaluing."""
         now = self._now
         self._tail_worth = None
         if self._training is not None:
@@ -550,17 +551,17 @@ class Adaptive:
                 self._training = None
                 self._rank_now = len(self._heap) + len(self._aged)
         elif now >= self._learn_at:
-            held = self._held
+            size = self._size
             self._trainings += 1
-            self._learn_at = now + max(_LEARN_USES_MIN, int(held * _LEARN_EVERY * min(1.0, self._trainings / 4)))
-            if len(self._ghosts) < _GHOSTS * held / 2:
-                self._ghosts = Ghosts(_GHOSTS * held)
-            self._training = self._model.training(now, held)
+            self._learn_at = now + max(_LEARN_USES_MIN, int(size * _LEARN_EVERY * min(1.0, self._trainings / 4)))
+            if len(self._ghosts) < _GHOSTS * size / 2:
+                self._ghosts = Ghosts(_GHOSTS * size)
+            self._training = self._model.training(now, size)
         elif now >= self._rank_at or self._rank_now > 0:
             self._rank(_RANK_AT_ONCE)
             self._rank_now -= _RANK_AT_ONCE
             runs = len(self._heap) + len(self._aged)
-            self._rank_at = now + int(_RANK_EVERY * self._held * min(1.0, _RANK_AT_ONCE / (runs + 1)))
+            self._rank_at = now + int(_RANK_EVERY * self._size * min(1.0, _RANK_AT_ONCE / (runs + 1)))
         is_busy = self._training is not None or self._rank_now > 0
         self._work_at = 0 if is_busy else min(self._learn_at, self._rank_at)
 
@@ -574,7 +575,7 @@ class Adaptive:
         for item in items:
             run = item[3]
             if item[2] != run.number:
-                continue  # stale: it was queued again
+                continue  # stale, because the run was queued again
             if run.count:
                 if run.owner is not None:
                     self._retire(run)
@@ -587,10 +588,10 @@ class Adaptive:
             heappush(self._heap, (value, run.time, number, run))
 
     def _oldest_of_some(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
-        """The oldest of some unpinned names, a leaf if possible, when no leaf is found.
+        """Return the oldest of some unpinned names, a leaf if possible, when no leaf is found.
 
-        All names have children only in a cycle of parents. A damaged index may contain such links; without this method
-        nothing could be evicted again.
+        All names have children only in a cycle of parents. A damaged index may contain such links, and without this
+        method nothing could be evicted again.
         """
         free = (it for it in self._entries.values() if it.run is not None and not is_pinned(it.name))
         some = islice(free, _SOME_MAX)
@@ -602,5 +603,5 @@ _name_hash_of = attrgetter("name_hash")
 
 
 def _name_hash(name: bytes) -> int:
-    """A 64-bit hash. Names are usually digests, but need not be."""
+    """Return a 64-bit hash. Names are usually digests, but need not be."""
     return int.from_bytes(name[-8:]) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 
-from kvtier.policy.base import Held
+from kvtier.policy.base import Use
 
 
 class Fifo:
@@ -16,17 +16,17 @@ class Fifo:
     def __len__(self) -> int:
         return len(self._names)
 
-    def added(self, held: Held) -> None:
-        """`held` entered; a present name keeps its place."""
-        self._names.setdefault(held.name, None)
+    def added(self, use: Use) -> None:
+        """Record the use that added a name. A present name keeps its place."""
+        self._names.setdefault(use.name, None)
 
-    def touched(self, held: Held) -> None:
-        """Uses have no effect."""
+    def touched(self, use: Use) -> None:
+        """Do nothing, because uses do not change the order."""
 
     def removed(self, name: bytes) -> None:
-        """`name` was removed."""
+        """Record that `name` was removed."""
         self._names.pop(name, None)
 
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
-        """The first unpinned name; None when all are pinned."""
+        """Return the first unpinned name; None when all are pinned."""
         return next((name for name in self._names if not is_pinned(name)), None)

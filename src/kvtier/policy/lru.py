@@ -1,21 +1,21 @@
-"""Least recently used first, children before their parents.
+"""Evicts the least recently used name first, and children before their parents.
 
 A chunk is useless without the chunks before it, but not without those after it. So a name with a present child is never
-the victim. Among the others (the leaves) the least recently used one is. The chunks of a prompt may be touched in any
-order.
+the victim. Among the others, the leaves, it is the least recently used one. The chunks of a prompt may be touched in
+any order.
 """
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 
-from kvtier.policy.base import Held
+from kvtier.policy.base import Use
 
 _HEAP_SLACK = 64
 """Stale heap items that are tolerated before a clean-up."""
 
 
 class _Entry:
-    """A present name. `sequence` is the number of its last use; `is_queued` tells whether the heap contains it."""
+    """A present name. `sequence` is the number of its last use, and `is_queued` whether the heap contains it."""
 
     __slots__ = ("is_present", "is_queued", "name", "parent", "sequence")
 
@@ -31,47 +31,47 @@ class Lru:
     """Exact LRU over leaves. Each event costs O(log n) amortised.
 
     The heap is lazy: it contains each leaf once, with the sequence number at the time of queueing. A use changes only
-    the entry. An item at the top with an old number is requeued, and one that is not a leaf any more is removed. When
-    stale items are in the majority, the heap is rebuilt.
+    the entry. An item at the top with an old number is requeued, and one that is no longer a leaf is removed. When most
+    items are stale, the heap is rebuilt.
 
     A pinned leaf at the top counts as used at that moment, because its reader uses it. So pinned names are not examined
-    again and again.
+    over and over.
     """
 
     def __init__(self) -> None:
         self._entries: dict[bytes, _Entry] = {}
-        self._children: dict[bytes, int] = {}  # number of present children, by name, whether or not the name is present
+        self._children: dict[bytes, int] = {}  # number of present children, by name, even if the name is not present
         self._heap: list[tuple[int, _Entry]] = []
         self._sequence = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def added(self, held: Held) -> None:
-        """`held` entered. A second call counts as a touch, and adds the parent if it was unknown."""
+    def added(self, use: Use) -> None:
+        """Record the use that added a name. A second call counts as a touch, and adds the parent if it was unknown."""
         self._sequence += 1
-        entry = self._entries.get(held.name)
+        entry = self._entries.get(use.name)
         if entry is not None:
             entry.sequence = self._sequence
-            if entry.parent is None and held.parent is not None:
-                self._link(entry, held.parent)
+            if entry.parent is None and use.parent is not None:
+                self._link(entry, use.parent)
             return
-        entry = _Entry(held.name, None, self._sequence)
-        self._entries[held.name] = entry
-        if held.parent is not None:
-            self._link(entry, held.parent)
-        if held.name not in self._children:
+        entry = _Entry(use.name, None, self._sequence)
+        self._entries[use.name] = entry
+        if use.parent is not None:
+            self._link(entry, use.parent)
+        if use.name not in self._children:
             self._queue(entry)
 
-    def touched(self, held: Held) -> None:
-        """`held` was used. Unknown names are ignored."""
-        entry = self._entries.get(held.name)
+    def touched(self, use: Use) -> None:
+        """Record a further use. Ignore unknown names."""
+        entry = self._entries.get(use.name)
         if entry is not None:
             self._sequence += 1
             entry.sequence = self._sequence
 
     def removed(self, name: bytes) -> None:
-        """`name` was removed, for whatever reason. Unknown names are ignored."""
+        """Record that `name` was removed, for whatever reason. Ignore unknown names."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return
@@ -82,7 +82,7 @@ class Lru:
             self._compact()
 
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
-        """The least recently used unpinned leaf; None when all leaves are pinned. Does not remove it."""
+        """Return the least recently used unpinned leaf without removing it; None when all leaves are pinned."""
         heap = self._heap
         last = self._sequence  # entries requeued by this call are not examined again
         saw_leaf = False
@@ -103,9 +103,10 @@ class Lru:
         return None if saw_leaf else self._oldest_in_ring(is_pinned)
 
     def _oldest_in_ring(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
-        """The oldest unpinned name when all names have children, which only a cycle of parents makes possible.
+        """Return the oldest unpinned name, for the case that every name has a child.
 
-        A damaged index may contain such links; without this method nothing could be evicted again.
+        Only a cycle of parents makes that possible. A damaged index may contain such links, and without this method
+        nothing could be evicted again.
         """
         free = [entry for entry in self._entries.values() if not is_pinned(entry.name)]
         return min(free, key=lambda entry: entry.sequence).name if free else None

@@ -1,4 +1,4 @@
-"""A dictionary by name that is never busy for long, however many names it has."""
+"""A dictionary by name in which no operation takes long, however many names it has."""
 
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -8,9 +8,9 @@ _PARTS = 256
 
 
 class NameTable(Generic[_T]):
-    """Values by name, in a dictionary per last byte of the name. Names are usually digests, but need not be.
+    """Values by name, in one dictionary for each last byte of a name. Names are usually digests, but need not be.
 
-    A dictionary of 10^7 names grows, or lists its names, for longer than a lock may be held. A part has 39,000 of them.
+    To grow a single dictionary of 10^7 names, or to list it, takes longer than a lock may be held. A part has 39,000.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class NameTable(Generic[_T]):
         return name in self._parts[name[-1]]
 
     def __iter__(self) -> Iterator[bytes]:
-        """The names, in any order. Other threads may change the table meanwhile: copying a part is one step."""
+        """Yield the names, in any order. Other threads may change the table meanwhile: copying a part is one step."""
         for part in self._parts:
             yield from list(part)
 
     def values(self) -> Iterator[_T]:
-        """The values, likewise."""
+        """Yield the values, likewise."""
         for part in self._parts:
             yield from list(part.values())
 
@@ -36,9 +36,9 @@ class NameTable(Generic[_T]):
         self._parts[name[-1]][name] = value
 
     def get(self, name: bytes) -> _T | None:
-        """The value of `name`; None when it has none."""
+        """Return the value of `name`; None if it has none."""
         return self._parts[name[-1]].get(name)
 
     def pop(self, name: bytes) -> _T | None:
-        """Remove `name`. Returns its value; None when it had none."""
+        """Remove `name` and return its value; None if it had none."""
         return self._parts[name[-1]].pop(name, None)

@@ -1,18 +1,21 @@
 """Eviction policies by name. To add one, add a line here, or an entry point in another package.
 
-The group of entry points is `kvtier.evictors`; each is a callable without arguments.
+The group of entry points is `kvtier.evictors`. Each is a callable without arguments.
 """
 
-from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import entry_points
+from typing import cast
 
 from kvtier.errors import ConfigError, check_interface, described
-from kvtier.policy.adaptive import Adaptive
 from kvtier.policy.base import Evictor, Hinted
-from kvtier.policy.fifo import Fifo
-from kvtier.policy.lru import Lru
 
-EVICTORS: dict[str, Callable[[], Evictor]] = {"adaptive": Adaptive, "lru": Lru, "fifo": Fifo}
+EVICTORS = {
+    # name: (module, class); a module is imported on first use
+    "adaptive": ("kvtier.policy.adaptive", "Adaptive"),
+    "lru": ("kvtier.policy.lru", "Lru"),
+    "fifo": ("kvtier.policy.fifo", "Fifo"),
+}
 DEFAULT_EVICTOR = "adaptive"
 
 
@@ -22,13 +25,14 @@ def evictor_names() -> list[str]:
 
 
 def make_evictor(name: str) -> Evictor:
-    """A new evictor of the policy `name`.
+    """Return a new evictor of the policy `name`.
 
     Raises:
         ConfigError: the policy is unknown, or its package cannot be loaded or is for another release of kvtier.
     """
     if name in EVICTORS:
-        return EVICTORS[name]()
+        module, attribute = EVICTORS[name]
+        return cast("Evictor", getattr(import_module(module), attribute)())
     points = entry_points(group="kvtier.evictors")
     if name not in points.names:
         raise ConfigError(f"unknown eviction policy {name!r}; allowed: {', '.join(sorted(evictor_names()))}")

@@ -1,13 +1,13 @@
-"""Estimates reuse: the value of keeping a name, by kind of its last use and by age, learned from the stream of uses.
+"""Learns from the stream of uses what keeping a name is worth, by the kind of its last use and by its age.
 
-Ages count uses of any name; bytes, seconds and tokens play no role. Ages are in buckets, two for each doubling. For
-each bucket the model counts the watched uses that were followed by another at such an age, and the time for which uses
-were watched at such an age. Their ratio is a rate. The data of a watch counts when the watch ends, also
+An age counts uses of any name; bytes, seconds and tokens play no role. Ages fall into buckets, two for each doubling.
+For each bucket the model counts the watched uses that were followed by another at such an age. It also counts the time
+for which uses were watched at such an age. The ratio is a rate. The data of a watch counts when the watch ends, even
 without a reuse.
 
-A kind has three features: a base, and two more whose effects are learned separately for each base. Their effects are
+A kind has three features: a base, and two more whose effects are learned separately for each base. The effects are
 factors on the rate of the base, so that few uses teach something about many kinds. A hint is a fourth feature of some
-kinds. It does not affect other kinds, but their base learns from hinted uses, too.
+kinds. It does not affect other kinds, but their base also learns from hinted uses.
 """
 
 from array import array
@@ -26,23 +26,23 @@ ENDS = tuple(round(_FIRST_END * 2 ** (step / 2)) for step in range(45))
 """Upper bounds of the age buckets; one more bucket is unbounded."""
 BUCKETS = len(ENDS) + 1
 WATCHED_MAX = 1 << 14
-"""Uses watched at once; beyond that the oldest watch ends."""
+"""Uses watched at once. Beyond that the oldest watch ends."""
 _HORIZON = 8
-"""Least span of the watched uses, as a multiple of the names held. Below it the share of watched names is halved."""
+"""Least span of the watched uses, as a multiple of the present names. Below it the share of watched names is halved."""
 _PRIOR_USES = 1.0
 """Weight of the prior, in uses."""
 _HALF_LIFE = 64.0
-"""Half-life of what was learned, as a multiple of the names held."""
+"""Half-life of what was learned, as a multiple of the present names."""
 _PRIOR_DECAY = 0.35
-"""Prior rate of a bucket relative to the one before: decreasing, as LRU assumes."""
+"""Prior rate of a bucket relative to the one before. It decreases, as LRU assumes."""
 _FIRST_RATE = 0.01 / _FIRST_END
 _FACTOR_MAX = 8.0
-"""Limit of the factor of a feature."""
+"""Largest factor of a feature."""
 _HINT_FACTOR_MAX = 64.0
-"""Limit of the factor of a hint, which may say that a name is dead."""
+"""Largest factor of a hint, which may say that a name is dead."""
 
 _AGE_MAX = 64
-"""Ages above this multiple of the names held are one bucket."""
+"""All ages above this multiple of the present names are in one bucket."""
 _DONE_MAX = 256
 """Outcomes that are buffered and counted together."""
 _OPEN_AT_ONCE = 2048
@@ -82,16 +82,16 @@ class ReuseModel:
         self._ended: Numbers = np.zeros((self._rows, BUCKETS))
         self._inside: Numbers = np.zeros((self._rows, BUCKETS))
         """Tables by row and bucket: uses followed by another, uses whose watch ended, and time watched."""
-        self._kinds = array("q", [-1]) * WATCHED_MAX  # of open watches, a ring buffer; -1 is free
+        self._kinds = array("q", [-1]) * WATCHED_MAX  # kinds of open watches, a ring buffer; -1 is free
         self._times = array("q", [-1]) * WATCHED_MAX
         self._hashes = array("Q", [0]) * WATCHED_MAX
         self._next = 0
         self.watched: dict[int, int] = {}
-        """Position in the ring, by hash."""
+        """Positions in the ring, by hash."""
         self._done: tuple[array[int], array[int], array[int]] = (array("q"), array("q"), array("q"))
-        """Kind, age, and 1 if another use followed, of ended watches that are not counted yet."""
+        """Kinds, ages, and 1 if another use followed, for ended watches that are not counted yet."""
         self._sample_mask = 0
-        self._held = 0
+        self._present = 0
         self._top = BUCKETS  # buckets in use
         self._learned_at = 0
         self._rates: tuple[Numbers, Numbers, Numbers, Numbers] | None = None
@@ -102,11 +102,11 @@ class ReuseModel:
         """Whether `_values` has been requested, by kind."""
 
     def kind(self, base: int, first: int, second: int, hint: int = 0) -> int:
-        """Number of a kind; hint 0 is none."""
+        """Return the number of a kind. Hint 0 is none."""
         return ((hint * self._bases + base) * self._firsts + first) * self._seconds + second
 
     def hinted(self, kind: int, hint: int) -> int:
-        """`kind` with another hint."""
+        """Return `kind` with another hint."""
         return kind % self._unhinted + hint * self._unhinted
 
     def is_hinted(self, kind: int) -> bool:
@@ -114,7 +114,7 @@ class ReuseModel:
         return kind >= self._unhinted
 
     def used(self, name_hash: int, now: int) -> None:
-        """The name was used again, which ends its watch."""
+        """Record that the name was used again, which ends its watch."""
         place = self.watched.pop(name_hash, None)
         if place is not None:
             self._end(place, now, 1)
@@ -128,7 +128,7 @@ class ReuseModel:
             return
         place = self._next
         self._next = (place + 1) % WATCHED_MAX
-        if not place and self._times[0] >= 0 and time - self._times[0] < _HORIZON * self._held:
+        if not place and self._times[0] >= 0 and time - self._times[0] < _HORIZON * self._present:
             self._sample_mask = 2 * self._sample_mask + 1
         if self._kinds[place] >= 0:
             self.watched.pop(self._hashes[place], None)
@@ -140,7 +140,7 @@ class ReuseModel:
         self.watched[name_hash] = place
 
     def watch_hinted(self, name_hash: int, kind: int, time: int) -> None:
-        """Watch a use that got a hint at `time`; later outcomes count for both kinds, each from its own time.
+        """Watch a use that got a hint at `time`. Later outcomes count for both kinds, each from its own time.
 
         If the first watch ended here, its kind would learn nothing from what follows, because hints come before reuses.
         The second watch counts for its hint only.
@@ -156,15 +156,15 @@ class ReuseModel:
             self.watched[name_hash ^ _EARLIER] = place
         self.watch(name_hash, kind + self._known_kinds if place is not None else kind, time)
 
-    def training(self, now: int, held: int) -> Iterator[None]:
-        """Train on everything until `now`, in steps; the policy holds `held` names.
+    def training(self, now: int, present: int) -> Iterator[None]:
+        """Train in steps on everything up to `now`, for a policy with `present` names.
 
         Uses between two steps count in the next training.
         """
-        self._held = held
-        self._top = min(BUCKETS, bisect_right(ENDS, _AGE_MAX * held) + 1)
+        self._present = present
+        self._top = min(BUCKETS, bisect_right(ENDS, _AGE_MAX * present) + 1)
         self._count_done()
-        share = 0.5 ** ((now - self._learned_at) / (_HALF_LIFE * max(1, held)))
+        share = 0.5 ** ((now - self._learned_at) / (_HALF_LIFE * max(1, present)))
         self._learned_at = now
         self._again *= share
         self._ended *= share
@@ -185,10 +185,10 @@ class ReuseModel:
             yield
 
     def value(self, kind: int, age: int) -> float:
-        """Probability of reuse per time of keeping a name, for the best time to give up.
+        """Return the probability of reuse per time of keeping a name, for the best age to give up at.
 
-        That is the Gittins index: the maximum, over all ages to give up at, of the probability of a reuse until then
-        divided by the expected time until either. 0 before the first training.
+        This is the Gittins index: the maximum, over all ages to give up at, of the probability of a reuse until then
+        divided by the expected time until either. It is 0 before the first training.
         """
         if not self._has_values.item(kind):
             self._has_values[kind] = True
@@ -203,7 +203,7 @@ class ReuseModel:
         return self._values.item(kind, bucket) * (1 - share) + self._values.item(kind, bucket + 1) * share
 
     def values(self, kinds: Sequence[int], ages: Sequence[int]) -> list[float]:
-        """`value` for many kinds and ages; each kind must have been requested by `value` before."""
+        """Return `value` for many kinds and ages. Each kind must have been passed to `value` before."""
         kind, age = np.array(kinds, np.int64), np.array(ages, np.int64)
         bucket = _ENDS.searchsorted(age, "right")
         share = np.minimum(1.0, (age - _STARTS[bucket]) / _WIDTHS[bucket])
@@ -228,10 +228,10 @@ class ReuseModel:
         self._again += np.bincount(places, again[uses], self._again.size).reshape(self._again.shape)
 
     def _accumulate(self, kinds: Numbers, ages: Numbers, ended: Numbers, inside: Numbers) -> tuple[Numbers, Numbers]:
-        """Add, per row and bucket, the uses with an age in it, and the time that they spent in it.
+        """Add to each row and bucket the uses whose age is in it, and the time that they spent in it.
 
         Returns:
-            The index of each counted use, and its position in the tables. A use counts in three rows, a hinted one in
+            The index of each counted use, and its position in the tables. A use counts in three rows, a hinted use in
             four, and a late hint in one.
         """
         hinted = np.flatnonzero(kinds >= self._unhinted)
@@ -252,7 +252,7 @@ class ReuseModel:
         return base, first, self._bases * (1 + self._firsts) + base * self._seconds + plain % self._seconds
 
     def _hint_rows_of(self, kinds: Numbers) -> Numbers:
-        """Rows of the hints of hinted kinds."""
+        """Return the rows of the hints of hinted kinds."""
         base = kinds % self._unhinted // (self._firsts * self._seconds)
         return self._hint_rows + base * self._hints + kinds // self._unhinted - 1
 
@@ -291,12 +291,12 @@ class ReuseModel:
         spent = time[:, None, 1:] - time[:, :-1, None]
         reused /= np.maximum(spent, 1e-9, out=spent)
         self._values[kinds, :top] = reused.max(2)
-        # Ages without data: the value of waiting decays.
+        # At ages without data the value of waiting decays.
         self._values[kinds, top:] = self._values[kinds, top - 1, None] * _BEYOND[: BUCKETS + 1 - top]
 
 
 def _average(again: Numbers, watched: Numbers) -> Numbers:
-    """Rate of each bucket over all kinds."""
+    """Return the rate of each bucket over all kinds."""
     rates = np.empty(BUCKETS)
     guess = _FIRST_RATE
     for bucket in range(BUCKETS):
@@ -307,13 +307,13 @@ def _average(again: Numbers, watched: Numbers) -> Numbers:
 
 
 def _factors(again: Numbers, watched: Numbers, base: Numbers, most: float) -> Numbers:
-    """Factors by which rows differ from their base."""
+    """Return the factors by which rows differ from their base."""
     above = base.repeat(len(again) // len(base), 0)
     return (_shrunk(again, watched, above) / above).clip(1 / most, most)
 
 
 def _shrunk(again: Numbers, watched: Numbers, above: Numbers) -> Numbers:
-    """Rates of rows, shrunk towards `above` times the row's own factor."""
+    """Return the rates of rows, shrunk towards `above` times the row's own factor."""
     factor = (again.sum(1) + _PRIOR_USES) / ((watched * above).sum(1) + _PRIOR_USES)
     expected = factor[:, None] * above
     return (again + _PRIOR_USES) / (watched + _PRIOR_USES / expected)

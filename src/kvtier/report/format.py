@@ -11,43 +11,44 @@ YEAR_S = 365.25 * 86_400
 
 def digits(number: float, figures: int = 3) -> str:
     """`number` rounded to `figures` significant digits, but with all digits before the point."""
-    return f"{number:,.0f}" if abs(number) >= 10 ** (figures - 1) else f"{number:.{figures}g}"
+    text = f"{number:,.0f}" if abs(number) >= 10 ** (figures - 1) else f"{number:.{figures}g}"
+    return f"{float(text):.12f}".rstrip("0").rstrip(".") if "e" in text else text
 
 
 def exact(count: float) -> str:
-    """`count` with thousands separated; a fraction only where there is one: ``147,456``, ``4,444.25``."""
+    """Return `count` with thousands separated, and its fraction if it has one: ``147,456``, ``4,444.25``."""
     return f"{round(count):,}" if float(count).is_integer() else f"{count:,.4f}".rstrip("0").rstrip(".")
 
 
 def bytes_text(count: float) -> str:
-    """`count` bytes in steps of 1,000, three digits, for estimates: ``147 kB``."""
+    """Return `count` bytes in steps of 1,000 with three digits, for estimates: ``147 kB``."""
     return _scaled(count, 1000, DECIMAL, 3)
 
 
 def decimal(count: float) -> str:
-    """`count` bytes in steps of 1,000, four digits: ``147.5 kB``."""
+    """Return `count` bytes in steps of 1,000 with four digits: ``147.5 kB``."""
     return _scaled(count, 1000, DECIMAL, 4)
 
 
 def binary(count: float) -> str:
-    """`count` bytes in steps of 1,024, four digits: ``144 KiB``."""
+    """Return `count` bytes in steps of 1,024 with four digits: ``144 KiB``."""
     return _scaled(count, 1024, BINARY, 4)
 
 
 def both(count: float) -> str:
-    """`count` bytes in both units: ``147.5 kB = 144 KiB``."""
+    """Return `count` bytes in both units: ``147.5 kB = 144 KiB``."""
     return f"{decimal(count)} = {binary(count)}"
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """A bandwidth in GB/s, so that a column can be compared; below 10 MB/s in its own unit."""
+    """Return a bandwidth in GB/s, so that a column can be compared; below 10 MB/s in its own unit."""
     if bytes_per_s < 1e7:
         return f"{bytes_text(bytes_per_s)}/s" if bytes_per_s else NONE
     return f"{bytes_per_s / 1e9:,.2f} GB/s" if bytes_per_s < 1e11 else f"{bytes_per_s / 1e9:,.0f} GB/s"
 
 
 def time_text(seconds: float) -> str:
-    """A duration, from microseconds to years, three digits."""
+    """Return a duration in a unit from microseconds to years, with three digits."""
     if math.isinf(seconds):
         return UNBOUNDED
     if seconds >= 100 * YEAR_S:
@@ -59,12 +60,17 @@ def time_text(seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A whole count such as users, rounded down."""
+    """Return a whole count, such as users, rounded down."""
     return UNBOUNDED if math.isinf(count) else f"{math.floor(count + 1e-6):,}"
 
 
+def counted(count: float, name: str) -> str:
+    """A count with the plural of its name: ``1 drive``, ``1,024 drives``, ``2.5 years``."""
+    return f"{count:,.12g} {name}{'' if count == 1 else 's'}"
+
+
 def short_count(count: float | None) -> str:
-    """A count such as tokens with a suffix for thousands: ``131.1k``; None means no limit."""
+    """Return a count, such as tokens, with a suffix for thousands: ``131.1k``. None means no limit."""
     if count is None:
         return "inf"
     for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -74,15 +80,15 @@ def short_count(count: float | None) -> str:
 
 
 def power_text(number: float) -> str:
-    """A number that may be very large, with a power of a thousand: ``835.5e12``."""
+    """Return a number that may be very large with a power of a thousand: ``835.5e12``."""
     for exponent in (15, 12, 9, 6):
         if abs(number) >= 10**exponent:
             return f"{number / 10**exponent:.4g}e{exponent}"
-    return f"{int(number):,}" if number == int(number) else f"{number:.4g}"
+    return f"{int(number):,}" if number == int(number) else digits(number, 4)
 
 
 def share_text(share: float | None) -> str:
-    """A share of 1 as a percentage; ten or more as a factor."""
+    """Return a share of 1 as a percentage, or from 10 on as a factor."""
     if share is None:
         return NONE
     if math.isinf(share):
@@ -91,7 +97,7 @@ def share_text(share: float | None) -> str:
 
 
 def ratio_text(after: float | None, before: float | None) -> str:
-    """`after` over `before` as a factor: ``1.72x``."""
+    """Return `after` over `before` as a factor: ``1.72x``."""
     if after is None or before is None or not before or math.isinf(after) or math.isinf(before):
         return NONE
     return f"{after / before:.2f}x"

@@ -1,4 +1,4 @@
-"""JSON, progress and files. Output paths are checked before any work; a file is replaced as a whole."""
+"""Writes JSON, progress and files. Output paths are checked before any work, and a file is replaced as a whole."""
 
 import json
 import os
@@ -25,7 +25,7 @@ LINE_S = 10.0
 """Time between two lines of progress in a log."""
 
 EARLIER = "kvtier.earlier"
-"""Key of the files in click's context that were there before the command."""
+"""Key in click's context of the files that were there before the command."""
 
 CHART_SUFFIXES = (".svg", ".png")
 
@@ -42,7 +42,7 @@ def print_result(result: Shown, draw: Callable[[Shown], None], *, as_json: bool)
 
 @contextmanager
 def progress(label: str, total: float | None) -> Generator[Callable[[float], None]]:
-    """Show progress on stderr: a bar on a terminal, elsewhere a line every `LINE_S`. Yields what advances it."""
+    """Show progress on stderr and yield a function that advances it: a bar on a terminal, else a line per `LINE_S`."""
     if not sys.stderr.isatty():
         yield _ProgressLines(label, total).advance
         return
@@ -55,7 +55,7 @@ def progress(label: str, total: float | None) -> Generator[Callable[[float], Non
 
 
 class _ProgressLines:
-    """Progress for a log."""
+    """Prints progress as lines for a log."""
 
     def __init__(self, label: str, total: float | None) -> None:
         self._label, self._total = label, total
@@ -80,7 +80,7 @@ def write_json(option: str, path: Path, result: object) -> None:
 
 
 def write_file(option: str, path: Path, content: str | bytes) -> None:
-    """Write a file atomically, see `replaced`; text is encoded as UTF-8.
+    """Write a file atomically, as in `replaced`. Text is encoded as UTF-8.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -91,9 +91,9 @@ def write_file(option: str, path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replaced(option: str, path: Path) -> Generator[Path]:
-    """Yield the path of a draft, to be created with "x", that replaces `path` once it is complete.
+    """Yield the path of a draft, to be created with "x". The complete draft replaces `path`.
 
-    A file of an earlier command that `note_earlier` named is kept beside the new one.
+    A file of an earlier command, if `note_earlier` noted it, is kept beside the new one.
 
     Args:
         option: the command line's option, for the error message; may be empty.
@@ -103,22 +103,23 @@ def replaced(option: str, path: Path) -> Generator[Path]:
         ConfigError: the file cannot be written.
     """
     target = path.resolve()
-    # The name cannot be foreseen, and "x" follows no link that is planted under it.
+    # No one can predict the name, and "x" follows no link that is planted under it.
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         yield draft
         _keep_earlier(target, draft)
         draft.replace(target)
     except OSError as error:
-        message = f"{option} {str(path)!r} cannot be written: {error.strerror or error}"
-        raise ConfigError(message.lstrip()) from error
+        raise ConfigError(
+            f"cannot be written: {error.strerror or error}", setting=option, value=repr(str(path))
+        ) from error
     finally:
         with suppress(OSError):
             draft.unlink()
 
 
 def note_earlier(path: Path) -> None:
-    """Note a file that the command line names: it is not this command's, so the command keeps it."""
+    """Note a file that the command line names. This command did not write it, so it will be kept."""
     if path.exists() and (context := click.get_current_context(silent=True)):
         context.meta.setdefault(EARLIER, set()).add(path.resolve())
 
@@ -130,13 +131,13 @@ def _keep_earlier(target: Path, draft: Path) -> None:
     if target not in earlier:
         return
     earlier.remove(target)  # what this command writes later replaces what it wrote before
-    with suppress(OSError):  # one that cannot be read is kept without a comparison
+    with suppress(OSError):  # a file that cannot be read is kept without a comparison
         if cmp(target, draft, shallow=False):
             return
     for kept in (target.with_name(f"{target.name}.{number}") for number in count(1)):
         with suppress(FileExistsError):
             try:
-                os.link(target, kept)  # also of what another command wrote meanwhile, and never over another file
+                os.link(target, kept)  # keeps what another command wrote meanwhile, too, and never replaces a file
             except FileNotFoundError:
                 return
             except OSError:  # the name is taken, or there are no hard links here or to a file of another user
@@ -150,19 +151,19 @@ def check_writable(option: str, path: Path) -> None:
     """Refuse a path that cannot be written.
 
     Raises:
-        ConfigError: it is a directory, a device or this command's output, its directory is missing, or no file can be
-            made there.
+        ConfigError: the path is a directory, a device or this command's output, its directory is missing, or no file
+            can be created there.
     """
-    parent = Path(os.path.realpath(path)).parent
+    parent, about = Path(os.path.realpath(path)).parent, {"setting": option, "value": repr(str(path))}
     if path.is_dir():
-        raise ConfigError(f"{option} {str(path)!r} is a directory; allowed: a file")
+        raise ConfigError("is a directory", **about, allowed="a file")
     if path.exists() and (not path.is_file() or _is_output(path)):
-        what = "where this command prints" if path.is_file() else "not a regular file"
-        raise ConfigError(f"{option} {str(path)!r} is {what}; allowed: a file, which is replaced as a whole")
+        what = "the output of this command" if path.is_file() else "not a regular file"
+        raise ConfigError(f"is {what}", **about, allowed="a file, which is replaced as a whole")
     if not parent.is_dir():
-        raise ConfigError(f"{option} {str(path)!r} cannot be written: there is no directory {str(parent)!r}")
+        raise ConfigError(f"cannot be written: there is no directory {str(parent)!r}", **about)
     if not os.access(parent, os.W_OK):
-        raise ConfigError(f"{option} {str(path)!r} cannot be written: no writing in {str(parent)!r}")
+        raise ConfigError(f"cannot be written: {str(parent)!r} is not writable", **about)
 
 
 def _is_output(path: Path) -> bool:
@@ -176,14 +177,14 @@ def check_matplotlib(option: str) -> None:
     """Refuse to draw charts without matplotlib.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: matplotlib is not installed.
     """
     if not has_matplotlib():
-        raise ConfigError(f"{option} needs matplotlib, which is not installed; allowed: {install_hint('plots')}")
+        raise ConfigError("needs matplotlib, which is not installed", setting=option, allowed=install_hint("plots"))
 
 
 def has_matplotlib() -> bool:
-    """Whether charts can be drawn; matplotlib is not imported."""
+    """Whether charts can be drawn. This does not import matplotlib."""
     return find_spec("matplotlib") is not None
 
 
@@ -194,7 +195,9 @@ def check_chart(option: str, path: Path) -> None:
         ConfigError: the suffix is unknown, matplotlib is missing, or `path` cannot be written.
     """
     if path.suffix.lower() not in CHART_SUFFIXES:
-        raise ConfigError(f"{option} {str(path)!r}: unknown kind of picture; allowed: {' or '.join(CHART_SUFFIXES)}")
+        raise ConfigError(
+            "unknown kind of picture", setting=option, value=repr(str(path)), allowed=" or ".join(CHART_SUFFIXES)
+        )
     check_matplotlib(option)
     check_writable(option, path)
 

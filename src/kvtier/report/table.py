@@ -1,4 +1,4 @@
-"""A table of text, for the terminal and for HTML pages alike, and how it is printed."""
+"""A table of text for the terminal and for HTML pages, and its printing."""
 
 import shutil
 import sys
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import click
 
 TEXT_WIDTH = 100
-"""Of text on a wider terminal, and in a pipe."""
+"""Width of text on a wider terminal, and in a pipe."""
 _TEXT_LEAST = 12
-"""Characters to which a column of text may be narrowed."""
+"""A column of text may be narrowed to this many characters."""
 _WORD_MOST = 24
-"""A longer word, such as a path, may be folded; a figure never is."""
+"""A longer word, such as a path, may be folded. A figure never is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +23,19 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     numeric: int = 0
-    """Columns, counted from the last, that are aligned right."""
+    """How many columns, counted from the last, are right-aligned."""
     title: str = ""
     note: str = ""
     """Printed below the table."""
 
     @property
     def right(self) -> range:
-        """Positions of the columns that are aligned right."""
+        """Positions of the right-aligned columns."""
         return range(len(self.columns) - self.numeric, len(self.columns))
 
 
 def print_text(text: str, indent: int = 0, *, bold: bool = False) -> None:
-    """Print a paragraph to stdout, nothing without text; `indent` is that of all lines but the first."""
+    """Print a paragraph to stdout; print nothing if it is empty. `indent` applies to all lines but the first."""
     if not text:
         return
     width = min(TEXT_WIDTH, shutil.get_terminal_size((TEXT_WIDTH, 24)).columns)
@@ -46,9 +46,9 @@ def print_text(text: str, indent: int = 0, *, bold: bool = False) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print to stdout: drawn to the width of a terminal; aligned and never cut in a pipe.
+    """Print a table to stdout: fitted to the width of a terminal, or in a pipe aligned and never cut.
 
-    Names with texts, a table of two columns without headings, are wrapped like text.
+    A table of two columns without headings is a list of names and descriptions, and is wrapped like text.
     """
     print_text(table.title, bold=True)
     if not any(table.columns) and len(table.columns) == 2:
@@ -88,7 +88,7 @@ def _draw(table: Table) -> None:
     widths = _least_widths(table, natural)
     spare = console.width - frame - sum(widths)
     if spare < 0 and len(table.columns) > 2:
-        # Not even single words fit: print each row as lines of heading and value.
+        # Not even single words fit, so print each row as lines of heading and value.
         for row in table.rows:
             print_table(Table(("", ""), [pair for pair in zip(table.columns, row, strict=True) if pair[1]]))
             click.echo()
@@ -101,7 +101,7 @@ def _draw(table: Table) -> None:
 
 
 def _least_widths(table: Table, natural: Sequence[int]) -> list[int]:
-    """The narrowest each column may be: a number stays on one line with its unit, text wraps between words."""
+    """Return each column's least width: a number stays on one line with its unit, and text wraps between words."""
     out: list[int] = []
     for place, heading in enumerate(table.columns):
         cells = [row[place] for row in table.rows]

@@ -1,10 +1,10 @@
-"""The arena: host memory as slots. All payloads of kvtier are in it.
+"""The arena: host memory divided into slots. Every payload in host memory lies in one.
 
     group 0   | head room | payload | head room | payload | ...     one anonymous mapping, slots without gaps
     group 1   | head room | payload | ...
 
-A slot is head room and payload, contiguous and page-aligned, each a multiple of `ALIGNMENT`. So a raw frame is built,
-written, read and verified in place, with direct I/O.
+A slot is head room and payload, contiguous and page-aligned, each a multiple of `ALIGNMENT`. A raw frame is therefore
+built, written, read and verified in place, with direct I/O.
 """
 
 import logging
@@ -23,7 +23,7 @@ from kvtier.errors import ConfigError
 from kvtier.layout import ALIGNMENT, GroupLayout, KvLayout, align_up
 
 SLOTS_MIN = 2
-"""Fewest slots of a group: one is filled while the other is read."""
+"""Minimum number of slots in a group: one is filled while the other is read."""
 
 PageLock = Callable[[int, int, int], Callable[[], None]]
 """(address, bytes, bytes of a slot) -> unlock. Page-locks memory, perhaps later, in parts of whole slots.
@@ -37,30 +37,30 @@ _HUGE_PAGE_BYTES = 2 << 20
 _log = logging.getLogger(__name__)
 
 _kept: list[object] = []
-"""Memory that may still be page-locked. It stays until the process ends: a driver must not lock what is mapped later
-at its address."""
+"""Memory that may still be page-locked. It stays mapped until the process ends, so that nothing else is mapped at an
+address that the driver still locks."""
 
 
 def slot_bytes(group: GroupLayout) -> int:
-    """Bytes of a slot; 0 on a rank that does not hold the group."""
+    """Return the bytes of a slot; 0 on a rank without the group."""
     return 0 if group.is_absent else frame_bytes(group)
 
 
 def chunk_bytes(layout: KvLayout) -> int:
-    """Host bytes of one chunk: a slot of every group."""
+    """Return the host bytes of one chunk, which takes a slot of every group."""
     return sum(slot_bytes(group) for group in layout.groups)
 
 
 def slots_for(
     layout: KvLayout, capacity_bytes: int, one: int = 0, setting: str = "host.capacity_bytes"
 ) -> tuple[int, ...]:
-    """Slots of each group that fit in `capacity_bytes`: equal numbers, since a chunk needs one of each.
+    """Return how many slots of each group fit in `capacity_bytes`, equal because a chunk needs one of each.
 
     Args:
-        layout: of one rank.
-        capacity_bytes: of all ranks together.
-        one: host bytes of one chunk on all ranks together; 0: this rank is the only one.
-        setting: the one that gives `capacity_bytes`.
+        layout: the layout of one rank.
+        capacity_bytes: host memory of all ranks together.
+        one: host bytes of one chunk on all ranks together; 0 if this rank is the only one.
+        setting: name of the setting that gives `capacity_bytes`, for the error.
 
     Raises:
         ConfigError: fewer than `SLOTS_MIN` fit.
@@ -69,19 +69,21 @@ def slots_for(
     count = capacity_bytes // one
     if count < SLOTS_MIN:
         raise ConfigError(
-            f"{setting} = {capacity_bytes} is too small: a chunk of {layout.chunk_tokens} tokens of this "
-            f"model takes {one} bytes of host memory; allowed: at least {SLOTS_MIN * one}"
+            f"too small: a chunk of {layout.chunk_tokens} tokens of this model takes {one} bytes of host memory",
+            setting=setting,
+            value=str(capacity_bytes),
+            allowed=f"at least {SLOTS_MIN * one}",
         )
     return (count,) * len(layout.groups)
 
 
 def page_aligned(size_bytes: int) -> Bytes:
-    """`size_bytes` of zeroed, page-aligned memory, which lives as long as any view of it.
+    """Allocate `size_bytes` of zeroed, page-aligned memory, which lives as long as any view of it.
 
     Raises:
         ConfigError: the system cannot provide it.
     """
-    # Slack to begin at a huge page; untouched memory costs nothing.
+    # The slack lets the memory start at a huge page. Untouched memory costs nothing.
     slack = _HUGE_PAGE_BYTES if size_bytes >= _HUGE_PAGE_BYTES else 0
     try:
         mapping = mmap.mmap(-1, align_up(max(size_bytes, 1)) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -93,10 +95,10 @@ def page_aligned(size_bytes: int) -> Bytes:
 
 
 def as_bytes(mapping: mmap.mmap) -> Bytes:
-    """The bytes of a mapping for slots, which lives as long as any view of it."""
-    # A forked child does not use the arena, and would cause copy-on-write of each page that the parent writes.
+    """Return the bytes of a mapping for slots, which lives as long as any view of it."""
+    # A forked child does not use the arena, but it would make the kernel copy each page that the parent writes.
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-        with suppress(OSError):  # some kernels know one of them only
+        with suppress(OSError):  # some kernels know only one of the two
             mapping.madvise(advice)
     return np.frombuffer(mapping, np.uint8)
 
@@ -109,7 +111,7 @@ class Arena:
         slots: number of slots of each group (`slots_for`).
         populate: touch every page now (about a second for 4 GiB) instead of at its first use.
         page_lock: page-locks each mapping until its last view is gone.
-        shared: memory of groups whose slots other ranks use, too (`shared_memory`).
+        shared: memory of the groups whose slots other ranks also use (`shared_memory`).
 
     If a stuck thread holds a view during `close`, that memory stays until the view is released.
 
@@ -135,7 +137,7 @@ class Arena:
         self.filled_elsewhere = frozenset(
             number for number, group in enumerate(layout.groups) if group.is_absent or (group.copy and number in shared)
         )
-        """Groups into whose slots only another rank writes."""
+        """Groups whose slots only another rank fills."""
         self._shared = frozenset(shared)
         self._stuck: set[int] = set()
         """Groups whose memory may be page-locked for good."""
@@ -155,17 +157,17 @@ class Arena:
 
     @property
     def memory(self) -> tuple[memoryview, ...]:
-        """All slots of each group that this rank holds; none after `close`."""
+        """The memory of each group that this rank has; empty after `close`."""
         return tuple(view for view in self._views or () if view.nbytes)
 
     def frame(self, group: int, slot: int) -> memoryview:
-        """The whole slot, head room and payload; writable and page-aligned.
+        """Return the whole slot, head room and payload, writable and page-aligned.
 
         Raises:
             IndexError: no such slot.
             ValueError: the arena is closed.
         """
-        # A memoryview slice accepts negative and too large offsets without an error.
+        # Slicing a memoryview with an offset that is negative or too large raises no error.
         if not 0 <= group < len(self.slots) or not 0 <= slot < self.slots[group]:
             raise IndexError(f"no slot {slot} of group {group}; there are {self.slots}")
         if self._views is None:
@@ -174,7 +176,7 @@ class Arena:
         return self._views[group][slot * size : (slot + 1) * size]
 
     def payload(self, group: int, slot: int) -> memoryview:
-        """The slot's payload; writable and page-aligned.
+        """Return the payload of the slot, writable and page-aligned.
 
         Raises:
             IndexError: no such slot.
@@ -193,7 +195,7 @@ class Arena:
             if self._page_lock is not None:
                 unlock = self._page_lock(_address(region), region.nbytes, self._sizes[group])
                 # The array is freed with its last view and before its mapping, so memory is unlocked before it is
-                # unmapped. Not at exit, when a thread may still copy; the system unlocks it then.
+                # unmapped. This does not run at exit, when a thread may still copy; the system unlocks the memory then.
                 lock = self._taken[group] = weakref.finalize(region, _unlock, unlock, region.base)
                 lock.atexit = False
 
@@ -201,8 +203,8 @@ class Arena:
         """Give the pages back to the system, until `take`. The contents are lost, and no slot may be in use.
 
         Returns:
-            Bytes that stay because other ranks use them, too, and because they may still be page-locked: a device would
-            not see the pages that follow.
+            The bytes kept because other ranks also use them, and those kept because they may still be page-locked. A
+            device would not see the pages that replace the latter.
         """
         for group in [it for it in self._taken if it not in self._shared | self._stuck]:
             lock = self._taken[group]

@@ -1,17 +1,17 @@
-"""Whether an object is written raw or coded: as what it is expected to be read faster.
+"""Decides whether to write an object raw or coded: whichever should be faster to read back.
 
-An object is coded if a read saves more time than `WRITE_WEIGHT` times what its write loses; no request waits for a
-write. A read must become `GAIN_MIN` times faster, and the choice stays until reads of coded objects are slower.
+An object is coded if its read saves more time than `WRITE_WEIGHT` times what its write loses; no request waits for a
+write. The read must become `GAIN_MIN` times faster. The choice then stays until coded objects are slower to read.
 
-What is known comes from the work itself: a tier's link from its own reads and writes, the codec from a section of every
-`EVERY`th object that is written. Until both are known objects are raw.
+Everything is measured during normal work. A tier's own reads and writes measure its link; one section of every
+`EVERY`th object written measures the codec. Until both are known, objects are written raw.
 
-Reads of several threads share the link and decode beside each other, so decoding is partly hidden. The expected time is
-that of a closed queue with one link, by mean value analysis (Reiser and Lavenberg, JACM 1980).
+Threads that read share the link and decode in parallel, so decoding is partly hidden. The expected time is that of a
+closed queue with one link, by mean value analysis (Reiser and Lavenberg, JACM 1980).
 
-Threads that decode hinder each other, and the engine hinders them. So loads decode more slowly than one section is
-decoded in a quiet moment. That factor is measured when coded objects are read; until then it is the number of threads.
-If it alone speaks for raw, one object of `TRIED_EVERY` is coded nevertheless, to measure it.
+Threads that decode slow each other down, and the engine slows them too. So a load decodes more slowly than a single
+section on an idle machine. That slowdown is measured when coded objects are read; until then it is assumed to be the
+number of threads. If only this assumption speaks for raw, one object in `TRIED_EVERY` is coded anyway, to measure it.
 """
 
 import math
@@ -24,53 +24,54 @@ from typing import TypeVar
 
 from kvtier.codec import proof
 from kvtier.codec.base import Codec
-from kvtier.codec.frame import Seals, open_in_place
-from kvtier.codec.head import Identity, frame_layout
+from kvtier.codec.frame import Seals, unpack_in_place
+from kvtier.codec.frame_header import Identity, frame_layout
 from kvtier.errors import TierError
 from kvtier.layout import GroupLayout
 from kvtier.tier.base import Read, Write
 from kvtier.types import ObjectName
 
 EVERY = 16
-"""Objects of a group from one decision to the next."""
+"""How many objects of a group are written between two decisions."""
 GAIN_MIN = 1.05
-"""Raw becomes coded if that is this many times faster to read. Coded becomes raw as soon as it is slower."""
+"""A group changes to coded if coded objects are this many times faster to read, and back as soon as they are
+slower."""
 WRITE_WEIGHT = 0.25
 WEIGHT = 0.25
-"""Of the newest measure. Means are geometric."""
+"""Weight of the newest measurement in each geometric mean."""
 KEPT = 0.9
-"""Of the earlier sums, with each measure of the link."""
+"""Factor by which the old sums shrink at each measurement of the link."""
 HICCUP = 8.0
-"""A transfer counts as this many times slower than the mean at most."""
+"""A slower transfer counts as at most this many times slower than the mean."""
 LATENCY_SHARE_MAX = 0.9
-"""Of a transfer's time. A codec does not make the latency shorter."""
+"""At most this share of a transfer counts as latency; no codec shortens it."""
 TRIED_EVERY = 256
 TRIES = 2
-"""Times that a section is measured. The best one counts."""
+"""How often each section is measured. The best time counts."""
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
 
 class LinkMeter:
-    """Measures one direction of a link by the transfers of all threads.
+    """Measures one direction of a link from the transfers of all threads.
 
-    Thread-safe without a lock: a measure that is lost does not matter.
+    Thread-safe without a lock, because a lost measurement does not matter.
     """
 
     def __init__(self) -> None:
         self.bytes_per_s = 0.0
-        """Of all threads together; 0: not measured."""
+        """The rate of all threads together; 0 if not measured."""
         self._sums = (0.0, 0.0)
-        """Bytes, and seconds in which the link was used. Older ones count less."""
+        """Bytes moved, and seconds for which the link was busy. Older transfers count less."""
         self._ended_s = 0.0
         self._on_link: list[None] = []
-        """An entry for each call that is under way."""
+        """One entry per call in progress."""
 
     def timed(
         self, call: Callable[[list[_Item]], list[_Answer]], batch: list[_Item]
     ) -> tuple[list[_Answer], float, float, int]:
-        """The answers of `call(batch)`, its seconds, those since another call ended, and the calls at its start."""
+        """Return the answers of `call(batch)`, its seconds, those since another call ended, and calls at its start."""
         self._on_link.append(None)
         on_link, start_s = len(self._on_link), time.perf_counter()
         try:
@@ -83,7 +84,7 @@ class LinkMeter:
         return answers, end_s - start_s, alone_s, on_link
 
     def add(self, size_bytes: int, alone_s: float, latency_s: float = 0.0) -> None:
-        """The link took `alone_s` for `size_bytes`, and no other transfer ended meanwhile."""
+        """Note that the link moved `size_bytes` in `alone_s`, and that no other transfer ended meanwhile."""
         if size_bytes and alone_s > 0:
             longest_s = HICCUP * size_bytes / self.bytes_per_s if self.bytes_per_s else math.inf
             moving_s = min(longest_s, max(alone_s - latency_s, alone_s * (1 - LATENCY_SHARE_MAX)))
@@ -94,55 +95,55 @@ class LinkMeter:
 
 @dataclass(slots=True)
 class GroupState:
-    """What is known of the objects of a group. Times are seconds for a raw byte, in one thread."""
+    """What is known about a group's objects. Times are seconds per raw byte in one thread."""
 
     ratio: float = 0.0
-    """Stored bytes of a coded object, divided by its raw bytes; 0: not measured."""
+    """Stored bytes of a coded object, divided by its raw bytes; 0 if not measured."""
     encode_s: float = 0.0
-    """With the proof of what is coded."""
+    """Time to encode and to prove that decoding gives the same bytes."""
     decode_s: float = 0.0
     verify_s: float = 0.0
-    """To open a raw object that was read."""
+    """Time to open a raw object that was read."""
     open_s: float = 0.0
-    """To open an object that was read, raw or coded."""
+    """Time to open an object that was read, raw or coded."""
     slowdown: float = 0.0
-    """Time to open a coded object that was read, divided by `quiet_s`; 0: not measured."""
+    """Time to open a coded object that was read, divided by `quiet_s`; 0 if not measured."""
     written: int = 0
     is_coded: bool | None = None
-    """None: the link is not known."""
+    """None until the link has been measured."""
     is_tried: bool = False
 
     @property
     def quiet_s(self) -> float:
-        """To open a coded object while nothing else runs."""
+        """Time to open a coded object while nothing else runs."""
         return self.decode_s + self.ratio * self.verify_s
 
 
 class CodecChoice:
-    """Chooses raw or coded for the objects of one tier. Thread-safe without a lock, as `LinkMeter`.
+    """Chooses raw or coded for the objects of one tier. Thread-safe without a lock, like `LinkMeter`.
 
     Args:
-        codec: not raw.
-        read_threads: of the tier.
-        write_threads: of the tier.
-        cores: of the machine; 0: those that this process may use.
+        codec: any codec but raw.
+        read_threads: how many threads read from the tier.
+        write_threads: how many threads write to the tier.
+        cores: cores of the machine; 0 for those that this process may use.
     """
 
     def __init__(self, codec: Codec, read_threads: int, write_threads: int, cores: int = 0) -> None:
         self.reads, self.writes = LinkMeter(), LinkMeter()
         self.latency_s = 0.0
-        """Time to answer for names only."""
+        """Time in which the tier answers a question about names."""
         self.groups: defaultdict[int, GroupState] = defaultdict(GroupState)
         self._codec = codec
         self._read_threads, self._write_threads = read_threads, write_threads
         self._readers = 1.0
-        """Threads that read or open objects at once."""
+        """Mean number of threads that read or open objects at once."""
         self._cores = cores or len(os.sched_getaffinity(0))
 
     def read_many(
         self, call: Callable[[list[Read]], list[int | TierError | None]], number: int, batch: list[Read]
     ) -> list[int | TierError | None]:
-        """`call(batch)`, measured; `number` is the group of its first object."""
+        """Make and measure the read `call(batch)`; `number` is the group of its first object."""
         answers, took_s, alone_s, on_link = self.reads.timed(call, batch)
         moved = sum(answer for answer in answers if isinstance(answer, int))
         open_s = self.groups[number].open_s * sum(len(read.into) for read in batch)
@@ -153,7 +154,7 @@ class CodecChoice:
     def write_many(
         self, call: Callable[[list[Write]], list[bool | TierError]], batch: list[Write]
     ) -> list[bool | TierError]:
-        """`call(batch)`, measured."""
+        """Make and measure the write `call(batch)`."""
         answers, _, alone_s, on_link = self.writes.timed(call, batch)
         moved = sum(len(write.frame) for write, answer in zip(batch, answers, strict=False) if answer is True)
         self.writes.add(moved, alone_s, self.latency_s / on_link)
@@ -169,15 +170,16 @@ class CodecChoice:
         scratch: memoryview,
         seals: Seals | None,
     ) -> None:
-        """`open_in_place` of an object of group `number`, measured."""
+        """Open an object of group `number` with `unpack_in_place`, and measure it."""
         start_s = time.perf_counter()
-        open_in_place(slot, stored_bytes, group, identity, scratch, seals)
+        unpack_in_place(slot, stored_bytes, group, identity, scratch, seals)
         took_s, state = (time.perf_counter() - start_s) / len(slot), self.groups[number]
         state.open_s = _mean(state.open_s, took_s)
         if stored_bytes == len(slot):
             state.verify_s = _mean(state.verify_s, took_s)
         elif state.ratio:
-            # One coded object among raw ones has the cores to itself: it says little of loads in which all are coded.
+            # A coded object among raw ones has the cores to itself, so it says little about loads in which all are
+            # coded.
             state.slowdown = _mean(
                 state.slowdown or self._readers, took_s / state.quiet_s, WEIGHT if state.is_coded else WEIGHT / EVERY
             )
@@ -185,7 +187,7 @@ class CodecChoice:
     def contains(
         self, call: Callable[[Sequence[ObjectName]], Sequence[bool]], names: Sequence[ObjectName]
     ) -> Sequence[bool]:
-        """`call(names)`, measured: its time is the latency."""
+        """Make the call `call(names)`. Its time counts as the tier's latency."""
         start_s = time.perf_counter()
         answers = call(names)
         if names:
@@ -193,7 +195,7 @@ class CodecChoice:
         return answers
 
     def codes(self, number: int, group: GroupLayout, slot: memoryview, scratch: memoryview) -> bool:
-        """Whether to code the object of group `number` in `slot`; now and then measures the codec on it."""
+        """Decide whether to code the object of group `number` in `slot`; now and then measure the codec on it."""
         state = self.groups[number]
         written, state.written = state.written, state.written + 1
         if proof.is_refused(self._codec):
@@ -225,9 +227,9 @@ class CodecChoice:
         state.is_coded = raw_s - (1.0 if state.is_coded else GAIN_MIN) * coded_s > lost_s
 
     def _measure(self, state: GroupState, turn: int, group: GroupLayout, slot: memoryview, scratch: memoryview) -> None:
-        """Code a section of the object in `slot`; another one each `turn`."""
+        """Code and decode one section of the object in `slot`. Each `turn` takes the next section."""
         at = turn % len(group.sections)
-        _, _, raw_bytes, element = group.sections[at]
+        raw_bytes, element = group.sections[at].size_bytes, group.sections[at].element
         raw, bound = slot[frame_layout(group).extents[at][0] :][:raw_bytes], self._codec.bound(raw_bytes)
         room, back = scratch[:bound], scratch[bound : bound + raw_bytes]
         stored_bytes, encode_s, decode_s = 0, math.inf, math.inf
@@ -246,15 +248,15 @@ class CodecChoice:
 def object_s(
     link_s: float, beside_s: float, threads: int, cores: int, latency_s: float = 0.0, slowdown: float = 1.0
 ) -> float:
-    """Seconds for each of many objects that `threads` move.
+    """Return the seconds per object when `threads` move many objects.
 
     Args:
-        link_s: for which an object has the link alone.
-        beside_s: that a thread has work beside the link, while nothing else runs.
-        threads: that move objects.
-        cores: of the machine.
-        latency_s: before an object is on the link.
-        slowdown: by which the work takes longer while the other threads work.
+        link_s: time for which an object needs the link to itself.
+        beside_s: time of a thread's other work on an object, while nothing else runs.
+        threads: how many threads move objects.
+        cores: cores of the machine.
+        latency_s: time before an object is on the link.
+        slowdown: factor by which that other work takes longer while the other threads work.
     """
     queued = total_s = 0.0
     for others in range(threads):

@@ -1,7 +1,8 @@
-"""The work of each command: one method for each kind.
+"""Does the work of each command, with one method for each kind.
 
-Methods raise on failure and the mover turns exceptions into outcomes. In a batch each object has its own result. After
-an exception the bytes in the target slot are undefined. Tiers get slots as loans, and a method ends after them.
+Methods raise on failure, and the mover turns exceptions into outcomes. In a batch each object has its own result.
+After an exception the bytes in the target slot are undefined. Tiers get slots on loan, and a method does not return
+before its loans end.
 """
 
 import hmac
@@ -11,10 +12,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar, cast
 
-from kvtier.codec.frame import OPEN_SCRATCH_BYTES, open_in_place, seal, section_checksums
-from kvtier.codec.head import Identity
+from kvtier.codec.frame import OPEN_SCRATCH_BYTES, pack, section_checksums, unpack_in_place
+from kvtier.codec.frame_header import Identity
 from kvtier.device.copier import Copier, Fence
 from kvtier.errors import TierError, UnreadableChunkError
 from kvtier.keys.object_names import name_head, names_of
@@ -22,10 +24,10 @@ from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Completion, Job, Work
 from kvtier.runtime.recall import TierRecall
-from kvtier.runtime.stored_forms import RAW, StoredForm
+from kvtier.runtime.tier_codecs import RAW, StoredForm
 from kvtier.runtime.worker_queues import Scratch
-from kvtier.tier.base import About, Read, Tier, Write
-from kvtier.tier.loan import Loan, clear_frames
+from kvtier.tier.base import About, Read, Tier, Write, clear_frames
+from kvtier.tier.loan import Loan
 from kvtier.types import ChunkKey, Direction, Drop, ObjectName, Outcome, Probe, Recall, RequestId, Tell, Transfer
 
 BATCH_BYTES = 2 << 20
@@ -40,13 +42,14 @@ NOT_ADMITTED = "not admitted"
 """Detail of a demote that the tier refused: FAILED, but not a tier fault."""
 
 REFUSED_MIN = 16
-"""Writes refused in a row after which a tier counts as full or over its budget. A tier that logs it is left out."""
+"""After this many refused writes in a row, a tier is reported as full or over its budget, unless it logs that
+itself."""
 
 UNREADABLE_S = 60.0
-"""How long an object that this process could not read is left alone. Another process may replace it meanwhile."""
+"""For this long an object that this process could not read is left alone. Another process may replace it meanwhile."""
 
 UNREADABLE_MAX = 1 << 16
-"""When there are this many, all are tried again."""
+"""With this many unreadable objects, all of them are tried again."""
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
@@ -71,12 +74,24 @@ _ELSEWHERE = Result(Outcome.DONE)
 class CommandRunner:
     """Moves one rank's objects between its engine, its arena and its tiers. Thread-safe.
 
-    A tier's object that this process cannot read is absent here for a time: it is not found, written or deleted.
+    An object that this process cannot read counts as absent for a time: it is not found, written or deleted.
 
-    Two demotes of a slot may seal it concurrently while scatters read it, without a lock. For one identity `seal`
+    Two demotes may pack the same slot concurrently while scatters read it, without a lock. For one identity `pack`
     always writes the same bytes into the slot, writes the header at once, and leaves the layers alone. Coded and
-    encrypted bytes go to scratch memory of the thread. The core ensures that a slot
-    is not read while other bytes are written to it.
+    encrypted bytes go to scratch memory of the thread. The core ensures that a slot is not read while other bytes are
+    written to it.
+
+    Args:
+        layout: the KV groups, with this rank's part of each.
+        model: 16 bytes, `keys.secret.model_id`, written into every frame.
+        arena: the arena with the slots.
+        copier: copies between the engine's blocks and slots; None if no command asks for that.
+        tiers: lower tiers by name.
+        common: names of tiers in which all ranks of the engine use one store (`TierKind.is_common`).
+        forms: how each tier stores its objects, by tier name. Tiers not named store them raw and without a seal.
+        clock: returns seconds, on the clock of the commands' deadlines.
+        name_root: 32 bytes that key the names of objects; None if the chunk keys are already keyed (`keys.chain`).
+        writes_all: whether every gathered object is soon written to a tier. Every payload passes through this object.
     """
 
     def __init__(
@@ -85,21 +100,21 @@ class CommandRunner:
         layout: KvLayout,
         model: bytes,
         arena: Arena,
-        copier: Copier,
+        copier: Copier | None = None,
         tiers: Mapping[str, Tier],
-        common: Collection[str],
-        forms: Mapping[str, StoredForm],
-        clock: Callable[[], float],
+        common: Collection[str] = (),
+        forms: Mapping[str, StoredForm] = MappingProxyType({}),
+        clock: Callable[[], float] = time.monotonic,
         name_root: bytes | None = None,
         writes_all: bool = False,
     ) -> None:
         self._layout = layout
         self._model = model
         self._arena = arena
-        self._copier = copier
-        self._tiers = tiers
+        self._copier = cast("Copier", copier)  # None only where no command needs it
+        self.tiers = tiers
         self._forms = {name: forms.get(name) or StoredForm() for name in tiers}
-        self._clock = clock
+        self.clock = clock
         digests = [layout.digest(group) for group in range(len(layout.groups))]
         keyed = digests if name_root is None else [hmac.digest(name_root, it, "sha256") for it in digests]
         self._parts = [layout.part(group) for group in range(len(layout.groups))]
@@ -111,31 +126,32 @@ class CommandRunner:
             for group, known in enumerate(layout.groups)
             if known.copy and (name in common or group in filled)
         }
-        """(tier, group) whose objects another rank writes and drops, because it holds the same KV. The tier ``""``
+        """(tier, group) pairs whose objects another rank writes and drops, because it has the same KV. The tier ``""``
         stands for host memory, whose slots that rank fills."""
         self._asked_elsewhere = {(name, group) for name in tiers if name not in common for group in filled}
-        """(tier, group) whose objects are in another rank's store only."""
+        """(tier, group) pairs whose objects are only in another rank's store."""
         self._absent = {group for group, known in enumerate(layout.groups) if known.is_absent}
-        """Groups of which this rank holds nothing."""
+        """Groups that this rank has no part of."""
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
         self._scratch_bytes = {
             name: [form.scratch_bytes(group) for group in layout.groups] for name, form in self._forms.items()
         }
         self._hashes = writes_all and any(not max(sizes) for sizes in self._scratch_bytes.values())
-        """A gather that is complete on return is hashed by its thread, whose copy is still in the processor's cache.
-        The threads that write would read each byte from memory once more."""
+        """Whether a gather that is complete on return is hashed by its own thread, while the copy is still in the
+        processor's cache. A thread that writes would have to read each byte from memory again."""
         self._checksums: dict[tuple[int, int], list[int]] = {}
-        """Those of the payload in a (group, slot), until another payload comes there. Threads share it as they do the
-        slots."""
+        """Section checksums of the payload in each (group, slot), dropped when the slot is refilled. Shared by threads
+        without a lock, like the slots."""
         self._recalls: dict[str, TierRecall] = {}
         self.closing = threading.Event()
-        """Set when no command comes any more: recalls end."""
+        """Set when no more commands will come. It ends recalls."""
         self._unreadable: dict[tuple[str, ObjectName], float] = {}
-        """(tier, name), and until when it is left alone. Threads share it without a lock: each use is one operation."""
+        """Until when each (tier, name) is left alone. Shared by threads without a lock, because each use is one
+        operation."""
         self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes)) for group in layout.groups]
 
     def together(self, command: Work) -> int:
-        """Most commands like this one in a batch; 1: no batches."""
+        """Return how many commands like this one a batch may have; 1 for no batches."""
         return (
             self._batch_counts[command.group]
             if isinstance(command, Transfer) and not self._is_elsewhere(command)
@@ -168,7 +184,7 @@ class CommandRunner:
         Raises:
             ValueError: the tier or the group is unknown.
         """
-        tier = self._tiers.get(command.tier)
+        tier = self.tiers.get(command.tier)
         if tier is None or not 0 <= command.group < len(self._layout.groups):
             raise ValueError(f"no tier {command.tier!r} with group {command.group}")
         if command.tier not in self._recalls:
@@ -179,13 +195,13 @@ class CommandRunner:
 
     def _ask(self, job: Job, command: Probe | Drop | Tell) -> Result:
         """Do a command that moves no bytes."""
-        tier = self._tiers[command.tier]
+        tier = self.tiers[command.tier]
         present: tuple[bool, ...] = ()
         job.is_in_tier = True
         if isinstance(command, Probe) and self._asked_elsewhere:
             is_elsewhere = [(command.tier, group) in self._asked_elsewhere for _, group in command.objects]
             own = tuple(it for it, is_its in zip(command.objects, is_elsewhere, strict=True) if not is_its)
-            # A probe of nothing asks whether the tier answers: it matters where this rank keeps something.
+            # A probe without objects asks whether the tier answers. That matters only where this rank keeps something.
             groups = range(len(self._parts))
             keeps = not all((command.tier, group) in self._asked_elsewhere for group in groups)
             asks = own or (keeps and not command.objects)
@@ -197,7 +213,7 @@ class CommandRunner:
             tier.expects(command.conversation, command.next_turn)
         else:
             (name,) = names_of([(command.key, command.group)], self._name_heads)
-            if not self._is_left_alone(command.tier, name):  # another rank's object is bad, not this one
+            if not self._is_left_alone(command.tier, name):  # it is another rank's copy that is bad
                 tier.delete(name)
         job.is_in_tier = False
         return Result(Outcome.DONE, present=present)
@@ -205,8 +221,8 @@ class CommandRunner:
     def _is_elsewhere(self, command: Work) -> bool:
         """Whether another rank does this transfer or drop for this one.
 
-        A command ends when every rank has ended it, so its outcome is that of the rank that does the work. One rank
-        drops and writes an object, so its writes stay behind its drops. Each rank that holds the KV scatters.
+        A command ends when every rank has ended it, so its outcome is that of the rank that does the work. The same
+        rank drops and writes an object, so its writes stay behind its drops. Each rank that has the KV scatters it.
         """
         if isinstance(command, Drop):
             return (command.tier, command.group) in self._kept_elsewhere
@@ -233,15 +249,15 @@ class CommandRunner:
     def _await(self, fence: Fence, transfer: Transfer) -> None:
         """Wait for a device copy to end, without a deadline.
 
-        Until it ends the device uses the slot and the blocks, so they cannot be reused. An exception of `done` ends
-        the wait: the copy has failed.
+        Until it ends, the device uses the slot and the blocks, so they cannot be reused. If `done` raises, the copy
+        has failed and the wait ends.
         """
         wait_s = FENCE_WAIT_S_MIN
         is_logged = False
         while not self._copier.done(fence):
             time.sleep(wait_s)
             wait_s = min(wait_s * 2, FENCE_WAIT_S_MAX)
-            if not is_logged and self._clock() > transfer.deadline_s:
+            if not is_logged and self.clock() > transfer.deadline_s:
                 _log.warning(
                     "a %s of slot %d is past its deadline; kvtier waits until the device has finished it",
                     transfer.direction.value,
@@ -251,7 +267,7 @@ class CommandRunner:
 
     def _demote(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:
         transfers = [job.command for job in jobs if isinstance(job.command, Transfer)]
-        tier = self._tiers[transfers[0].tier]
+        tier = self.tiers[transfers[0].tier]
         sizes = self._scratch_bytes[transfers[0].tier]
         stops = list(accumulate(sizes[transfer.group] for transfer in transfers))
         whole = scratch.view(stops[-1])
@@ -261,7 +277,7 @@ class CommandRunner:
         for at, sealing in enumerate(zip(transfers, self._identities(transfers), views, strict=True)):
             try:
                 writes[at] = self._sealed(*sealing)
-            except Exception as error:  # noqa: BLE001 - of one object; the mover turns it into an outcome
+            except Exception as error:  # noqa: BLE001 - the mover turns an error of one object into an outcome
                 results[at] = error
         if not writes:
             return results
@@ -271,7 +287,7 @@ class CommandRunner:
             write_many = tier.write_many if choice is None else partial(choice.write_many, tier.write_many)
             answers = _answers([jobs[at] for at in writes], lent, write_many)
         for (at, write), answer in zip(writes.items(), answers, strict=True):
-            results[at] = answer if isinstance(answer, Exception) else _written(tier, write, is_held=answer)
+            results[at] = answer if isinstance(answer, Exception) else _written(tier, write, is_written=answer)
         return results
 
     def _sealed(self, transfer: Transfer, identity: Identity, scratch: memoryview) -> Write:
@@ -284,7 +300,7 @@ class CommandRunner:
         checksums = self._checksums.get((group, transfer.slot))
         layout, choice = self._layout.groups[group], form.choice
         codec = form.codec if choice is None or choice.codes(group, layout, slot, scratch) else RAW
-        frame = seal(slot, layout, identity, codec, scratch, checksums, key)
+        frame = pack(slot, layout, identity, codec, scratch, checksums, key, form.lossy)
         about = About(identity.parent, transfer.depth, group, transfer.conversation)
         return Write(identity.name, frame, about)
 
@@ -300,7 +316,7 @@ class CommandRunner:
             slots.append(self._arena.frame(transfer.group, transfer.slot))
             self._checksums.pop((transfer.group, transfer.slot), None)
         names = names_of(objects, self._name_heads)
-        tier, form = self._tiers[transfers[0].tier], self._forms[transfers[0].tier]
+        tier, form = self.tiers[transfers[0].tier], self._forms[transfers[0].tier]
         if form.is_sealed and form.is_locked:
             return [_ABSENT] * len(jobs)
         seals = None if form.keys is None else form.seals
@@ -316,7 +332,7 @@ class CommandRunner:
                 continue
             identity = Identity(name)
             try:
-                open_frame = open_in_place if choice is None else partial(choice.open, transfer.group)
+                open_frame = unpack_in_place if choice is None else partial(choice.open, transfer.group)
                 open_frame(slot, answer, self._layout.groups[transfer.group], identity, memory, seals)
                 results.append(Result(Outcome.DONE, answer))
             except Exception as error:  # noqa: BLE001 - as in `_demote`
@@ -328,10 +344,10 @@ class CommandRunner:
     def _leave_alone(self, tier: str, name: ObjectName) -> None:
         if len(self._unreadable) >= UNREADABLE_MAX:
             self._unreadable.clear()
-        self._unreadable[tier, name] = self._clock() + UNREADABLE_S
+        self._unreadable[tier, name] = self.clock() + UNREADABLE_S
 
     def _is_left_alone(self, tier: str, name: ObjectName) -> bool:
-        return bool(self._unreadable) and self._clock() < self._unreadable.get((tier, name), 0.0)
+        return bool(self._unreadable) and self.clock() < self._unreadable.get((tier, name), 0.0)
 
     def _probe(self, tier: Tier, probe: Probe) -> tuple[bool, ...]:
         if self._forms[probe.tier].is_locked:
@@ -367,8 +383,8 @@ class CommandRunner:
         ]
 
 
-def _written(tier: Tier, write: Write, *, is_held: bool) -> Result:
-    if is_held:
+def _written(tier: Tier, write: Write, *, is_written: bool) -> Result:
+    if is_written:
         tier.refusals.taken()
         return Result(Outcome.DONE, len(write.frame))
     tier.refusals.refused(f"the last {REFUSED_MIN} were not admitted", REFUSED_MIN)
@@ -376,7 +392,7 @@ def _written(tier: Tier, write: Write, *, is_held: bool) -> Result:
 
 
 def _answers(jobs: Sequence[Job], batch: list[_Item], call: Callable[[list[_Item]], list[_Answer]]) -> list[_Answer]:
-    """Results of `call` for a batch, an object for each of `jobs`."""
+    """Return the results of `call` for a batch with one object for each of `jobs`."""
     for job in jobs:
         job.is_in_tier = True
     answers = call(batch)

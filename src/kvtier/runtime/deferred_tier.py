@@ -1,7 +1,7 @@
 """A tier that may open after the engine has started.
 
-Until it is open all operations raise `TierError`, so the core's circuit breaker opens and retries now and then. Each
-tier is opened by a thread of its own, so that one that hangs delays nothing else.
+Until it is open, all operations raise `TierError`, so the core's circuit breaker opens and retries now and then. Each
+tier is opened by its own thread, so that one that hangs does not delay the others.
 """
 
 import logging
@@ -14,21 +14,21 @@ from kvtier.tier.base import Figures, Read, Tier, Write
 from kvtier.types import NextTurn, ObjectName
 
 LEAVE_S = 1.0
-"""How long closing waits for an attempt to open, which may hang."""
+"""How long closing waits for an attempt to open the tier, which may hang."""
 
 NOT_OPEN = "is not open"
-"""Detail of the error until the tier is open. The log has the reason."""
+"""Detail of every error until the tier is open. The log has the reason."""
 
 logger = logging.getLogger(__name__)
 
 
 class DeferredTier(Tier):
-    """Forwards to another tier once that is open: all of `Tier` but `read` and `write`, which are batches.
+    """Forwards to another tier once that is open: all of `Tier` but `read` and `write`, which call the batches.
 
     Args:
-        name: of the tier.
-        make: opens it; called by one thread until it succeeds.
-        retry_s: seconds between the first two attempts; doubles up to a minute.
+        name: name of the tier.
+        make: opens the tier; called by one thread until it succeeds.
+        retry_s: seconds between the first two attempts; the pause doubles up to a minute.
     """
 
     def __init__(self, name: str, make: Callable[[], Tier], retry_s: float) -> None:
@@ -40,21 +40,21 @@ class DeferredTier(Tier):
         self._error: Exception | None = None
         """Error of the last attempt to open the tier."""
         self._is_awaited = True
-        """Whether `opened` is going to log or raise the error."""
+        """Whether `opened` will still log or raise the error."""
         self._tried = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvtier open {name}", daemon=True)
         self._thread.start()
 
     def opened(self, deadline_s: float, *, is_required: bool, waited_s: float = 0.0, is_final: bool = False) -> Tier:
-        """The tier itself if it opens within `deadline_s` seconds, of which `waited_s` are over.
+        """Return the tier itself if it opens within `deadline_s` seconds, of which `waited_s` have passed.
 
-        Otherwise this object, with a warning in the log, or an error if only an operator can mend the store. If it
-        `is_final`, the first attempt decides for this process.
+        Otherwise log a warning, or an error if only an operator can mend the store, and return this object. If
+        `is_final`, the log says that this process will not use the tier.
 
         Raises:
-            ConfigError: a setting is wrong; as any error of `make` except a `TierError`.
-            TierError: its store is damaged, fails or hangs, and it `is_required`.
+            ConfigError: a setting is wrong. Any other error of `make` that is not a `TierError` is raised as well.
+            TierError: the store is damaged, fails or hangs, and `is_required` is true.
         """
         self._tried.wait(max(0.0, deadline_s - waited_s))
         with self._lock:
@@ -69,7 +69,7 @@ class DeferredTier(Tier):
         if is_refused:
             self._thread.join(LEAVE_S)
             raise insisting(self.name, error) if isinstance(error, TierError) else error
-        when = "does not use it before kvtier is started again" if is_final else "uses it once it can be opened"
+        when = "does not use it until kvtier is restarted" if is_final else "uses it once it can be opened"
         logger.log(_level(error), "%s; kvtier starts without this tier and %s", error, when)
         return self
 
@@ -79,54 +79,57 @@ class DeferredTier(Tier):
         return self._tier is not None
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """See `Tier`."""
+        """Return for each name whether the tier holds it."""
         return self._live().contains(names)
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """See `Tier`."""
+        """Read frames, each from its offset into its buffer."""
         return self._live().read_many(reads)
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """See `Tier`."""
+        """Store frames of different names, each atomically."""
         return self._live().write_many(writes)
 
     def delete(self, name: ObjectName) -> None:
-        """See `Tier`."""
+        """Delete `name`, if it exists."""
         self._live().delete(name)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """See `Tier`."""
+        """Yield the name and the frame bytes of every stored object."""
         return self._live().scan()
 
     def newest(self, most: int, until_s: float) -> Iterable[ObjectName]:
-        """See `Tier`."""
+        """Return at most `most` names, newest first where the kind knows the order cheaply."""
         return self._live().newest(most, until_s)
 
     def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """See `Tier`."""
+        """Read like `read_many`, but without counting as a use where the kind can avoid it."""
         return self._live().peek_many(reads)
 
     def figures(self) -> Figures:
-        """See `Tier`. Without figures until the tier is open."""
+        """Return the current figures, which are empty until the tier is open."""
         return Figures() if self._tier is None else self._tier.figures()
 
     def note_use(self, *, is_up: bool) -> None:
-        """See `Tier`."""
+        """Note whether the session uses the tier or backs off from it."""
         if self._tier is not None:
             self._tier.note_use(is_up=is_up)
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
-        """See `Tier`. Without effect until the tier is open, which costs hits only."""
+        """Give the tier's eviction policy a hint (`policy.base.Hinted`).
+
+        Until the tier is open the hint is lost, which costs only hits.
+        """
         if self._tier is not None:
             self._tier.expects(conversation, next_turn)
 
     def close(self) -> None:
-        """See `Tier`. A tier that opens after this is closed at once."""
+        """Release all resources. A tier that opens after this is closed at once."""
         with self._lock:
             self._closing.set()
             tier = self._tier
         self._thread.join(LEAVE_S)
-        self._make = self._live  # `make` may hold host memory
+        self._make = self._live  # `make` may keep host memory alive
         if tier is not None:
             tier.close()
 
@@ -143,7 +146,7 @@ class DeferredTier(Tier):
             wait_s = min(wait_s * RETRY_GROWTH, RETRY_SECONDS_MAX)
 
     def _try(self) -> bool:
-        """Whether the tier is open now."""
+        """Try to open the tier. Return whether it is open."""
         tier, error = None, None
         try:
             tier = self._make()
@@ -167,9 +170,9 @@ class DeferredTier(Tier):
 
 
 def insisting(tier: str, error: Exception) -> TierError:
-    """The error that stops the start when the tier is required and failed with `error`."""
+    """Return the error that stops the start when a required tier failed with `error`."""
     kind = DamagedStoreError if isinstance(error, DamagedStoreError) else TierError
-    detail = getattr(error, "detail", error)
+    detail = error.detail if isinstance(error, TierError) else error
     return kind(tier, f"{detail}; the start fails because the tier's setting is required = true")
 
 

@@ -1,4 +1,4 @@
-"""The interface of an executor of commands, and the values that a mover and a session share."""
+"""The interface of an executor of commands, and the values that movers and sessions share."""
 
 import math
 import threading
@@ -21,10 +21,10 @@ from kvtier.types import (
 )
 
 COUNT_MAX = 1 << 62
-"""Largest figure of a tier that is taken as it is."""
+"""Largest figure that is accepted from a tier as it is."""
 
 Work = Transfer | Probe | Drop | Tell | Recall
-"""Commands that are completed. A `Cancel` is not; the commands that it names are."""
+"""Commands that get a completion. A `Cancel` gets none, but the commands that it names do."""
 
 QueuedWork = Transfer | Probe | Drop | Tell
 """Commands that wait in worker queues."""
@@ -35,13 +35,13 @@ class Completion(NamedTuple):
 
     command: Work
     outcome: Outcome
-    """Outcome of the command; DONE, FAILED or CANCELLED for all but transfers."""
+    """Always DONE, FAILED or CANCELLED, except for transfers."""
     present: tuple[bool, ...] = ()
     """Whether the tier holds each object of a probe that is DONE."""
     size_bytes: int = 0
-    """Bytes moved, 0 unless DONE: engine bytes for gather and scatter, frame bytes for demote and promote."""
+    """Bytes moved, or 0 unless DONE: engine bytes for gather and scatter, frame bytes for demote and promote."""
     seconds: float = 0.0
-    """Duration of the work; 0 if it never began."""
+    """Duration of the work; 0 if it never started."""
     waited_s: float = 0.0
     """Time in the queue."""
     detail: str = ""
@@ -49,9 +49,20 @@ class Completion(NamedTuple):
     is_tier_fault: bool = False
     """The tier failed or missed the deadline. Circuit breakers count faults; a refused write is not a fault."""
     reason: str = ""
-    """Why a read refused the object, see `CorruptChunkError` and `UnreadableChunkError`; otherwise empty."""
+    """Why a read refused the object (`CorruptChunkError`, `UnreadableChunkError`); otherwise empty."""
     page: RecallPage | None = None
     """Records of a recall that is DONE."""
+
+
+class Completing:
+    """An executor that knows where its completions go. It gets no command before `complete_to`."""
+
+    _put: Callable[[Completion], None]
+    _ready: Callable[[], None]
+
+    def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None] = lambda: None) -> None:
+        """Pass each completion to `put`, and call `ready` after one or more of them, while holding no lock."""
+        self._put, self._ready = put, ready
 
 
 class Executor(Protocol):
@@ -66,15 +77,15 @@ class Executor(Protocol):
     def submit(self, *commands: Command) -> None:
         """Queue `commands`, in order. Never blocks or does I/O; a command that cannot run is completed as FAILED.
 
-        A `Cancel` completes the transfers and probes that it names as CANCELLED if they have not begun.
+        A `Cancel` completes the transfers and probes that it names as CANCELLED, unless they have started.
         """
         ...
 
     def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None]) -> None:
-        """Pass each completion to `put`, and call `ready` after one or more of them, outside of all locks.
+        """Pass each completion to `put`, and call `ready` after one or more of them, while holding no lock.
 
         Both run in the threads that complete commands, `submit` among them. Call it before the first `submit`.
-        `put` must be quick; if it raises, it has not taken the completion.
+        `put` must be quick. If it raises, it has not accepted the completion.
         """
         ...
 
@@ -83,23 +94,7 @@ class Executor(Protocol):
         ...
 
     def close(self, deadline_s: float) -> bool:
-        """Cancel commands that have not begun and wait for the others; whether all have ended."""
-        ...
-
-
-class Observer(Protocol):
-    """Receives commands and completions, under the session's lock, in any thread."""
-
-    def submitted(self, command: Work) -> None:
-        """`command` was submitted."""
-        ...
-
-    def completed(self, completion: Completion) -> None:
-        """A command was completed."""
-        ...
-
-    def renewed(self) -> None:
-        """Host memory holds nothing any more, see `Cache.renew`."""
+        """Cancel commands that have not started and wait for the others. Return whether all have ended."""
         ...
 
 
@@ -110,14 +105,14 @@ class ChunkTexts(Protocol):
     """
 
     text_group: int
-    """Number of the KV group whose objects get texts: one whose objects are whole chunks of a history."""
+    """Number of the KV group whose objects get texts. Its objects are whole chunks of a history."""
 
     def text_of(self, key: ChunkKey) -> bytes:
-        """Token ids of the chunk `key` as little-endian u32, and at most 388 bytes of extras; empty: not known."""
+        """Return token ids of chunk `key` as little-endian u32, then at most 388 bytes of extras; empty if unknown."""
         ...
 
     def recalled(self, records: Sequence[ChunkRecord], tier: str) -> None:
-        """The tier holds these chunks, or held them a moment ago. Parents come first, perhaps in an earlier call.
+        """Receive chunks that the tier has, or had a moment ago. Parents come first, perhaps in an earlier call.
 
         A chunk may come twice, and it may be one that this engine has stored itself.
         """
@@ -126,7 +121,7 @@ class ChunkTexts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
-    """Threads of each worker queue. The device has one queue, each tier has three of its own."""
+    """Number of threads per worker queue. The device has one queue, and each tier has three."""
 
     device: int = 2
     read: int = 4
@@ -137,8 +132,8 @@ class Threads:
 class TierView:
     """Plain values that one rank's tier and the session share.
 
-    The session has this instead of the tier, so it cannot do I/O under its lock. A rank in another process has a view
-    of its own and sends its values (`protocol.TierReport`).
+    The session has this instead of the tier, so it cannot do I/O under its lock. A rank in another process has its own
+    view and sends the values (`protocol.TierReport`).
     """
 
     __slots__ = ("figures", "is_up", "stuck_queues")
@@ -147,9 +142,10 @@ class TierView:
         self.figures = Figures()
         """Set by the tier's threads about once a second while they work."""
         self.is_up: bool | None = None
-        """Set by the session: whether it reads the tier. None: not set yet. It is not sent to other processes."""
+        """Whether the session reads the tier, set by the session; None until then. It is not sent to other
+        processes."""
         self.stuck_queues: Callable[[], int] = lambda: 0
-        """How many of the tier's worker queues are stuck (`WorkerQueue.is_stuck`). Does no I/O."""
+        """Returns how many of the tier's worker queues are stuck (`WorkerQueue.is_stuck`). Does no I/O."""
 
 
 class Job:
@@ -158,7 +154,7 @@ class Job:
     Args:
         command: the command.
         submitted_s: when it was submitted.
-        together: most jobs of its kind that a thread takes as a batch; 1: no batches.
+        together: how many jobs of its kind a thread may take as a batch; 1 for no batches.
     """
 
     __slots__ = ("after", "command", "deadline_s", "is_answered", "is_in_tier", "over", "submitted_s", "together")

@@ -1,8 +1,9 @@
-"""Holds signals back while a call runs: their handlers may raise at any instruction, and would leave it half done.
+"""Holds signals back while a call runs, because a handler may raise at any instruction and leave the call half done.
 
-Python calls handlers in the main thread, whichever thread of the process gets the signal. So blocking signals in a
-thread does not help, and each handler is replaced for the time of the call. Looking for them takes half a microsecond.
-Two kinds of signals are left as they are: those of faults, which belong to an instruction, and real-time signals.
+Python calls handlers in the main thread, whichever thread of the process gets the signal. Blocking signals in a thread
+therefore does not help, so each handler is replaced while the call runs. Finding the handlers takes half a
+microsecond. Two kinds of signals are left alone: those of faults, which belong to an instruction, and real-time
+signals.
 """
 
 import signal
@@ -11,17 +12,17 @@ from importlib import import_module
 from typing import Any, Final
 
 _signal: Any = import_module("_signal")
-"""`signal` without its enums, which cost each call a dozen calls of Python."""
+"""`signal` without its enums, which would add a dozen Python calls to each call."""
 
 _OTHERS: Final = {"SIGKILL", "SIGSTOP", "SIGILL", "SIGTRAP", "SIGABRT", "SIGBUS", "SIGFPE", "SIGSEGV", "SIGSYS"}
 _SIGNALS: Final = sorted(int(it) for it in signal.Signals if it.name not in _OTHERS and it < signal.SIGRTMIN)
 
 _known: tuple[list[Any], list[tuple[int, Any]]] = ([], [])
-"""The handlers of all signals at the last call, and of them those in Python, with their signals."""
+"""The handlers of all signals at the last call, and those written in Python, with their signals."""
 
 
 def without_signals(call: Callable[..., None], *arguments: object) -> None:
-    """Make a call in the main thread. Handlers of signals that come meanwhile are called after it, each once."""
+    """Make a call in the main thread. The handler of each signal that arrives meanwhile runs once, after the call."""
     global _known  # noqa: PLW0603 - a cache
     handlers = [*map(_signal.getsignal, _SIGNALS)]
     if handlers != _known[0]:
@@ -30,7 +31,7 @@ def without_signals(call: Callable[..., None], *arguments: object) -> None:
     waiting: dict[int, object] = {}
 
     def hold(number: int, frame: object) -> None:
-        if is_over:  # a handler that was put back before this one has raised
+        if is_over:  # an earlier handler, already restored, has raised
             dict(ours)[number](number, frame)
         else:
             waiting[number] = frame
@@ -43,7 +44,7 @@ def without_signals(call: Callable[..., None], *arguments: object) -> None:
         try:
             for number, handler in ours:
                 _signal.signal(number, handler)
-        except BaseException:  # a handler that is back already has raised
+        except BaseException:  # a handler that was already restored has raised
             for number, handler in ours:
                 _signal.signal(number, handler)
             raise
@@ -54,7 +55,7 @@ def without_signals(call: Callable[..., None], *arguments: object) -> None:
 
 
 def _deliver(waiting: dict[int, object], handlers: dict[int, Any]) -> None:
-    """Call the handlers of signals that wait, also after one of them has raised."""
+    """Call the handlers of waiting signals, even after one of them has raised."""
     while waiting:
         number, frame = waiting.popitem()
         try:

@@ -1,12 +1,12 @@
-"""The core behind one lock: what a session and an object store have in common.
+"""The core behind one lock, which is what a session and an object store have in common.
 
-A call takes the lock, settles the completions that wait, calls the core, queues the core's commands in the executor and
-lets go. It does no I/O under the lock, and neither waits nor logs. Handlers of signals run after the call. A thread
-that has completed commands puts the completions into the inbox. If the lock is free it settles them itself; else the
-holder does so after it has let go.
+A call takes the lock, settles waiting completions, calls the core, queues the core's commands in the executor, and
+releases the lock. Under the lock it does no I/O, waits for nothing and writes no log. Signal handlers run after the
+call. A thread that has completed commands puts the completions into the inbox. If the lock is free, it settles them
+itself. Otherwise the holder does so after releasing the lock.
 
-An exception in the middle of a decision leaves the core half changed, so it shuts. If the reason passes, as with a
-moment without memory, it begins anew with empty host memory once every command has ended. What is optional stands
+An exception in the middle of a decision leaves the core half changed, so it shuts. If the reason passes, such as a
+brief lack of memory, it starts anew with empty host memory once every command has ended. Optional features stand
 behind guards (`guards`).
 
     callers' threads     what `Session` and `ObjectStore` add
@@ -31,11 +31,11 @@ from kvtier.core.probes import REQUESTS_MAX
 from kvtier.errors import BadCallError, KvError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.executor import Completion, Executor, Observer, Work
-from kvtier.runtime.fault_record import FaultRecord, TierFaults
-from kvtier.runtime.guards import Feature, Guards, LogLine, ends_by_itself
+from kvtier.runtime.executor import Completion, Executor, Work
 from kvtier.runtime.held_signals import without_signals
 from kvtier.runtime.mailbox import Mailbox
+from kvtier.runtime.observers.fault_record import FaultRecord, TierFaults
+from kvtier.runtime.observers.guards import Feature, Guards, LogLine, ends_by_itself
 from kvtier.types import (
     Cancel,
     ChunkKey,
@@ -54,41 +54,43 @@ from kvtier.types import (
 logger = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
-"""How long a call waits for the lock, which is held for microseconds."""
+"""How long a call waits for the lock, which is usually held for microseconds."""
 
 TICK_S = 0.5
-"""Longest sleep of the session's thread. An earlier deadline wakes it. A probe's deadline is no earlier by default, so
-probes cost no wake-up. A tick takes 0.1 to 0.2 ms from the engine's core."""
+"""Longest sleep of the session's thread. An earlier deadline wakes it. By default a probe's deadline is no earlier, so
+probes cost no wake-up. A tick takes 0.1 to 0.2 ms of the engine's processor core."""
 
 SECOND_S = 1.0
 """Interval of gauges and health checks."""
 
 RETRY_S = 0.005
-"""Time after which a rank that reads slowly is sent the rest of its commands."""
+"""Time after which a slowly reading rank is sent the rest of its commands."""
 
 READY_ROUNDS = 4
-"""How often one call of `ready` settles what has come meanwhile."""
+"""How often one call of `ready` settles completions that have arrived meanwhile."""
 
 FLUSH_STEP_S = 0.1
 
 ALIVE_S = 10.0
-"""A session whose thread has made no health check for this long is not alive."""
+"""A session counts as dead when its thread has made no health check for this long."""
 
 MOVER_DEADLINE_S = 5.0
-"""How long the executor may take to end after an internal error. Then loads and stores without a running copy fail."""
+"""How long the executor may take to end after an internal error, before loads and stores without a running copy
+fail."""
 
 COPY_DEADLINE_S = 30.0
-"""How long a load or store waits for its running copy after an internal error before it fails, too. A core that cannot
-begin anew by then stays shut."""
+"""How long a load or store waits for its running copy after an internal error before it also fails. A core that cannot
+start anew by then stays shut."""
 
 COPY_STEP_S = 0.05
 
 RENEWALS_MAX, RENEWALS_S = 8, 3600.0
-"""A core begins anew at most this often within this time. Then it stays shut: what does not pass is a defect."""
+"""A core starts anew at most this often within this time. After that it stays shut: an error that keeps coming is a
+defect."""
 
 
 class SessionError(KvError):
-    """The session is closed, or the call could not begin in time."""
+    """The session is closed, or the call could not start in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +104,19 @@ class Closed:
 
 
 class LockedCore:
-    """One core, the lock around its decisions, and its executor. A subclass adds the calls, and starts the thread last.
+    """One core, the lock around its decisions, and its executor. A subclass adds the calls and then starts the thread.
 
     Args:
-        cache: the core; owned by this from now on.
+        cache: the core, owned by this object from now on.
         executor: executes its commands, on all ranks.
         publish: called with each event of the core, under the lock.
-        fail: called after an internal error and at the end, under the lock: ends what is open, except for requests with
-            a running copy.
+        fail: ends what is open, except for the given requests, which have a running copy. Called under the lock after
+            an internal error and at the end.
         on_close: called once at the end, with the remaining seconds, to close the tiers.
-        on_second: called about once a second, under the lock, to refresh gauges.
         metrics: gets the state of tiers.
-        observer: receives every command and every completion, under the lock.
-        guards: of what is optional; their lines for the log are written once the lock is free.
-        clock: monotonic seconds; the executor's clock.
-        annotate: adds the text of its chunk to a demote, under the lock; None: demotes have none.
+        guards: guard the optional features and the observers; their log lines are written once the lock is free.
+        clock: the executor's clock, in monotonic seconds.
+        annotate: adds the chunk's text to a demote, under the lock; None if demotes carry no text.
     """
 
     THREAD_NAME: ClassVar[str]
@@ -131,9 +131,7 @@ class LockedCore:
         publish: Callable[[Event], None],
         fail: Callable[[Collection[RequestId]], None],
         on_close: Callable[[float], None],
-        on_second: Callable[[], None],
         metrics: Metrics,
-        observer: Observer | None,
         guards: Guards,
         clock: Callable[[], float],
         annotate: Callable[[Transfer], Transfer] | None = None,
@@ -143,22 +141,20 @@ class LockedCore:
         self._cache, self._executor = cache, executor
         self._publish, self._fail = publish, fail
         self.guards = guards
-        self._observer = observer
         self._watched: Callable[[str], tuple[tuple[ChunkKey, int], ...]] = lambda _tier: ()
         self._each_second: Callable[[], None] = lambda: None
         self._annotate = annotate
         self._on_close = on_close
-        self._on_second = on_second
         self._clock = clock
         self._process = os.getpid()
         self._lock = threading.RLock()
         """Reentrant, so that a second call of the holding thread finds `_holder` instead of a deadlock."""
         self._holder = 0
-        """Thread that holds the lock and is at work; 0: none. Changed under the lock."""
+        """Thread that holds the lock and is at work; 0 for none. Changed under the lock."""
         self._inbox: deque[Completion] = deque()
         """Filled by executors, without the lock; bounded by the commands in flight."""
         self._wishes: deque[Callable[[float], None]] = deque()
-        """Calls that the next holder makes; filled without the lock."""
+        """Calls that the next holder of the lock makes; filled without the lock."""
         self._lines = guards.lines
         self._warned: set[str] = set()
         """Limits whose warning was logged."""
@@ -170,20 +166,21 @@ class LockedCore:
         self._next_second_s, self._due_s = clock(), 0.0
         """Times of the next health check and of the next tick."""
         self._alarm: Mailbox[str] = Mailbox()
-        """Wakes the thread. At most a few entries, see `_wake`."""
+        """Wakes the thread. `_wake` keeps it to a few entries."""
         self._has_sent = False
         """Whether commands were submitted since the last `flush`."""
         self._open: dict[int, Work] = {}
         """Submitted commands without a completion, by object identity. Changed under the lock."""
         self._is_broken = self._is_lasting = self._has_ended = False
-        """After an internal error nothing begins; it stays so (set before `_is_broken`); the executor was closed."""
-        self._copies_until_s = 0.0  # deadline of what still runs then; 0: not set yet
-        self._renewals: deque[float] = deque(maxlen=RENEWALS_MAX)  # times at which the core began anew
+        """After an internal error nothing starts; the error is final (set before `_is_broken`); the executor was
+        closed."""
+        self._copies_until_s = 0.0  # deadline of what still runs then; 0 until set
+        self._renewals: deque[float] = deque(maxlen=RENEWALS_MAX)  # times at which the core started anew
         self._close_until_s: float | None = None
         """Deadline of `close`, once it was called."""
         self._closed: Closed | None = None
         self._is_over = False
-        """Closed: no call begins any more. Under the lock."""
+        """Closed, so that no call starts any more. Changed under the lock."""
         self._over = threading.Event()
         self._main_id = threading.main_thread().ident
         executor.complete_to(self._inbox.append, self.ready)
@@ -201,11 +198,12 @@ class LockedCore:
     def close(self, deadline_s: float = 30.0) -> Closed:
         """Write pending objects to their tiers, within `deadline_s` seconds, and end all threads. Idempotent.
 
-        The session's thread does it. In a forked child `close` does nothing, because the session belongs to the parent.
-        Called by that thread, or inside another call of the same thread (a finalizer), it does not wait for the end.
+        The session's thread does the work. In a forked child `close` does nothing, because the session belongs to the
+        parent. Called by that thread, or inside another call of the same thread (a finalizer), it does not wait for
+        the end.
 
         Raises:
-            SessionError: it did not end in time.
+            SessionError: the session did not end in time.
         """
         if self._process != os.getpid():
             return Closed(flushed=False, lost=0)
@@ -224,30 +222,30 @@ class LockedCore:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the session's thread does its work. Takes no lock, so that a health check never waits.
+        """Whether the session's thread is working. Takes no lock, so that a health check never waits.
 
-        After an internal error it is true: the engine goes on without kvtier, and `fault_record` has the error.
+        It stays true after an internal error: the engine goes on without kvtier, and `fault_record` has the error.
         """
         return not self._is_over and (self._is_broken or self._clock() < self._next_second_s + ALIVE_S)
 
     def tier_faults(self) -> dict[str, TierFaults]:
-        """The state of each tier, fastest first. Takes no lock."""
+        """Return the state of each tier, fastest first. Takes no lock."""
         return self.fault_record.tiers(self._cache)
 
     def ready(self) -> None:
-        """Settle the completions that wait, unless another thread holds the lock. Whoever has let go of it calls this.
+        """Settle waiting completions, unless another thread holds the lock. Called after each release of the lock.
 
-        Executors call it in the threads that complete commands, under none of their locks. No completion is stranded: a
-        thread that finds the lock taken has put its completions before, so the holder finds them here, or the next one.
-        What may not be done under the lock is done here, too; the lock's holder itself does nothing here. After
-        `READY_ROUNDS` the session's thread goes on, so that a call ends although completions keep coming.
+        Executors call it in the threads that complete commands, while holding no lock. No completion is stranded: a
+        thread that finds the lock taken has already put its completions. This holder or the next finds them here. This
+        method also does what may not be done under the lock. It does nothing while its own thread holds the lock. After
+        `READY_ROUNDS` the session's thread takes over, so that a call ends even if completions keep arriving.
         """
         if self._holder == get_ident():
             return
         try:
             for _ in range(READY_ROUNDS):
                 while self._lines:
-                    with suppress(Exception):  # of a handler, or another thread has taken the last line
+                    with suppress(Exception):  # a log handler failed, or another thread has taken the last line
                         level, text, values, error = self._lines.popleft()
                         logger.log(level, text, *values, exc_info=error)
                 if self._has_sent:
@@ -264,9 +262,9 @@ class LockedCore:
             self._shut(error)
 
     def tick(self) -> float:
-        """Do what is due: deadlines, health checks, gauges, the rest of a message, the end after an error, closing.
+        """Do what is due: deadlines, health checks, gauges, sending queued commands, the end after an error, closing.
 
-        For the session's thread, or its owner if it has none.
+        Called by the session's thread.
 
         Returns:
             Seconds until the next call is due.
@@ -288,7 +286,7 @@ class LockedCore:
         return max(0.0, min(TICK_S, self._due_s - self._clock()))
 
     def _uninterrupted(self, call: Callable[..., None], *arguments: object) -> None:
-        """Make a call. In the main thread, handlers of signals raise anywhere: they are held back until the end."""
+        """Make a call. In the main thread, signal handlers can raise anywhere, so they are held back until it ends."""
         if get_ident() == self._main_id:
             without_signals(call, *arguments)
         else:
@@ -297,7 +295,7 @@ class LockedCore:
     # ---- the lock --------------------------------------------------------------------------------------------------
 
     def _call(self, act: Callable[[float], None], wait_s: float = CALL_DEADLINE_S) -> None:
-        """`_locked`, for a call of the engine.
+        """Run `act` with `_locked`, for a call of the engine.
 
         Raises:
             SessionError: the session cannot take the call.
@@ -329,13 +327,13 @@ class LockedCore:
         self._wake()
 
     def _locked(self, act: Callable[[float], None] | None, wait_s: float) -> bool:
-        """`_work` under the lock; False if `act` was not called, because the lock is taken or the session closed.
+        """Run `_work` under the lock. Return False if the lock is taken or the session closed, and `act` not called.
 
-        The caller calls `ready` afterwards. A thread that has the lock already does not get it again.
+        The caller calls `ready` afterwards. A thread that already holds the lock does not get it again.
         """
         is_mine = False
         try:
-            # The lock in the `try`: a signal handler may raise as soon as it is taken.
+            # The lock is taken inside the `try`, because a signal handler may raise right after.
             if not self._lock.acquire(timeout=wait_s) or self._holder:
                 return False
             is_mine = True
@@ -358,7 +356,7 @@ class LockedCore:
         return not self._is_over
 
     def _wait(self, seen: int, wait_s: float) -> None:
-        """Wait up to `wait_s` seconds until completions are settled or deadlines checked after the `seen`-th time."""
+        """Wait up to `wait_s` seconds until completions or deadlines are handled again after the `seen`-th time."""
         with self._settled:
             self._waiting += 1
             try:
@@ -373,7 +371,7 @@ class LockedCore:
     # ---- under the lock --------------------------------------------------------------------------------------------
 
     def _work(self, act: Callable[[float], None] | None, now_s: float) -> None:
-        """Settle what waits, call `act` unless the session is shut, and pass on what the core wants done."""
+        """Settle what waits, call `act` unless the session is shut, and pass on the core's commands and events."""
         if self._is_broken or self._is_over:
             self._settle_shut(now_s)
             if act == self._renew and not self._is_over:
@@ -397,17 +395,17 @@ class LockedCore:
         return self.fault_record.changed(notice)
 
     def _settle(self, now_s: float) -> None:  # noqa: C901 - in one piece, because it runs for each object
-        """Pass completions to the core, and make the calls that wait."""
+        """Pass completions to the core, and make the waiting calls."""
         for _ in range(len(self._inbox)):
             completion = self._inbox.popleft()
             command = completion.command
             if self._open.pop(id(command), None) is None:
                 continue  # it was completed before
-            if self._observer is not None:
+            for feature, observer in self.guards.watching["completed"]:  # without `tell`: this runs for each object
                 try:
-                    self._observer.completed(completion)
+                    observer.completed(completion)
                 except Exception as error:
-                    self.guards.failed(Feature.METRICS, error)
+                    self.guards.failed(feature, error)
             if completion.is_tier_fault:
                 self.guards.run(Feature.HEALTH, self.fault_record.faulted, completion, otherwise=None)
             if isinstance(command, Transfer):
@@ -425,16 +423,16 @@ class LockedCore:
         self._settles += 1
 
     def _settle_shut(self, now_s: float) -> None:
-        """After an internal error or the end: fail open loads and stores without a running copy.
+        """Fail open loads and stores without a running copy, after an internal error or the end.
 
-        Their commands that have not begun are cancelled by now, or the executor refuses them.
+        Their commands that have not started are cancelled by now, or the executor refuses them.
         """
         self._wishes.clear()
         while self._inbox:
             completion = self._inbox.popleft()
             command = self._open.pop(id(completion.command), None)
-            if command is not None and self._observer is not None:
-                self.guards.run(Feature.METRICS, self._observer.completed, completion, otherwise=None)
+            if command is not None:
+                self.guards.tell("completed", completion)
             if isinstance(command, Recall):
                 self._recalled(command, Completion(command, Outcome.FAILED, detail="kvtier was shut"), now_s)
         if not self._copies_until_s:
@@ -444,9 +442,9 @@ class LockedCore:
         self._fail({it.request for it in self._open.values() if isinstance(it, Transfer) and it.request is not None})
 
     def _renew(self, now_s: float) -> None:
-        """Begin anew after an error that has ended by itself, once no command runs. The session's thread.
+        """Start anew after an error that ended by itself, once no command runs. Called by the session's thread.
 
-        Commands that have not begun are cancelled first. Until the others have ended, slots and blocks are theirs.
+        Commands that have not started are cancelled first. The others own their slots and blocks until they end.
         """
         if self._is_lasting:
             return
@@ -462,17 +460,16 @@ class LockedCore:
             return
         self._fail(())
         self._cache.renew()
-        if self._observer is not None:
-            self.guards.run(Feature.METRICS, self._observer.renewed, otherwise=None)
+        self.guards.tell("renewed")
         self._renewals.append(now_s)
         self._copies_until_s = 0.0
         self._lines.append(LogLine(logging.INFO, "kvtier goes on after the error, with empty host memory"))
         self._is_broken = False
-        if self._is_lasting:  # since a moment: another thread has had an error
+        if self._is_lasting:  # just now, by an error in another thread
             self._is_broken = True
 
     def _recalled(self, command: Recall, completion: Completion, now_s: float) -> None:
-        """A recall is completed. A subclass that sends recalls overrides this."""
+        """Handle a completed recall. A subclass that sends recalls overrides this."""
 
     def _send(self, commands: Sequence[Command]) -> None:
         """Queue the core's commands in the executor."""
@@ -489,11 +486,11 @@ class LockedCore:
             if isinstance(command, Cancel):
                 continue
             self._open[id(command)] = command
-            if self._observer is not None:
+            for feature, observer in self.guards.watching["submitted"]:
                 try:
-                    self._observer.submitted(command)
+                    observer.submitted(command)
                 except Exception as error:
-                    self.guards.failed(Feature.METRICS, error)
+                    self.guards.failed(feature, error)
             if isinstance(command, Transfer | Probe) and command.deadline_s < due_s:
                 due_s = command.deadline_s
         self._executor.submit(*commands)
@@ -511,7 +508,7 @@ class LockedCore:
         """Check deadlines, and the health of tiers once a second."""
         if now_s >= self._next_second_s:
             self._next_second_s = now_s + SECOND_S
-            self._on_second()
+            self.guards.tell("each_second")
             self._each_second()
             self._warn_of_limits()
             self._cache.check_tiers(now_s, self._watched)
@@ -560,7 +557,7 @@ class LockedCore:
             self._alarm.put("wake")
 
     def _end(self, until_s: float) -> None:
-        """Close: flush, end the executor, answer what is open, close the tiers."""
+        """Close the session: flush, end the executor, answer what is open, close the tiers."""
         lost = 0
         try:
             lost = self._flush(until_s)
@@ -570,8 +567,8 @@ class LockedCore:
         if lost:
             text = "the session is closed; %d objects were not written to their tiers in time and are lost"
             self._lines.append(LogLine(logging.WARNING, text, (lost,)))
-        # The first twice, because nothing may use the engine's blocks afterwards: it is idempotent and may raise.
-        for end in (self._executor.close, self._executor.close, self._answer_all, self._on_close):
+        # The executor is closed twice: if the first call raises, copies could still use the engine's blocks.
+        for end in (self._executor.close, self._executor.close, self._answer_all, self.guards.close, self._on_close):
             try:
                 end(max(0.0, until_s - self._clock()))
             except BaseException as error:
@@ -580,7 +577,7 @@ class LockedCore:
         self._over.set()
 
     def _flush(self, until_s: float) -> int:
-        """Write pending objects to their tiers; the number not written by `until_s`."""
+        """Write pending objects to their tiers. Return how many were not written by `until_s`."""
         cache = self._cache
         lost_before = cache.counters.demotions_dropped
         left, seen = 0, 0
@@ -609,10 +606,10 @@ class LockedCore:
     # ---- internal errors -------------------------------------------------------------------------------------------
 
     def _shut(self, error: BaseException) -> None:
-        """Shut the session down after an internal error, so that the engine goes on without it. Any thread.
+        """Shut the session down after an internal error, so that the engine goes on without it. Thread-safe.
 
         The session's thread ends the executor first, because running copies use the engine's blocks. Then all open
-        loads and stores fail. After an error that ends by itself it waits for the executor instead, and begins anew.
+        loads and stores fail. After an error that ends by itself, it waits for the executor instead and starts anew.
         """
         level, text = logging.WARNING, "another internal error of kvtier after it was shut down"
         if ends_by_itself(error) and not self._is_lasting and (self._is_broken or self._may_renew()):

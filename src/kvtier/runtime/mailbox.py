@@ -10,10 +10,10 @@ _Item = TypeVar("_Item")
 
 
 class Mailbox(Generic[_T]):
-    """Items for one thread that waits for them. If several wait, one of them wakes for one or more items.
+    """A queue of items for one waiting thread. If several wait, one of them wakes for one or more items.
 
-    Not `queue.SimpleQueue`: in CPython 3.11 its `get` waits for ever if a signal interrupts it at its deadline. A
-    signal handler or finalizer may call `put` anywhere, also in the middle of `get`.
+    It replaces `queue.SimpleQueue`, whose `get` in CPython 3.11 waits for ever if a signal interrupts it at its
+    deadline. A signal handler or finalizer may call `put` anywhere, even in the middle of `get`.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Mailbox(Generic[_T]):
         return len(self._items)
 
     def put(self, item: _T) -> int:
-        """Add an item. Never blocks. Returns how many there are."""
+        """Add an item and return how many there are. Never blocks."""
         self._items.append(item)
         try:  # noqa: SIM105 - this runs for every event, and `suppress` is three calls of Python
             self._has_items.release()
@@ -34,7 +34,7 @@ class Mailbox(Generic[_T]):
         return len(self._items)
 
     def get(self, wait_s: float = 0.0) -> _T | None:
-        """Take the first item, for which it waits; None if none has come."""
+        """Wait for the first item and take it; None if none arrives in time."""
         until_s = time.monotonic() + wait_s
         while True:
             try:
@@ -46,9 +46,9 @@ class Mailbox(Generic[_T]):
             self._has_items.acquire(timeout=left_s)
 
     def get_all(self: "Mailbox[_Item | None]", wait_s: float = 0.0) -> "list[_Item]":
-        """Take all items, for the first of which it waits; a None that was put ends them.
+        """Wait for the first item and take all that are there, up to a None that was put.
 
-        One call, because an error between two calls would lose what the first one took.
+        One call takes them all, because an error between two calls would lose what the first had taken.
         """
         items: list[_Item] = []
         item = self.get(wait_s)

@@ -6,8 +6,8 @@ r"""The mover: executes commands in worker queues and completes each exactly onc
     probe queue      probe               /  hangs delays no other work
     no queue         recall               completed at once; a thread of its own per tier reads
 
-From a command to its completion the mover owns the slot that the command names. So a command is completed only when no
-thread uses the slot any more, even if its deadline passed long before; no thread of a tier either (`tier/loan.py`).
+From a command to its completion, the mover owns the slot that the command names. So it completes a command only when no
+thread, not even one of a tier (`tier/loan.py`), uses the slot any more. The deadline may have passed long before.
 """
 
 import logging
@@ -15,32 +15,28 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from kvtier.device.copier import Copier
 from kvtier.errors import CorruptChunkError, NoRoomError, UnreadableChunkError, described
-from kvtier.layout import KvLayout
-from kvtier.runtime.arena import Arena
 from kvtier.runtime.command_runner import NOT_ADMITTED, CommandRunner, Result
 from kvtier.runtime.deferred_tier import NOT_OPEN
-from kvtier.runtime.executor import COUNT_MAX, Completion, Job, Threads, TierView, Work
-from kvtier.runtime.fault_log import FaultLog
+from kvtier.runtime.executor import COUNT_MAX, Completing, Completion, Job, Threads, TierView, Work
+from kvtier.runtime.observers.fault_log import FaultLog
 from kvtier.runtime.protocol import Note
-from kvtier.runtime.stored_forms import StoredForm
 from kvtier.runtime.worker_queues import STUCK_S, Scratch, WorkerQueue
 from kvtier.tier.base import Figures, Tier
-from kvtier.tier.effective_cap import FULL, is_full_error
+from kvtier.tier.files.full_disk import FULL, is_full_error
 from kvtier.types import WRITE_KINDS, Cancel, ChunkKey, Command, Direction, Drop, Outcome, Probe, Recall, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16
-"""Most jobs that may wait in one queue. The core's limits are far lower, so reaching it is a bug in kvtier."""
+"""Maximum number of jobs waiting in one queue. The core's limits are far lower, so reaching it is a bug in kvtier."""
 
 DROPS_BOUND = 1024
-"""A drop or tell is refused when its write queue already holds this many jobs. The core does not limit
-them; a lost one costs hits only."""
+"""A drop or tell is refused when this many jobs already wait in its write queue. The core does not limit them, and a
+lost one costs only hits."""
 
 _Object = tuple[str, ChunkKey, int]
 """(tier, key, group)."""
@@ -51,12 +47,12 @@ FIGURES_EVERY_S = 1.0
 logger = logging.getLogger(__name__)
 
 _UNLOGGED = (NOT_ADMITTED, NOT_OPEN)
-"""Endings of failure details that are expected, and logged elsewhere if at all."""
+"""Details that end like this are expected. They are logged elsewhere, if at all."""
 
 SHORT_S = 200e-6
 READY_MOST = 8
-"""So many completions of jobs shorter than `SHORT_S` are announced together while further jobs wait. The core decides
-for all of them at the cost of one. If the next job hangs, the session's thread finds them with its next tick."""
+"""While further jobs wait, up to this many completions of jobs shorter than `SHORT_S` are announced as one. The core
+decides on all of them at the cost of one. If the next job hangs, the session's thread finds them at its next tick."""
 
 TOO_LATE = "too late to begin"
 CANCELLED = "cancelled"
@@ -82,7 +78,7 @@ class FiguresSampler:
         self.next_s = -math.inf
 
     def sample(self, now_s: float) -> None:
-        """Update the view, unless that was done within `FIGURES_EVERY_S` or another thread does it."""
+        """Update the view, unless it was updated within `FIGURES_EVERY_S` or another thread is doing so."""
         if now_s < self.next_s or not self._is_taken.acquire(blocking=False):
             return
         try:
@@ -98,10 +94,10 @@ class FiguresSampler:
 
 
 def _checked(figures: Figures) -> Figures:
-    """`figures` of a tier, perhaps of another package, as plain values that the session's thread can use.
+    """Convert the figures of a tier, perhaps of another package, to plain values that the session can use.
 
     Raises:
-        TypeError, ValueError, AttributeError: they are no figures.
+        TypeError, ValueError, AttributeError: `figures` are not figures.
     """
     used_bytes, capacity_bytes, evictions = (
         None if count is None else _count(count)
@@ -112,28 +108,19 @@ def _checked(figures: Figures) -> Figures:
 
 
 def _count(figure: int) -> int:
-    """`figure` as a count that metrics can hold."""
+    """Convert `figure` to a count that metrics can represent."""
     return min(max(0, int(figure)), COUNT_MAX)
 
 
-class Mover:
+class Mover(Completing):
     """The `Executor` of one rank in this process.
 
     Args:
-        layout: the KV groups, with the part of each that this rank holds.
-        model: 16 bytes, `keys.secret.model_id`; in every frame that is written.
-        arena: holds the slots.
-        copier: copies between the engine's blocks and slots.
-        tiers: lower tiers by name.
-        common: names of tiers in which all ranks of the engine use one store (`TierKind.is_common`).
-        forms: how the objects of tiers are stored, by name; of others raw and without a seal.
-        threads: number of threads of each queue.
+        runner: does the work of each command, in the mover's threads.
+        threads: number of threads per queue.
         tier_threads: the same for single tiers, by name.
-        clock: seconds; the clock of the commands' deadlines.
-        name_root: 32 bytes that key the names of objects; None if the keys are keyed already (`keys.chain`).
-        writes_all: every gathered object is soon written to a tier. Every payload comes by way of this mover.
 
-    `close` is for one thread, the other methods for any. Its threads are daemons and start at once.
+    One thread may call `close`, any thread the other methods. The mover's threads are daemons and start at once.
 
     Small objects that wait for a tier are written and read in batches, if it `takes_batches`.
 
@@ -143,50 +130,28 @@ class Mover:
 
     needs_flush = False
     lost = ""
-    """See `RemoteRank`: a rank in this process is never lost."""
+    """Always empty, since a rank in this process is never lost."""
 
     def __init__(
         self,
+        runner: CommandRunner,
         *,
-        layout: KvLayout,
-        model: bytes,
-        arena: Arena,
-        copier: Copier,
-        tiers: Mapping[str, Tier],
-        common: Collection[str] = (),
-        forms: Mapping[str, StoredForm] = MappingProxyType({}),
         threads: Threads | None = None,
         tier_threads: Mapping[str, Threads] = MappingProxyType({}),
-        clock: Callable[[], float] = time.monotonic,
-        name_root: bytes | None = None,
-        writes_all: bool = False,
     ) -> None:
         threads = threads or Threads()
-        self._clock = clock
+        self._runner = runner
+        self._clock = runner.clock
+        self._tiers = tiers = runner.tiers
         self._process = os.getpid()
-        self._transfers = CommandRunner(
-            layout=layout,
-            model=model,
-            arena=arena,
-            copier=copier,
-            tiers=tiers,
-            common=common,
-            forms=forms,
-            clock=clock,
-            name_root=name_root,
-            writes_all=writes_all,
-        )
-        self._tiers = tiers
-        self._put: Callable[[Completion], None] = lambda _completion: None
-        self._ready: Callable[[], None] = lambda: None
         self._unready = 0
-        """About how many completions were put since the last `_ready`."""
+        """Approximate number of completions since the last `_ready`."""
         self.on_note: Callable[[Note], None] = lambda _note: None
         self._on_leaving: Callable[[], None] = lambda: None
         self._closed = threading.Event()
         self._faults = FaultLog()
         self._dropping: dict[_Object, Job] = {}
-        """Drops that are not completed."""
+        """Drops that are not completed yet."""
         self._stuck: set[str] = set()
         """Names of stuck queues whose warning was logged."""
         self.next_stuck_check_s = -math.inf
@@ -206,7 +171,7 @@ class Mover:
             (Direction.GATHER, ""): _Route(device, QUEUE_BOUND),
             (Direction.SCATTER, ""): _Route(device, QUEUE_BOUND, is_urgent=True),
         }
-        """Of transfers by direction and tier, of other commands by type and tier."""
+        """Queues of transfers by direction and tier, and of other commands by type and tier."""
         for name in tiers:
             self._routes[Direction.PROMOTE, name] = _Route(reads[name], QUEUE_BOUND)
             self._routes[Direction.DEMOTE, name] = _Route(writes[name], QUEUE_BOUND)
@@ -220,13 +185,15 @@ class Mover:
             raise
 
     def submit(self, *commands: Command) -> None:
-        """See `Executor`. It locks each queue once for all commands.
+        """Queue `commands`, in order.
+
+        Each queue is locked once for all commands.
 
         Raises:
             ValueError: a command names an unknown tier. The commands after it are not queued.
         """
         now_s = self._clock()
-        tiers, together = self._tiers, self._transfers.together
+        tiers, together = self._tiers, self._runner.together
         bursts: dict[_Route, list[Job]] = {}
         try:
             for command in commands:
@@ -240,7 +207,7 @@ class Mover:
                     route = self._routes.get((what, command.tier)) or self._route(command)  # inline: it runs per object
                     bursts.setdefault(route, []).append(job)
                     continue
-                self._begin(bursts, now_s)  # this command may refer to one before it
+                self._begin(bursts, now_s)  # this command may refer to an earlier one
                 if isinstance(command, Cancel):
                     self._cancel(frozenset(command.ids))
                     continue
@@ -251,23 +218,22 @@ class Mover:
                 if isinstance(command, Drop):
                     job.over = threading.Event()
                     first = self._dropping.setdefault((command.tier, command.key, command.group), job)
-                    if first is not job:  # writes of the object wait for the first drop, so one is enough
+                    if first is not job:  # writes of the object wait for the first drop, which is enough
                         self._answer(job, Outcome.CANCELLED, "another drop of the object is waiting")
                         continue
                 self._begin({self._route(command): [job]}, now_s)
         finally:
             self._begin(bursts, now_s)
 
-    def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None] = lambda: None) -> None:
-        """See `Executor`."""
-        self._put, self._ready = put, ready
-
     def flush(self) -> bool:
-        """See `Executor`: always True. Relieves read queues and logs a warning of stuck ones, about once a second."""
+        """Return True: nothing is queued for other processes.
+
+        Relieve read queues and log a warning about stuck ones, about once a second.
+        """
         now_s = self._clock()
         if now_s >= self.next_stuck_check_s:
             self.next_stuck_check_s = now_s + FIGURES_EVERY_S
-            for queue in self._reads:  # one object may hang there; a probe or write hangs with the whole tier
+            for queue in self._reads:  # a single read may hang; a probe or write hangs only with the whole tier
                 queue.relieve()
             self._warn_of_stuck_queues()
         return True
@@ -281,12 +247,12 @@ class Mover:
         self._on_leaving = act
 
     def leave(self, deadline_s: float) -> bool:
-        """Announce that this process is about to end; whether `close` was called within `deadline_s` seconds."""
+        """Announce that this process is about to end. Return whether `close` is called within `deadline_s` seconds."""
         self._on_leaving()
         return self._closed.wait(deadline_s)
 
     def close(self, deadline_s: float) -> bool:
-        """Accept no more commands, cancel those that have not begun, and wait for the others. Idempotent.
+        """Accept no more commands, cancel those that have not started, and wait for the others. Idempotent.
 
         In a forked child it does nothing, because threads are not inherited.
 
@@ -295,12 +261,12 @@ class Mover:
 
         Returns:
             Whether all threads have ended. A thread that hangs in a tier or the device completes its jobs when it
-            returns. Until then it keeps its memory; it does not block the exit of the process.
+            returns. Until then it keeps its memory, but does not block the exit of the process.
         """
         if self._process != os.getpid():  # before any lock
             return True
         until_s = time.monotonic() + deadline_s
-        self._transfers.closing.set()
+        self._runner.closing.set()
         try:
             for queue in self._queues:
                 for job in queue.close():
@@ -311,10 +277,10 @@ class Mover:
             self._closed.set()
 
     def _recall(self, command: Recall) -> None:
-        is_closed = self._transfers.closing.is_set()
+        is_closed = self._runner.closing.is_set()
         closed = Completion(command, Outcome.CANCELLED, detail=CLOSED)
         try:
-            answer = closed if is_closed else self._transfers.recall(command)
+            answer = closed if is_closed else self._runner.recall(command)
         except Exception as error:  # noqa: BLE001 - the caller holds the session's lock, and a recall is optional
             answer = Completion(command, Outcome.FAILED, detail=described(error))
         self._put(answer)
@@ -335,7 +301,7 @@ class Mover:
             raise ValueError(f"no tier {command.tier!r}; there are {', '.join(self._tiers) or 'none'}") from None
 
     def _begin(self, bursts: dict["_Route", list[Job]], now_s: float) -> None:
-        """Queue these jobs, and complete those that the queue does not accept."""
+        """Queue the jobs of `bursts`, and complete those that their queues do not accept."""
         while bursts:
             route, jobs = bursts.popitem()
             queue = route.queue
@@ -362,7 +328,7 @@ class Mover:
             logger.warning("the %s queue is stuck: all of its threads have been in a call for %g s", name, STUCK_S)
 
     def _run(self, jobs: list[Job], scratch: Scratch) -> None:
-        """Do jobs and complete each, whatever raises. Runs in worker threads; see `WorkerQueue`."""
+        """Do jobs and complete each, whatever raises. Runs in the threads of a `WorkerQueue`."""
         try:
             began_s, left = self._clock(), jobs
             for job in jobs:
@@ -372,15 +338,15 @@ class Mover:
             results: Sequence[Result | Exception] = []
             try:
                 if left:
-                    results = self._transfers.run(left, scratch)
+                    results = self._runner.run(left, scratch)
             except Exception as error:  # noqa: BLE001 - any error of a tier, codec or copier is a miss
                 results = [error] * len(left)
-            self._settle(left, began_s, results)
-        except BaseException as error:  # noqa: BLE001 - as a panic of a library in Rust
+            self._complete(left, began_s, results)
+        except BaseException as error:  # noqa: BLE001 - such as a panic in a Rust library
             self._fail(jobs, error)
 
     def _begun(self, jobs: list[Job]) -> tuple[float, list[Job]]:
-        """Wait for the drops before these jobs; the time, and the jobs that are not late. Late ones are completed."""
+        """Wait for drops that must end before these jobs. Complete late jobs; return the time and the other jobs."""
         for job in jobs:
             if job.after is not None:
                 job.after.wait(min(threading.TIMEOUT_MAX, max(0.0, job.deadline_s - self._clock())))
@@ -390,8 +356,8 @@ class Mover:
                 self._answer_too_late(job)
         return began_s, [job for job in jobs if began_s < job.deadline_s]
 
-    def _settle(self, jobs: list[Job], began_s: float, results: Sequence[Result | Exception]) -> None:
-        """Complete `jobs`. All errors of tiers, codecs and copiers end here."""
+    def _complete(self, jobs: list[Job], began_s: float, results: Sequence[Result | Exception]) -> None:
+        """Complete `jobs`. Every error of a tier, codec or copier ends here."""
         if not jobs:
             return
         ended_s = self._clock()
@@ -427,7 +393,7 @@ class Mover:
             sampler.sample(ended_s)
 
     def _judged(self, job: Job, error: Exception) -> Result:
-        """The outcome of an exception. A write that finds no room is refused, which is no fault."""
+        """Turn an exception into a result. A write that finds no room is refused, which is not a fault."""
         command = job.command
         direction = command.direction if isinstance(command, Transfer) else None
         if isinstance(error, CorruptChunkError):
@@ -441,23 +407,23 @@ class Mover:
         if is_full and direction is Direction.DEMOTE:
             job.is_in_tier = False
             why = detail.removeprefix(f"tier {command.tier!r}: ")
-            if not why.endswith(FULL):  # which `EffectiveCap` has logged
+            if not why.endswith(FULL):  # `EffectiveCap` has logged that one
                 self._tiers[command.tier].refusals.refused(why)
             detail = f"{why}: {NOT_ADMITTED}"
         return Result(Outcome.FAILED, detail=detail)
 
     def _fail(self, jobs: list[Job], error: BaseException) -> None:
-        """Complete the jobs that an error has left open."""
+        """Complete the jobs that an error left open."""
         for job in jobs:
             if not job.is_answered:
                 try:
                     self._answer(job, Outcome.FAILED, described(error), is_tier_fault=job.is_in_tier)
                 except Exception:
-                    logger.exception("internal error: a command of tier %r is never completed", job.command.tier)
+                    logger.exception("internal error: a command of tier %r will never complete", job.command.tier)
         logger.error("internal error in the mover: %d commands have failed", len(jobs), exc_info=error)
 
     def _answer(self, job: Job, outcome: Outcome, detail: str, *, is_tier_fault: bool = False) -> None:
-        """Complete a job that has not begun."""
+        """Complete a job that has not started."""
         waited_s = self._clock() - job.submitted_s
         completion = Completion(job.command, outcome, waited_s=waited_s, detail=detail, is_tier_fault=is_tier_fault)
         self._put(completion)
@@ -484,6 +450,6 @@ def _stuck(queues: Sequence[WorkerQueue]) -> int:
 
 
 def _kind(command: Work, outcome: Outcome) -> str:
-    """The kind of a fault in the log."""
+    """Name the kind of a fault for the log."""
     act = command.direction.value if isinstance(command, Transfer) else type(command).__name__.lower()
     return f"{act}{f' of tier {command.tier!r}' if command.tier else ''} {outcome.value}"

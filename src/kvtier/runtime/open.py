@@ -1,17 +1,15 @@
-"""Opens a session from settings: ranks, secret, core, recorder.
+"""Opens a session from settings, with its ranks, secret, core and recorder.
 
-An engine that keeps host memory itself has no session; it uses `kvtier.runtime.open_objects`.
+An engine that manages host memory itself has no session. It uses `kvtier.runtime.open_objects`.
 """
 
 import logging
 import random
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
 
-from kvtier.codec.head import EXTRAS_BYTES_MAX
+from kvtier.codec.frame_header import EXTRAS_BYTES_MAX
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, TierRules, WritePolicy
@@ -22,36 +20,32 @@ from kvtier.keys.fingerprint import root_key
 from kvtier.keys.key_source import KeySource
 from kvtier.keys.secret import Secret
 from kvtier.layout import KvLayout, largest
-from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import PageLock
-from kvtier.runtime.counters import CommandCounters, Gauges, start_at_zero
-from kvtier.runtime.executor import ChunkTexts, Observer
-from kvtier.runtime.guards import Feature, Guards
-from kvtier.runtime.journal import Journal
+from kvtier.runtime.executor import ChunkTexts
+from kvtier.runtime.observers.counters import CommandCounters, Gauges, start_series
+from kvtier.runtime.observers.guards import Feature, Guards, Observer
+from kvtier.runtime.observers.journal import Journal
+from kvtier.runtime.observers.trace_recorder import Recorder
 from kvtier.runtime.rank import COPY_THREADS, open_rank, tiers_of_one_cap
 from kvtier.runtime.rank_group import OpenRanks
 from kvtier.runtime.secret import found_secret, store_secret
 from kvtier.runtime.session import Session
-from kvtier.runtime.stored_forms import closing_keys, locked_by, open_key_source
-from kvtier.runtime.trace_recorder import Recorder
+from kvtier.runtime.tier_codecs import closing_keys, in_class, locked_by, open_key_source
 from kvtier.tier.registry import TierSettings, is_sealed, kind_of
-from kvtier.types import Transfer, Way
+from kvtier.types import Transfer
 
 logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS_MIN = 256
-"""Smallest automatic chunk. Smaller objects do not use a drive's bandwidth."""
+"""Smallest automatic chunk size. Smaller objects do not saturate a drive."""
 
 RETRY_JITTER = 0.25
-"""Share by which a node's pause before a trial of a shared tier differs at random."""
+"""A node's pause before it retries a shared tier varies at random by this share."""
 
 TEXT_TOKENS_MAX = 4096
-"""Most tokens of a chunk whose ids are written. They travel with each write to every rank."""
-
-LINES_DEADLINE_S = 2.0
-"""How long closing a session waits for its recording, and for its journal."""
+"""Largest chunk, in tokens, whose token ids are written. They travel with each write to every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +57,13 @@ class OpenedSession:
     """32-byte root of all key chains of this model in this store. Secret."""
     metrics: Metrics
     recorder: Recorder | None = None
-    """Records each request that has ended; None without `trace.path`."""
+    """Records each ended request; None without `trace.path`."""
     journal: Journal | None = None
-    """Gets a line for each request that has ended; None without `journal.path`."""
+    """Gets a line for each ended request; None without `journal.path`."""
 
 
 def choose_chunk_tokens(wanted: int, alignment: int) -> int:
-    """Tokens of a chunk: `wanted`, or when it is 0 the smallest multiple of `alignment` that is at least 256.
+    """Choose the chunk size in tokens: `wanted`, or if it is 0 the smallest multiple of `alignment` from 256.
 
     Args:
         wanted: the setting `store.chunk_tokens`.
@@ -82,7 +76,10 @@ def choose_chunk_tokens(wanted: int, alignment: int) -> int:
         return -(-CHUNK_TOKENS_MIN // alignment) * alignment
     if wanted % alignment:
         raise ConfigError(
-            f"store.chunk_tokens = {wanted} does not fit the engine; allowed: multiples of its {alignment} tokens"
+            "does not fit the engine",
+            setting="store.chunk_tokens",
+            value=str(wanted),
+            allowed=f"multiples of its {alignment} tokens",
         )
     return wanted
 
@@ -106,7 +103,7 @@ def open_session(
         copier: copies between the engine's blocks and host slots.
         page_lock: page-locks host memory for a device.
         copy_threads: threads for gather and scatter.
-        texts: as of `open_core`.
+        texts: as in `open_core`.
 
     Raises:
         ConfigError: a setting is wrong. Nothing stays open.
@@ -117,7 +114,7 @@ def open_session(
     try:
         ranks = OpenRanks(rank.mover, rank.slots, rank.tiers, frozenset(rank.down), [rank.mover.views])
         return open_core(
-            *(config, layout, fingerprint_digest, ranks),
+            *(config, rank.layout, fingerprint_digest, ranks),
             on_close=rank.close,
             keys=rank.keys,
             found=rank.found,
@@ -146,17 +143,17 @@ def open_core(
 
     Args:
         config: the settings; the ranks were opened with the same.
-        layout: of one rank.
+        layout: the layout of one rank, of the class `store.loss`.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`.
         ranks: the ranks.
         on_close: called once when the session has ended, with the remaining seconds.
         observer: receives every command and every completion, under the session's lock.
-        publishes: other engines wait for what this one stores, see `Limits.publishes`.
-        keys: of a rank in this process; None: they are read here, too, if a tier seals.
-        found: the answer of `found_secret` to a rank in this process; None: it is asked here.
-        texts: with the setting `events.token_ids` it gives the tokens of chunks for sealed objects. It gets the chunks
-            that tiers which seal hold: once after each tier has opened, and after each `Session.recall`.
-        layouts: of each rank, where ranks hold different layers.
+        publishes: whether other engines wait for what this one stores (`Limits.publishes`).
+        keys: the keys of a rank in this process. None: they are read here as well, if a tier seals.
+        found: what `found_secret` returned to a rank in this process. None: it is called here.
+        texts: with the setting `events.token_ids`, it provides the tokens of chunks for sealed objects. It receives the
+            chunks in each tier that seals, once after the tier has opened.
+        layouts: the layout of each rank, if ranks have different layers.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -164,11 +161,17 @@ def open_core(
     """
     layouts = layouts or (layout,) * ranks.rank_count
     layout = largest(layouts)
+    for rank, each in enumerate(layouts):
+        if each.loss != config.store.loss:
+            raise ConfigError(
+                f"rank {rank} was opened with {each.loss}",
+                setting="store.loss",
+                value=config.store.loss,
+                allowed="one value in all processes of an engine",
+            )
+    layout, fingerprint_digest = in_class(config, layout, fingerprint_digest)
     metrics, guards = Metrics(), Guards()
-    start_at_zero(metrics, ranks.tiers)
-    for name in ranks.tiers:
-        for way in get_args(Way):
-            metrics.set(table.TIER_UP, float(name not in ranks.down), tier=name, way=way)
+    start_series(metrics, ranks.tiers, ranks.down)
     secret, flaw = found or found_secret(config)
     # After the tiers are open, because the secret is in a directory that one of them creates.
     root = root_key(
@@ -188,18 +191,20 @@ def open_core(
         make = partial(Recorder, config.trace.path, capacity_bytes, layout.chunk_tokens, counted)
         recorder = guards.opened(Feature.RECORDER, make)
     journal = open_journal(config, layouts, root, metrics, guards)
-    others = [] if observer is None else [guards.around(Feature.EVENTS, observer)]
-    counters = CommandCounters(metrics, *([] if journal is None else [journal]), *others)
+    if config.store.loss_notice:
+        logger.warning("%s", config.store.loss_notice)
+    if observer is not None:
+        guards.register(Feature.EVENTS, observer)
+    guards.register(Feature.METRICS, CommandCounters(metrics))
+    guards.register(Feature.METRICS, Gauges(metrics, cache, layouts, ranks.views, tiers_of_one_cap(config)))
     own = open_key_source(config, secret) if keys is None and config.tiers else None
     sealing = {tier.name for tier in config.tiers if is_sealed(tier)}
     known = texts if config.events.token_ids and sealing else None
     session = Session(
         cache,
         ranks.executor,
-        on_close=closing_lines(closing_keys(on_close, own), *(it for it in (recorder, journal) if it is not None)),
-        on_second=Gauges(metrics, cache, layouts, ranks.views, counters, tiers_of_one_cap(config)),
+        on_close=closing_keys(on_close, own),
         metrics=metrics,
-        observer=counters,
         locked_by=lambda: (
             locked_by(config, keys or own) or (flaw if flaw and any(map(cache.is_up, cache.tier_names)) else "")
         ),
@@ -207,12 +212,13 @@ def open_core(
         recalls=None if known is None else Recalls(sealing, known.text_group),
         recalled=_ignore if known is None else known.recalled,
         guards=guards,
+        loss=config.store.loss,
     )
     return OpenedSession(session, root, metrics, recorder, journal)
 
 
 def _with_text(texts: ChunkTexts, sealing: Collection[str], ids_bytes: int, demote: Transfer) -> Transfer:
-    """`demote` with the text of its chunk, if that is known, fits into a head and goes to a tier that seals."""
+    """Add the chunk's text to `demote`, if it is known, fits into a head and goes to a tier that seals."""
     if demote.group != texts.text_group or demote.tier not in sealing or ids_bytes > 4 * TEXT_TOKENS_MAX:
         return demote
     text = texts.text_of(demote.key)
@@ -220,13 +226,13 @@ def _with_text(texts: ChunkTexts, sealing: Collection[str], ids_bytes: int, demo
 
 
 def _ignore(_records: object, _tier: str) -> None:
-    """Take no records."""
+    """Ignore the records."""
 
 
 def open_journal(
     config: Config, layouts: Sequence[KvLayout], root: bytes, metrics: Metrics, guards: Guards
 ) -> Journal | None:
-    """The journal, guarded; None without `journal.path`, or where it cannot be used."""
+    """Open the journal, guarded; None without `journal.path` or if that path cannot be used."""
     if config.journal.path is None:
         return None
     counted = guards.around(Feature.METRICS, metrics)
@@ -234,22 +240,10 @@ def open_journal(
     return guards.opened(Feature.JOURNAL, make)
 
 
-def closing_lines(on_close: Callable[[float], None], *files: Recorder | Journal) -> Callable[[float], None]:
-    """`on_close`, after the files are written."""
-
-    def close(deadline_s: float) -> None:
-        until_s = time.monotonic() + deadline_s
-        for each in files:
-            each.close(min(max(0.0, until_s - time.monotonic()), LINES_DEADLINE_S))
-        on_close(max(0.0, until_s - time.monotonic()))
-
-    return close if files else on_close
-
-
 def _limits(config: Config, *, publishes: bool) -> Limits:
     limits = config.limits
     return Limits(
-        gathers=limits.stores_in_flight,
+        stores_in_flight=limits.stores_in_flight,
         scatters=limits.scatters_in_flight,
         load_deadline_s=limits.load_deadline_s,
         store_deadline_s=limits.store_deadline_s,
@@ -263,10 +257,10 @@ def _limits(config: Config, *, publishes: bool) -> Limits:
 
 
 def tier_rules(config: Config, names: Sequence[str]) -> list[TierRules]:
-    """The core's limits of each tier.
+    """Return the core's limits of each tier.
 
     Raises:
-        ConfigError: `names` are not those of the settings.
+        ConfigError: `names` differ from the names in the settings.
     """
     configured = tuple(tier.name for tier in config.tiers)
     if tuple(names) != configured:
@@ -276,15 +270,15 @@ def tier_rules(config: Config, names: Sequence[str]) -> list[TierRules]:
 
 def _rule(tier: TierSettings) -> TierRules:
     kind = kind_of(tier)
-    # Nodes that have lost a shared store at once do not try it again at once.
+    # Nodes that lost a shared store at the same time must not all retry at the same time.
     jitter = random.uniform(1 - RETRY_JITTER, 1 + RETRY_JITTER) if kind.is_shared(tier) else 1.0  # noqa: S311
     return TierRules(
         name=tier.name,
         persists=kind.persists,
         is_remote=kind.is_remote,
-        promotes=tier.loads_in_flight,
-        demotes=tier.writes_in_flight,
-        small_bytes=tier.small_bytes_in_flight,
+        loads_in_flight=tier.loads_in_flight,
+        writes_in_flight=tier.writes_in_flight,
+        small_bytes_in_flight=tier.small_bytes_in_flight,
         probe_deadline_s=tier.probe_deadline_s,
         transfer_deadline_s=tier.transfer_deadline_s,
         failures=tier.failures,

@@ -1,5 +1,6 @@
 """Opens an object store from settings."""
 
+import logging
 from functools import partial
 
 from kvtier.config.sections import Config
@@ -9,24 +10,26 @@ from kvtier.keys.secret import model_id
 from kvtier.layout import KvLayout
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.arena import Arena, slots_for
-from kvtier.runtime.guards import Guards
-from kvtier.runtime.object_store import ObjectStore
-from kvtier.runtime.open import closing_lines, open_journal, tier_rules
+from kvtier.runtime.observers.guards import Guards
+from kvtier.runtime.open import open_journal, tier_rules
 from kvtier.runtime.rank import close_tiers, common_tiers, open_tiers, threads_of_tiers, tiers_down
 from kvtier.runtime.secret import found_secret, store_secret
-from kvtier.runtime.stored_forms import closing_keys, forms_of, open_key_source
+from kvtier.runtime.tier_codecs import closing_keys, forms_of, in_class, open_key_source
+from kvtier.runtime.tiered_object_store import ObjectStore
 from kvtier.tier.base import Tier
+
+logger = logging.getLogger(__name__)
 
 
 def open_object_store(
     config: Config, layout: KvLayout, fingerprint_digest: bytes, *, rank: int = 0, ranks: int = 1
 ) -> ObjectStore:
-    """Open the tiers of one rank, for an engine that keeps host memory itself.
+    """Open the tiers of one rank, for an engine that manages host memory itself.
 
     Args:
-        config: the settings: `tiers`, `host.staging_bytes`, `host.populate`, `store.secret`, `store.secret_file`,
-            `store.codec`, the keys and the tenant of `store`, `journal` and `limits.open_deadline_s`. Others have no
-            effect.
+        config: the settings. Used are `tiers`, `host.staging_bytes`, `host.populate`, `store.secret`,
+            `store.secret_file`, `store.loss`, `store.codec`, the keys and the tenant of `store`, `journal` and
+            `limits.open_deadline_s`.
         layout: this rank's KV groups; `chunk_tokens` is the engine's page. Without a `part`, ranks share no object.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`, the same on every rank.
         rank: number of this rank, from 0.
@@ -38,7 +41,8 @@ def open_object_store(
         RuntimeError: the system cannot start a thread.
     """
     if not config.tiers:
-        raise ConfigError("tiers: none; allowed: at least one, because an object store keeps nothing itself")
+        raise ConfigError("none", setting="tiers", allowed="at least one, because an object store keeps nothing itself")
+    layout, fingerprint_digest = in_class(config, layout, fingerprint_digest)
     slots = slots_for(layout, config.host.staging_bytes, setting="host.staging_bytes")
     arena = Arena(layout, slots, populate=config.host.populate)
     tiers: dict[str, Tier] = {}
@@ -55,7 +59,9 @@ def open_object_store(
             store_secret(config, down, secret, flaw), fingerprint_digest, layout.chunk_tokens, config.store.tenant
         )
         metrics, guards = Metrics(), Guards()
-        journal = open_journal(config, [layout], root, metrics, guards)
+        open_journal(config, [layout], root, metrics, guards)
+        if config.store.loss_notice:
+            logger.warning("%s", config.store.loss_notice)
         return ObjectStore(
             layout=layout.on_rank(rank, ranks),
             name_root=root,
@@ -68,9 +74,8 @@ def open_object_store(
             common=common_tiers(config),
             down=down,
             metrics=metrics,
-            journal=journal,
             guards=guards,
-            on_close=closing_lines(close, *(() if journal is None else (journal,))),
+            on_close=close,
         )
     except BaseException:
         closing_keys(partial(close_tiers, tiers), keys)(5.0)

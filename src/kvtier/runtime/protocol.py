@@ -3,11 +3,11 @@
     ["Transfer", number of the command, [id, direction, key, ...]]  the fields in the order of the type
     ["Ping", 0, []]                                                 not a command: no number
 
-Both ends are the same kvtier on one machine and have authenticated each other. Input is checked all the same: a message
-that is too long, not JSON or of another form raises `ProtocolError`, and the connection ends.
+Both ends run the same kvtier on one machine and have authenticated each other. Input is still checked: a message that
+is too long, not JSON or of another form raises `ProtocolError`, and the connection ends.
 
-Times are on the session's clock. `time.monotonic` is one clock for all processes of a Linux machine, so they travel as
-they are; `rank_server` checks that both clocks agree.
+Times are on the session's clock. `time.monotonic` is one clock for all processes of a Linux machine, so times are sent
+unchanged. `rank_server` checks that both clocks agree.
 """
 
 import json
@@ -39,10 +39,10 @@ from kvtier.types import (
 )
 
 MESSAGE_BYTES_MAX = 16 << 20
-"""Longest message: a probe of 200,000 objects."""
+"""Longest message, which is a probe of 200,000 objects."""
 
 CACHED_TRANSFERS_MAX = 1024
-"""Transfers whose encoding is cached, because every rank gets the same."""
+"""How many encoded transfers are cached, because every rank gets the same ones."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -54,7 +54,7 @@ class ProtocolError(KvError):
 
 
 class CommandMessage(NamedTuple):
-    """A command, with the number of its completion: a drop or tell has no id."""
+    """A command with a number, which its completion repeats: a drop or tell has no id."""
 
     number: int
     command: Work
@@ -93,7 +93,7 @@ class Leave(NamedTuple):
 
 
 class TierReport(NamedTuple):
-    """What a rank's `TierView` of one tier shows. The rank sends it once a second at most, if it has changed."""
+    """The values of a rank's `TierView` of one tier, sent at most once a second, if they have changed."""
 
     tier: str
     figures: Figures
@@ -104,10 +104,10 @@ Message = CommandMessage | CompletionMessage | Cancel | Note | Ping | Leave | Ti
 
 
 def encode(message: Message) -> bytes:
-    """`message` with its length prefix.
+    """Encode `message` with its length prefix.
 
     Raises:
-        ProtocolError: it is too long.
+        ProtocolError: the message is too long.
     """
     number, what = message if isinstance(message, CommandMessage) else (0, message)
     fields = _transfer_fields(what) if isinstance(what, Transfer) else _to_json(what)
@@ -118,10 +118,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """The message in `body`, without its length prefix.
+    """Decode the message in `body`, which has no length prefix.
 
     Raises:
-        ProtocolError: it is invalid.
+        ProtocolError: the message is invalid.
     """
     try:
         name, number, values = cast("list[Any]", json.loads(body))
@@ -139,7 +139,7 @@ class MessageReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The bodies that `data` completes.
+        """Yield the bodies that `data` completes.
 
         Raises:
             ProtocolError: a length is above `MESSAGE_BYTES_MAX`.
@@ -159,7 +159,7 @@ class MessageReader:
 
 
 def _plain(value: Any) -> object:  # noqa: ANN401 - any field of a message
-    """What JSON does not have. An engine's block numbers may be numpy integers."""
+    """Convert a value that JSON lacks. An engine's block numbers may be numpy integers."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, Enum):
@@ -178,7 +178,7 @@ def _transfer_fields(transfer: Transfer) -> str:
 
 
 def _of(*kinds: type) -> Callable[[Any], Any]:
-    """Reads a value that has one of these types, and no subclass: True is no integer."""
+    """Make a reader that accepts values of exactly these types and no subclass: True is not an integer."""
 
     def read(value: _T) -> _T:
         if type(value) not in kinds:
@@ -250,6 +250,6 @@ _FIELDS: dict[type[Any], tuple[Callable[[Any], Any], ...]] = {
     Leave: (),
     TierReport: (_word, _figures, _count),
 }
-"""Reads the fields of each type."""
+"""The readers of each type's fields."""
 
 _KINDS = {kind.__name__: kind for kind in _FIELDS}

@@ -23,35 +23,36 @@ from kvtier.keys.key_source import KeySource
 from kvtier.keys.secret import Secret, key_id, model_id
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena, Bytes, PageLock, chunk_bytes, slots_for
+from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.deferred_tier import DeferredTier
-from kvtier.runtime.guards import ends_by_itself
 from kvtier.runtime.mover import Mover, Threads
+from kvtier.runtime.observers.guards import ends_by_itself
 from kvtier.runtime.rank_group import in_threads
 from kvtier.runtime.secret import found_secret
-from kvtier.runtime.stored_forms import closing_keys, forms_of, open_key_source
+from kvtier.runtime.tier_codecs import closing_keys, forms_of, in_class, open_key_source
 from kvtier.tier.base import Tier
 from kvtier.tier.registry import TierContext, TierSettings, is_sealed, kind_of
 
 logger = logging.getLogger(__name__)
 
 FIRST_CONTACT_S = 0.2
-"""Nodes that start together open a shared store spread over this time."""
+"""Nodes that start together open a shared store at random moments within this time."""
 
 COPY_THREADS = 2
 """Default number of threads for gather and scatter."""
 
 TIERS_DEADLINE_S_MIN = 1.0
-"""Closing leaves tiers at least this long to write their index, even if the flush used up the deadline."""
+"""When closing, tiers get at least this long to write their index, even if the flush has used up the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What one rank owns. Its session is in this or another process."""
+    """The objects that one rank owns. Its session is in this or another process."""
 
     number: int
     ranks: int
     slots: tuple[int, ...]
-    """Slots of each group, the same on every rank."""
+    """Number of slots of each group, the same on every rank."""
     mover: Mover
     tiers: tuple[str, ...]
     """Names of the tiers. Only the mover's threads call the tiers."""
@@ -60,18 +61,18 @@ class Rank:
     down: tuple[str, ...]
     """Names of tiers that are not open yet."""
     close_tiers: Callable[[float], None]
-    """Closes the tiers in threads of their own; waits up to the given seconds."""
+    """Closes each tier in its own thread, and waits up to the given seconds."""
     arena: Arena
     layout: KvLayout
-    """With the part of each KV group that this rank holds."""
+    """The layout, with this rank's part of each KV group."""
     keys: KeySource | None = None
-    """Of seals."""
+    """The keys of seals."""
     found: tuple[Secret | None, str] = (None, "")
-    """The answer of `found_secret`."""
+    """What `found_secret` returned."""
 
     @property
     def counted(self) -> KvLayout:
-        """The layout for figures of the whole engine, in which a copy with slots of its own counts like the first."""
+        """The layout for figures of the whole engine. In it, a copy with slots of its own counts like the first."""
         held = enumerate(self.layout.groups)
         return self.layout.with_parts(
             (it.part, it.copy if number in self.arena.filled_elsewhere else 0) for number, it in held
@@ -102,14 +103,14 @@ def open_rank(
 
     Args:
         config: the settings, the same on every rank; `host.capacity_bytes` is divided among the ranks.
-        layout: this rank's KV groups.
+        layout: this rank's KV groups, of the class `store.loss` or of none.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`, the same on every rank.
         copier: copies between this rank's blocks and host slots.
         rank: number of this rank, from 0.
         ranks: number of ranks.
-        engine_chunk_bytes: host bytes of one chunk on all ranks together, the same on every rank; 0: all ranks have as
-            many as this one.
-        shared: memory that this rank has in common with others, by KV group (`shared_memory`).
+        engine_chunk_bytes: host bytes of one chunk on all ranks together, the same on every rank; 0 if every rank has
+            as many as this one.
+        shared: memory that this rank shares with others, by KV group (`shared_memory`).
         page_lock: page-locks host memory for a device.
         copy_threads: threads for gather and scatter.
 
@@ -119,7 +120,7 @@ def open_rank(
         RuntimeError: the system cannot start a thread.
     """
     check_interface(copier, Copier, f"the engine's copier {type(copier).__module__}.{type(copier).__qualname__}")
-    layout = layout.on_rank(rank, ranks)
+    layout, fingerprint_digest = in_class(config, layout.on_rank(rank, ranks), fingerprint_digest)
     slots = slots_for(layout, config.host.capacity_bytes, engine_chunk_bytes or chunk_bytes(layout) * ranks)
     arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock, shared=shared)
     tiers: dict[str, Tier] = {}
@@ -130,16 +131,18 @@ def open_rank(
         forms = forms_of(config, keys)
         tiers |= open_tiers(config, layout, fingerprint_digest, secret, flaw, arena.memory, rank=rank, ranks=ranks)
         mover = Mover(
-            layout=layout,
-            model=model_id(secret, fingerprint_digest),
-            arena=arena,
-            copier=copier,
-            tiers=tiers,
-            common=common_tiers(config),
-            forms=forms,
+            CommandRunner(
+                layout=layout,
+                model=model_id(secret, fingerprint_digest),
+                arena=arena,
+                copier=copier,
+                tiers=tiers,
+                common=common_tiers(config),
+                forms=forms,
+                writes_all=config.store.write_policy == "through",
+            ),
             threads=Threads(device=copy_threads),
             tier_threads=threads_of_tiers(config),
-            writes_all=config.store.write_policy == "through",
         )
     except BaseException:
         closing_keys(partial(close_tiers, tiers), keys)(5.0)
@@ -162,10 +165,10 @@ def open_tiers(
     rank: int,
     ranks: int,
 ) -> dict[str, Tier]:
-    """The tiers of one rank by name, in the order of the settings; one that fails or hangs may open later.
+    """Open the tiers of one rank, by name in the order of the settings. One that fails or hangs may open later.
 
-    `secret` and `flaw` are those of `found_secret`; with a flaw all tiers stay away. `memory` is what objects are
-    mostly read into and written from.
+    `secret` and `flaw` come from `found_secret`. With a flaw, no tier opens. `memory` is the memory that most objects
+    are read into and written from.
 
     Raises:
         ConfigError: a setting is wrong. Nothing stays open.
@@ -181,7 +184,7 @@ def open_tiers(
     )
     tiers: dict[str, Tier] = {}
     try:
-        # All of them open at the same time, so that one which hangs delays no other.
+        # All open at the same time, so that one that hangs does not delay the others.
         opening = [(it, _deferred(it, replace(context, is_sealed=is_sealed(it)), flaw)) for it in config.tiers]
         tiers |= {tier.name: deferred for tier, deferred in opening}
         began_s, deadline_s = time.monotonic(), config.limits.open_deadline_s
@@ -197,27 +200,27 @@ def open_tiers(
 
 
 def tiers_down(tiers: Mapping[str, Tier]) -> tuple[str, ...]:
-    """Names of the tiers that are not open yet."""
+    """Return the names of the tiers that are not open yet."""
     return tuple(name for name, tier in tiers.items() if isinstance(tier, DeferredTier) and not tier.is_open)
 
 
 def common_tiers(config: Config) -> set[str]:
-    """Names of tiers in which all ranks of the engine use one store."""
+    """Return the names of tiers in which all ranks of the engine use one store."""
     return {it.name for it in config.tiers if kind_of(it).is_common(it) or kind_of(it).is_shared(it)}
 
 
 def tiers_of_one_cap(config: Config) -> set[str]:
-    """Names of tiers whose fill level is that of the whole store, on every rank."""
+    """Return the names of tiers for which every rank reports the fill level of the whole store."""
     return {it.name for it in config.tiers if kind_of(it).has_one_cap or kind_of(it).is_shared(it)}
 
 
 def threads_of_tiers(config: Config) -> dict[str, Threads]:
-    """Threads of each tier's queues."""
+    """Return the numbers of threads of each tier's queues."""
     return {it.name: Threads(read=it.read_threads, write=it.write_threads) for it in config.tiers}
 
 
 def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:
-    """Close all tiers, each in a thread of its own, and wait up to `deadline_s` seconds."""
+    """Close each tier in its own thread, and wait up to `deadline_s` seconds."""
 
     def close(name: str, tier: Tier) -> None:
         try:
@@ -229,7 +232,7 @@ def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:
 
 
 def _deferred(tier: TierSettings, context: TierContext, flaw: str) -> DeferredTier:
-    """The tier, which a thread of its own opens; with a `flaw` of the secret it stays away."""
+    """Return a tier that a thread of its own opens. It never opens if the secret has a `flaw`."""
     kind = kind_of(tier)
 
     def make() -> Tier:
@@ -241,7 +244,7 @@ def _deferred(tier: TierSettings, context: TierContext, flaw: str) -> DeferredTi
             return kind.open(tier, context)
         except UnusablePathError as error:
             raise DamagedStoreError(tier.name, str(error).removeprefix(f"tier {tier.name!r}: ")) from error
-        except BaseException as error:  # of another package, perhaps: it must not end the engine
+        except BaseException as error:  # a tier of another package must not end the engine
             if isinstance(error, ConfigError | TierError) or (
                 isinstance(error, RuntimeError) and ends_by_itself(error)
             ):

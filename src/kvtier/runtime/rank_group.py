@@ -1,4 +1,4 @@
-"""Several ranks as one executor: a command goes to all ranks and is completed once all have completed it."""
+"""Makes several ranks one executor: a command goes to all ranks and is completed once all have completed it."""
 
 import threading
 import time
@@ -6,49 +6,47 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvtier.runtime.executor import Completion, TierView, Work
+from kvtier.runtime.executor import Completing, Completion, TierView, Work
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.remote_rank import RemoteRank
 from kvtier.types import SEVERITY, Cancel, Command, Outcome, Probe, Recall
 
 
-class RankGroup:
-    """An `Executor` over all ranks of one engine. The worst outcome of a rank is the outcome of the command.
+class RankGroup(Completing):
+    """An `Executor` over all ranks of one engine. The worst outcome of any rank is the outcome of the command.
 
-    In a remote tier one rank probes for all, by its own names, because the ranks wrote theirs together. The answer is a
-    hint: where another rank lacks an object, its promotion finds that out and the load is shorter. A recall is of rank
-    0.
+    In a remote tier one rank probes for all, using its own names, because all ranks write their objects together. The
+    answer is a hint: if another rank lacks an object, its promotion fails and the load is shorter. Only rank 0 answers
+    a recall.
 
     Args:
-        ranks: at least one; their completions go to the group from now on.
+        ranks: at least one rank; their completions go to the group from now on.
         remote: names of the remote tiers.
 
-    `close` is for one owner thread, the other methods for any.
+    One thread, the owner, may call `close`; any thread may call the other methods.
     """
 
     needs_flush = True
 
     def __init__(self, ranks: Sequence[Mover | RemoteRank], remote: Collection[str] = ()) -> None:
         self._ranks = tuple(ranks)
-        self._put: Callable[[Completion], None] = lambda _completion: None
-        self._ready: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._open: dict[int, _PendingCommand] = {}
-        """Open commands by object identity, because a drop has no id."""
+        """Open commands, by object identity because a drop has no id."""
         self._asked = dict.fromkeys(remote, 0)
-        """Position of the rank that probes each remote tier: the one whose call failed last. So a tier that one rank
-        cannot reach is not taken for healthy."""
+        """Position of the rank that probes each remote tier, which is the rank whose call failed last. So a tier that
+        one rank cannot reach does not count as healthy."""
         for position, rank in enumerate(self._ranks):
             rank.complete_to(partial(self._answered, position), self._announce)
 
     @property
     def lost(self) -> str:
-        """Why a rank is lost, and the group with it; empty while none is."""
+        """Why a rank, and so the whole group, is lost; empty if none is."""
         return next((rank.lost for rank in self._ranks if rank.lost), "")
 
     def submit(self, *commands: Command) -> None:
-        """See `Executor`."""
+        """Queue `commands`, in order."""
         asked: dict[int, int] = {}
         with self._lock:
             for command in commands:
@@ -64,12 +62,8 @@ class RankGroup:
             if mine:
                 rank.submit(*mine)
 
-    def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None]) -> None:
-        """See `Executor`."""
-        self._put, self._ready = put, ready
-
     def flush(self) -> bool:
-        """See `Executor`."""
+        """Send what `submit` has queued for other processes; False if some remains."""
         are_flushed = [rank.flush() for rank in self._ranks]
         return all(are_flushed)
 
@@ -81,13 +75,16 @@ class RankGroup:
     def when_leaving(self, act: Callable[[], None]) -> None:
         """Call `act` when a rank's process is about to end. `act` must be quick and may run in any thread.
 
-        The rank then waits, up to a deadline, to be closed. So pending demotions can end before.
+        The rank then waits, up to a deadline, to be closed, so that pending demotions can finish.
         """
         for rank in self._ranks:
             rank.when_leaving(act)
 
     def close(self, deadline_s: float) -> bool:
-        """See `Executor`. Ranks close concurrently, so that one that hangs does not use up the others' deadline."""
+        """Cancel commands that have not started and wait for the others. Return whether all have ended.
+
+        Ranks close concurrently, so that one that hangs does not use up the others' deadline.
+        """
         results = [False] * len(self._ranks)
 
         def close(position: int) -> None:
@@ -104,7 +101,7 @@ class RankGroup:
                 self._asked[completion.command.tier] = position
             waiting = self._open[id(completion.command)]
             together = completion if waiting.completion is None else merged(waiting.completion, completion)
-            # An exception up to here means that the completion was not taken.
+            # An exception up to here means that the completion was not accepted.
             if waiting.left > 1:
                 waiting.completion = together
                 waiting.left -= 1
@@ -117,7 +114,7 @@ class RankGroup:
 
 
 class _PendingCommand:
-    """A command that a rank has not completed."""
+    """A command that some rank has not completed yet."""
 
     __slots__ = ("command", "completion", "left")
 
@@ -128,9 +125,9 @@ class _PendingCommand:
 
 
 def merged(one: Completion, other: Completion) -> Completion:
-    """One completion of two ranks': the worst outcome with its detail and reason, and the slower rank's times.
+    """Merge the completions of two ranks: the worst outcome with its detail and reason, and the slower times.
 
-    A probe finds only objects that both ranks hold. Bytes add up.
+    A probe finds only objects that both ranks found. Bytes are added.
     """
     worst = max(one, other, key=lambda it: (SEVERITY[it.outcome], it.reason, it.detail))
     is_done = worst.outcome is Outcome.DONE
@@ -164,16 +161,16 @@ Ranks = Mover | RemoteRank | RankGroup
 
 
 class OpenRanks(NamedTuple):
-    """The ranks below a core, and what is the same on all of them."""
+    """The ranks of a core, and the values that are the same on all of them."""
 
     executor: Ranks
     slots: tuple[int, ...]
-    """Slots of each group."""
+    """Number of slots of each group."""
     tiers: tuple[str, ...]
     """Names of the lower tiers, fastest first."""
     down: frozenset[str] = frozenset()
     """Tiers that some rank has not opened yet."""
     views: Sequence[Mapping[str, TierView]] = ()
-    """Figures of the tiers, by name, of each rank."""
+    """Each rank's figures of its tiers, by name."""
     rank_count: int = 1
     """Number of ranks."""

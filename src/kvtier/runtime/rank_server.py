@@ -1,4 +1,4 @@
-"""Serves one rank's mover to the core's process, over a Unix-domain socket without a place in a file system.
+"""Serves one rank's mover to the core's process over an abstract Unix socket.
 
     worker                                       the core's process
     RankServer(rank, on_note)
@@ -7,16 +7,15 @@
         mover's threads  -- completions -->
         reader thread    -- tiers' figures -->
 
-It accepts one connection, because slots belong to one core. Processes of other users are refused. Each side proves that
-it knows the key of the handshake without sending it: the core with its first bytes, the rank with its answer.
-`protocol` has the messages, `remote_rank` describes how a connection ends.
+It serves one connection, because slots belong to one core. Each side proves that it knows the key of the handshake
+without sending it: the core with its first bytes, the rank with its answer. `local_sockets` accepts the connections.
+`protocol` defines the messages, and `remote_rank` describes how a connection ends.
 """
 
 import hmac
 import logging
 import os
 import secrets
-import select
 import socket
 import struct
 import threading
@@ -26,7 +25,7 @@ from operator import eq
 from typing import Any, NamedTuple
 
 from kvtier.runtime.executor import Completion, Work
-from kvtier.runtime.fault_log import FaultLog
+from kvtier.runtime.local_sockets import CONNECTIONS_MAX, LocalServer, set_timeout, shut
 from kvtier.runtime.mover import FIGURES_EVERY_S, Mover
 from kvtier.runtime.protocol import (
     CommandMessage,
@@ -43,17 +42,11 @@ from kvtier.runtime.protocol import (
 )
 from kvtier.runtime.rank import Rank
 from kvtier.runtime.rank_group import OpenRanks, RankGroup
-from kvtier.runtime.remote_rank import HUNG_S, RECV_BYTES, RemoteRank, peer_of, set_timeout
+from kvtier.runtime.remote_rank import HUNG_S, RECV_BYTES, RemoteRank
 from kvtier.types import Cancel, Figures, Outcome
 
-GREETINGS_MAX = 16
-"""Connections that have sent nothing yet. Another one ends the oldest of them."""
-
 SEND_S = 10.0
-"""Deadline for the core to read a completion; past it the connection is closed."""
-
-IDLE_S = 60.0
-"""A thread that waits for a connection checks for the end at this interval."""
+"""How long the core may take to read a completion before the connection is closed."""
 
 DRAIN_STEP_S = 0.01
 CLOCKS_APART_S_MAX = 0.1
@@ -66,16 +59,16 @@ _ANSWER_BYTES = _KEY_BYTES + _CLOCK.size
 logger = logging.getLogger(__name__)
 
 _SERVED: "dict[str, RankServer]" = {}
-"""Servers of this process, by address."""
+"""The servers of this process, by address."""
 
 
 class RankServer:
     """Accepts the core's connection and executes its commands.
 
     Args:
-        rank: owned by the caller, which closes it before this server.
-        on_note: receives the core's notes, in order: in a thread of the server, or in the sender's thread if the core
-            is in this process. It must be quick and must not raise.
+        rank: the rank; the caller owns it, and closes it before this server.
+        on_note: receives the core's notes in order, in a thread of the server, or in the sender's thread if the core is
+            in this process. It must be quick and must not raise.
 
     Raises:
         OSError: the system cannot create a socket.
@@ -92,26 +85,25 @@ class RankServer:
         self.is_here = False
         """Whether the core is in this process."""
         self._is_leaving = self._has_begun = False
-        """Which of `leave` and `_begin` comes second announces it, so that it is announced once."""
+        """Whichever of `leave` and `_begin` comes second announces the leaving, so that it is announced once."""
         self._is_mute = False
         self._open: dict[int, tuple[int, Work]] = {}
-        """Number of each open command, by the identity of the command."""
+        """Each open command with its number, by the command's identity."""
         self._next_report_s = 0.0
         self._reported = {name: TierReport(name, Figures(), 0) for name in rank.tiers}
-        """What the core knows of each tier."""
-        self._refusals = FaultLog()
+        """The last report that the core got of each tier."""
         self.address = f"kvtier-rank-{secrets.token_hex(16)}"
-        """Name of the socket, in the network namespace of this process."""
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"\0{self.address}")
-        self._listener.listen(GREETINGS_MAX)
+        """Abstract name of the socket in this process's network namespace."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(f"\0{self.address}")
+        listener.listen(CONNECTIONS_MAX)
         _SERVED[self.address] = self
-        self._thread = threading.Thread(target=self._serve, name=f"kvtier rank {rank.number} server", daemon=True)
-        self._thread.start()
+        self._server = LocalServer(f"kvtier rank {rank.number}", listener, self._serve)
+        self._server.start()
 
     @property
     def handshake(self) -> dict[str, Any]:
-        """Arguments of `connect`, as JSON values. Secret: it gives control of this rank."""
+        """What `connect` needs for this rank, as JSON values. It is secret, because it gives control of this rank."""
         rank = self._rank
         return {
             "address": self.address,
@@ -130,10 +122,10 @@ class RankServer:
         }
 
     def take_here(self) -> Mover:
-        """The mover, for a core in this process. Later connections are refused.
+        """Return the mover to a core in this process. Later connections are refused.
 
         Raises:
-            ProtocolError: a core has connected before.
+            ProtocolError: a core is already connected.
         """
         if not self._take():
             raise ProtocolError(f"rank {self._rank.number} has a connection already")
@@ -142,11 +134,11 @@ class RankServer:
         return self._rank.mover
 
     def leave(self, deadline_s: float) -> bool:
-        """Announce to the core that this process is about to end; wait up to `deadline_s` seconds until it disconnects.
+        """Tell the core that this process is about to end; wait up to `deadline_s` seconds for it to disconnect.
 
         Returns:
-            Whether the core has disconnected, or there was none. In a forked child it does nothing, because the
-            connection is the parent's.
+            Whether the core has disconnected, or there was none. In a forked child this does nothing, because the
+            parent owns the connection.
         """
         if self._process != os.getpid():
             return True
@@ -159,11 +151,10 @@ class RankServer:
             return True
         if has_begun:
             self._send(encode(Leave()))
-        self._thread.join(deadline_s)
-        return not self._thread.is_alive()
+        return self._server.join(deadline_s)
 
     def close(self, deadline_s: float = 5.0) -> bool:
-        """Close the connection once running commands have ended; whether that took at most `deadline_s` seconds.
+        """Close the connection once running commands have ended. Return whether that took at most `deadline_s` s.
 
         Idempotent. In a forked child it does nothing.
         """
@@ -172,80 +163,49 @@ class RankServer:
         self._take()
         with self._lock:
             if self._peer is not None:
-                _shut(self._peer, socket.SHUT_RD)
-        self._thread.join(deadline_s)
-        return not self._thread.is_alive()
+                shut(self._peer, socket.SHUT_RD)
+        return self._server.join(deadline_s)
 
     def _take(self, peer: socket.socket | None = None, answer: bytes = b"") -> bool:
-        """Listen no longer, and serve `peer`, which gets `answer`; False if that was decided before.
+        """Stop listening, and serve `peer`, which gets `answer`; False if another call had done so.
 
         Raises:
-            OSError: the peer has gone. Listening goes on.
+            OSError: the peer has gone. The server keeps listening.
         """
         with self._lock:
             was_taken = self._is_taken
             if peer is not None and not was_taken:
-                peer.sendall(answer)  # under the lock, because no message may be sent before
+                peer.sendall(answer)  # under the lock, because no message may come first
                 self._peer = peer
             self._is_taken = True
         _SERVED.pop(self.address, None)
-        _shut(self._listener, socket.SHUT_RDWR)  # wakes `_accept`; closing would not
+        self._server.stop()
         return not was_taken
 
     # ---- the reader's thread ---------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        with self._listener:
-            peer = self._accept()
-        if peer is None:
-            return
-        with peer:
-            try:
-                self._begin(peer)
-                self._obey(peer)
-            except ProtocolError as error:
-                logger.warning("rank %d closes the connection to the core: %s", self._rank.number, error)
-            except Exception:
-                logger.exception("internal error: rank %d closes the connection to the core", self._rank.number)
-            finally:
-                self._drain()
-
-    def _accept(self) -> socket.socket | None:
-        """The first connection that knows the key; None if the server is closed. Silent ones hold up no other."""
-        silent: dict[int, socket.socket] = {}
-        events = select.poll()
-        events.register(self._listener, select.POLLIN)
-        while not self._is_taken:
-            for number, _ in events.poll(IDLE_S * 1000):
-                if number in silent:
-                    events.unregister(number)
-                    self._admit(silent.pop(number))
-                    continue
-                try:
-                    peer, _ = self._listener.accept()
-                except OSError:  # it has been shut down, or the system has no more descriptors
-                    time.sleep(DRAIN_STEP_S)
-                    continue
-                silent[peer.fileno()] = peer
-                events.register(peer, select.POLLIN)
-                if len(silent) > GREETINGS_MAX:
-                    oldest = next(iter(silent))
-                    events.unregister(oldest)
-                    silent.pop(oldest).close()
-        for peer in silent.values():
-            peer.close()
-        return self._peer
-
-    def _admit(self, peer: socket.socket) -> None:
-        """Serve a connection that has sent something, if it is the first that knows the key."""
+    def _serve(self, peer: socket.socket) -> None:
+        """Serve a connection, if it is the first that knows the key."""
         try:
+            peer.recv(1, socket.MSG_PEEK)
+            if not self._server.keep(peer):
+                return
             answer = _answer(peer, self._key)
             refusal = "" if self._take(peer, answer) else "the rank has another connection, or ends"
         except (ProtocolError, OSError) as error:
             refusal = str(error)
         if refusal:
-            self._refusals.report(f"rank {self._rank.number}: a connection was refused", refusal)
-            peer.close()
+            self._server.refused(refusal)
+            return
+        try:
+            self._begin(peer)
+            self._obey(peer)
+        except ProtocolError as error:
+            logger.warning("rank %d closes the connection to the core: %s", self._rank.number, error)
+        except Exception:
+            logger.exception("internal error: rank %d closes the connection to the core", self._rank.number)
+        finally:
+            self._drain()
 
     def _begin(self, peer: socket.socket) -> None:
         self._rank.mover.complete_to(self._answer)
@@ -292,7 +252,7 @@ class RankServer:
         self._rank.mover.flush()
 
     def _report(self) -> None:
-        """Send the figures of tiers that have changed, unless that was done within `FIGURES_EVERY_S`."""
+        """Send the tiers' figures that have changed, unless they were sent within `FIGURES_EVERY_S`."""
         now_s = time.monotonic()
         if now_s < self._next_report_s:
             return
@@ -304,13 +264,13 @@ class RankServer:
                 self._send(encode(report))
 
     def _drain(self) -> None:
-        """End the mover: a closed connection means that no command runs any more."""
+        """End the mover: a closed connection must mean that no command runs any more."""
         has_ended = False
         while self._open and not has_ended:
             try:
                 has_ended = self._rank.mover.close(DRAIN_STEP_S)
             except Exception:
-                logger.exception("internal error: rank %d retries to end its mover", self._rank.number)
+                logger.exception("internal error: rank %d failed to stop its mover and will retry", self._rank.number)
                 time.sleep(DRAIN_STEP_S)
         with self._lock:
             self._peer = None
@@ -333,13 +293,13 @@ class RankServer:
             try:
                 self._peer.sendall(frame)
             except OSError:
-                self._mute()  # part of a message may be sent, so no other can follow
+                self._mute()  # part of a message may have been sent, so no other can follow
 
     def _mute(self) -> None:
-        """Stop sending. The reader thread gets the end of the stream and ends the mover."""
+        """Stop sending. The reader thread then sees the end of the stream and ends the mover."""
         self._is_mute = True
         if self._peer is not None:
-            _shut(self._peer, socket.SHUT_RD)
+            shut(self._peer, socket.SHUT_RD)
 
 
 class _Handshake(NamedTuple):
@@ -414,7 +374,7 @@ def _read(handshake: Mapping[str, Any]) -> _Handshake:
             tuple(map(str, handshake["remote"])),
         )
     except (KeyError, TypeError, ValueError) as error:
-        # Without the values, because one is the key.
+        # The message omits the values, because one is the key.
         raise ProtocolError(f"invalid handshake with the fields {', '.join(map(str, handshake))}") from error
 
 
@@ -422,12 +382,12 @@ def _dial(peer: _Handshake, until_s: float, hung_s: float) -> RemoteRank:
     name = f"rank {peer.rank} (process {peer.pid})"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # Not `settimeout`, with which `connect` fails at once while others wait to be accepted.
+        # With `settimeout` instead, `connect` would fail at once while others wait to be accepted.
         for which in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             set_timeout(connection, which, max(0.001, until_s - time.monotonic()))
         connection.connect(f"\0{peer.address}")
         _greet(connection, peer.key)
-        set_timeout(connection, socket.SO_SNDTIMEO, 0.0)  # none from here on
+        set_timeout(connection, socket.SO_SNDTIMEO, 0.0)  # no timeout from here on
         return RemoteRank(connection, name, peer.tiers, hung_s=hung_s)
     except (OSError, ProtocolError) as error:
         connection.close()
@@ -436,7 +396,7 @@ def _dial(peer: _Handshake, until_s: float, hung_s: float) -> RemoteRank:
 
 
 def _greet(connection: socket.socket, key: bytes) -> None:
-    """Authenticate a connection, on the core's side, and compare the clocks."""
+    """Authenticate a connection on the core's side, and compare the clocks."""
     nonce, sent_s = secrets.token_bytes(_KEY_BYTES), time.monotonic()
     connection.sendall(nonce + _proof(key, b"core", nonce))
     answer = connection.recv(_ANSWER_BYTES, socket.MSG_WAITALL)
@@ -450,10 +410,7 @@ def _greet(connection: socket.socket, key: bytes) -> None:
 
 
 def _answer(peer: socket.socket, key: bytes) -> bytes:
-    """The answer to the greeting of a connection, with the clock. A greeting arrives as a whole."""
-    process, user = peer_of(peer)
-    if user != os.geteuid():
-        raise ProtocolError(f"process {process} is of user {user}")
+    """Return the answer to a connection's greeting, with the clock. A greeting arrives as a whole."""
     greeting = peer.recv(_GREETING_BYTES, socket.MSG_DONTWAIT)
     nonce = greeting[:_KEY_BYTES]
     if not hmac.compare_digest(greeting[_KEY_BYTES:], _proof(key, b"core", nonce)):
@@ -462,12 +419,5 @@ def _answer(peer: socket.socket, key: bytes) -> bytes:
 
 
 def _proof(key: bytes, role: bytes, nonce: bytes) -> bytes:
-    # The role prevents that one side's proof is replayed to it. The number is the protocol's version.
+    # The role keeps a side's own proof from being replayed to it. The number is the protocol's version.
     return hmac.digest(key, b"kvtier 4 " + role + nonce, "sha256")
-
-
-def _shut(connection: socket.socket, how: int) -> None:
-    try:
-        connection.shutdown(how)
-    except OSError:
-        return  # the connection is closed already

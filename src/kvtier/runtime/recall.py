@@ -1,7 +1,7 @@
-"""Recalls chunks from the sealed heads of a tier's newest objects, so that routers learn after a start what it holds.
+"""Recalls chunks from the sealed heads of a tier's newest objects, so that routers learn what it holds after a start.
 
-A thread of its own lists and reads, in small batches with pauses, so that loads are not delayed. What hangs holds up
-nothing else: no command waits for it. An object that cannot be opened here is skipped and stays as it is.
+A thread per tier lists and reads in small batches with pauses, so that loads are not delayed. No command waits for it,
+so a read that hangs delays nothing else. An object that cannot be opened here is skipped and stays as it is.
 """
 
 import threading
@@ -11,43 +11,43 @@ from itertools import islice
 from typing import Final
 
 from kvtier.codec.frame import Seals, open_seal
-from kvtier.codec.head import Identity, expect, frame_layout, opened_identity, read_head
+from kvtier.codec.frame_header import Identity, expect, frame_layout, opened_identity, read_head
 from kvtier.errors import CorruptChunkError, TierError, UnreadableChunkError, described
 from kvtier.keys.object_names import names_of
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import page_aligned
 from kvtier.runtime.executor import Completion
-from kvtier.runtime.stored_forms import StoredForm
+from kvtier.runtime.tier_codecs import StoredForm
 from kvtier.tier.base import Read, Tier
 from kvtier.tier.loan import Loan
 from kvtier.types import ChunkKey, ChunkRecord, ObjectName, Outcome, Recall, RecallPage
 
 CHUNKS_MAX: Final = 16_384
-"""Most objects whose heads one recall reads."""
+"""Maximum number of heads that one recall reads."""
 
 HEADS_BYTES_MAX: Final = 64 << 20
-"""Most bytes of heads that one recall reads."""
+"""Maximum bytes of heads that one recall reads."""
 
 SECONDS_MAX: Final = 60.0
 """After this time a recall ends with what it has found."""
 
 PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Pauses before what was missed is read again: another engine may still be writing it."""
+"""Pauses before missed objects are read again: another engine may still be writing them."""
 
 BATCH: Final = 16
-"""Heads that one call of the tier reads. The thread then pauses for as long as the call took."""
+"""How many heads one call of the tier reads. The thread then pauses for as long as the call took."""
 
 PAGE_BYTES: Final = 256 << 10
 """Approximate size of the records in a page. A message has twice as many bytes."""
 
 
 class TierRecall:
-    """The recalls of one tier, on one rank. `page` is for one thread at a time.
+    """The recalls of one tier on one rank. Only one thread at a time may call `page`.
 
     Args:
-        tier: read by a thread of this object.
-        form: has the keys of its seals.
-        layout: the KV groups, with the part of each that this rank holds.
+        tier: the tier, which a thread of this object reads.
+        form: has the keys of the tier's seals.
+        layout: the KV groups, with this rank's part of each.
         model: 16 bytes, `keys.secret.model_id`; other models' objects are skipped.
         name_heads: `keys.object_names.name_head` of each group.
         closing: set when the mover closes; the thread then ends after its batch.
@@ -70,13 +70,13 @@ class TierRecall:
         self._closing = closing
         self._number = 0
         self._records: list[ChunkRecord] = []
-        """What the present recall has found. Its thread appends until the recall is over."""
+        """The records that the current recall has found. Its thread appends until the recall is over."""
         self._is_over = False
         self._error = ""
         self._thread: threading.Thread | None = None
 
     def page(self, command: Recall) -> Completion:
-        """The completion of `command`, at once. A new number starts the thread."""
+        """Return the completion of `command` at once. A new number starts the thread."""
         if command.number != self._number:
             if self._thread is not None and self._thread.is_alive():
                 return Completion(command, Outcome.FAILED, detail="an earlier recall has not ended")
@@ -111,9 +111,9 @@ class TierRecall:
             self._error = described(error)
 
     def _read(self, group: int) -> Iterator[dict[ObjectName, Identity]]:
-        """Identities with a text, in the order in which they were read: newest first, and parents soon after.
+        """Yield the identities that have a text, newest first, each soon followed by its parents.
 
-        They come when the list is read, and then with each further reading of what was missed.
+        They are yielded once the list is read, and again after each further reading of missed objects.
         """
         found: dict[ObjectName, Identity] = {}
         until_s = time.monotonic() + SECONDS_MAX
@@ -149,7 +149,7 @@ class TierRecall:
     def _opened(
         self, names: Sequence[ObjectName], buffer: memoryview, group: int, seals: Seals | None
     ) -> Iterator[tuple[ObjectName, Identity | None]]:
-        """What could be opened; None for an object that is not there, or that the tier failed to read."""
+        """Yield the identities that could be opened; None for an object that is absent or could not be read."""
         size = len(buffer) // BATCH
         heads = [buffer[at * size : (at + 1) * size] for at in range(len(names))]
         with Loan(heads, self._tier.name) as views:
@@ -162,7 +162,7 @@ class TierRecall:
                 yield name, identity
 
     def _identity(self, name: ObjectName, front: memoryview, group: int, seals: Seals | None) -> Identity | None:
-        """What the sealed head of `name` says; None if it has no text, is not of this engine or cannot be opened."""
+        """Read the identity in the sealed head of `name`; None if it has no text, is foreign or cannot be opened."""
         try:
             head = read_head(front)
             expect(head, self._layout.groups[group], Identity(name))
@@ -171,7 +171,7 @@ class TierRecall:
             identity = opened_identity(head, open_seal(head, seals)[1])
         except (CorruptChunkError, UnreadableChunkError):
             return None
-        # A key that names another object is not this chunk's, though its writer had the key of the seal.
+        # A key that names another object does not belong to this chunk, even though its writer had the key of the seal.
         is_whole = bool(identity.text) and identity.tokens == self._layout.chunk_tokens
         is_own = is_whole and names_of([(ChunkKey(identity.key), group)], self._name_heads) == [name]
         return identity if is_own else None
@@ -180,7 +180,7 @@ class TierRecall:
 def _take(
     first: dict[ObjectName, None], listed: Iterator[ObjectName], seen: set[ObjectName], most: int
 ) -> list[ObjectName]:
-    """The next names to read. Parents come at once: below the bounds whole chains count."""
+    """Take the next names to read. Parents come first, because a chain without its root is useless."""
     names = list(islice(first, most))
     seen.update(names)
     names += islice(listed, most - len(names))
@@ -191,7 +191,7 @@ def _take(
 
 
 def records_of(found: Mapping[ObjectName, Identity]) -> list[ChunkRecord]:
-    """The chunks of `found` whose chain is whole down to depth 0, each after its parent, chains in the given order."""
+    """Return the chunks of `found` whose chain is whole down to depth 0, each after its parent, in the given order."""
     records: list[ChunkRecord] = []
     whole: dict[ObjectName, bool] = {}
     for first in found:
@@ -212,7 +212,7 @@ def records_of(found: Mapping[ObjectName, Identity]) -> list[ChunkRecord]:
 
 
 def _front(records: Iterable[ChunkRecord]) -> Iterator[ChunkRecord]:
-    """The first of `records`, and more until `PAGE_BYTES` are full."""
+    """Yield the first of `records`, and more until they reach `PAGE_BYTES`."""
     size_bytes = 0
     for record in records:
         yield record

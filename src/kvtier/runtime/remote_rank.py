@@ -4,25 +4,25 @@
     send_note           sends at once
     a reader thread     turns messages of the rank into completions, and copies the tiers' figures to `views`
 
-To end, this side stops sending. The rank then cancels commands that have not begun, waits for the others, sends their
-completions and closes the connection. So the end of the stream, or of the process, means that the rank no longer uses
-the engine's blocks or slots, and all open commands fail. A process that only stops answering keeps its transfers open,
-because it may resume, and write to the engine's blocks or to slots that ranks share. (That delays nothing else: the
-engine needs that worker for each step, and promotions and demotions have deadlines in the core.)
+To end, this side stops sending. The rank then cancels commands that have not started, waits for the others, sends their
+completions and closes the connection. So at the end of the stream, or of the process, the rank no longer uses the
+engine's blocks or slots. All open commands then fail. If a process only stops answering, its transfers stay open: it
+may resume, and write to the engine's blocks or to slots that ranks share. That delays nothing else. The engine needs
+that worker for each step anyway, and promotions and demotions have deadlines in the core.
 """
 
 import logging
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvtier.errors import described
-from kvtier.runtime.executor import Completion, TierView, Work
+from kvtier.runtime.executor import Completing, Completion, TierView, Work
+from kvtier.runtime.local_sockets import peer_of, set_timeout, shut
 from kvtier.runtime.mover import CLOSED
 from kvtier.runtime.protocol import (
     CommandMessage,
@@ -40,14 +40,14 @@ from kvtier.runtime.protocol import (
 from kvtier.types import Cancel, Command, Outcome, Probe, Recall, Transfer
 
 SILENCE_S = 1.0
-"""Time without a message after which the rank is checked."""
+"""After this long without a message, the rank is checked."""
 
 HUNG_S = 30.0
-"""A rank that does not answer a ping for this long is lost. The time is long because the process may be busy; tiers
-have deadlines of their own in the core."""
+"""A rank that does not answer a ping for this long is lost. The time is long because the process may be busy. Tiers
+have their own deadlines in the core."""
 
 RETRY_S = 0.005
-"""Time after which a rank that reads slowly is sent the rest of its commands."""
+"""Time after which a slowly reading rank is sent the rest of its commands."""
 
 OUTBOX_BYTES_MAX = 32 << 20
 RECV_BYTES = 1 << 16
@@ -55,16 +55,16 @@ RECV_BYTES = 1 << 16
 logger = logging.getLogger(__name__)
 
 
-class RemoteRank:
+class RemoteRank(Completing):
     """One rank in another process, as an `Executor`.
 
     Args:
-        connection: connected and authenticated; owned by this object from now on.
-        name: of the rank, for the log.
+        connection: connected and authenticated, owned by this object from now on.
+        name: name of the rank, for the log.
         tiers: names of the rank's tiers.
-        hung_s: how long a ping may remain unanswered while commands are open.
+        hung_s: how long a ping may stay unanswered while commands are open.
 
-    `close` is for one owner thread, the other methods for any.
+    One thread, the owner, may call `close`; any thread may call the other methods.
     """
 
     needs_flush = True
@@ -75,7 +75,7 @@ class RemoteRank:
         self._socket = connection
         self._name = name
         self.views = {tier: TierView() for tier in tiers}
-        """Each tier's figures as the rank last sent them. A lost rank leaves its last ones."""
+        """Each tier's figures as the rank last sent them, even if it is lost."""
         self._hung_s = hung_s
         set_timeout(connection, socket.SO_RCVTIMEO, min(SILENCE_S, hung_s))
         self._process = _process_of(connection)
@@ -89,8 +89,6 @@ class RemoteRank:
         self._pinged_s: float | None = None
         """Time at which a ping was sent; None if a message has arrived since."""
         self._leaving: Callable[[], None] = lambda: None
-        self._put: Callable[[Completion], None] = lambda _completion: None
-        self._ready: Callable[[], None] = lambda: None
         self._reader = threading.Thread(target=self._read, name=f"kvtier {name}", daemon=True)
         self._reader.start()
 
@@ -100,7 +98,7 @@ class RemoteRank:
         return self._lost
 
     def submit(self, *commands: Command) -> None:
-        """See `Executor`; sent by the next `flush`."""
+        """Queue `commands`, in order. The next `flush` sends them."""
         for command in commands:
             if isinstance(command, Cancel):
                 with self._lock, suppress(ProtocolError):  # a cancel is optional
@@ -110,7 +108,7 @@ class RemoteRank:
                 self._ready()
 
     def _refusal(self, command: Work) -> tuple[Outcome, str] | None:
-        """Post `command`, or the outcome and detail with which it is refused."""
+        """Post `command`, or return the outcome and detail of its refusal."""
         with self._lock:
             if self._is_closed:
                 return Outcome.CANCELLED, CLOSED
@@ -127,16 +125,15 @@ class RemoteRank:
             self._open[self._last_number] = command
             return None
 
-    def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None] = lambda: None) -> None:
-        """See `Executor`."""
-        self._put, self._ready = put, ready
-
     def when_leaving(self, act: Callable[[], None]) -> None:
         """Call `act` when the rank's process is about to end, in the reader's thread."""
         self._leaving = act
 
     def flush(self) -> bool:
-        """See `Executor`: some remains while the other side reads slowly."""
+        """Send what `submit` has queued for other processes; False if some remains.
+
+        Some remains if the other side reads slowly.
+        """
         if not self._outbox:
             return True
         with self._lock:
@@ -146,7 +143,7 @@ class RemoteRank:
                 except BlockingIOError:
                     return False
                 except OSError:
-                    self._outbox.clear()  # the reader thread gets the error, too
+                    self._outbox.clear()  # the reader thread also gets the error
                 else:
                     del self._outbox[:sent]
         return True
@@ -158,7 +155,10 @@ class RemoteRank:
         self.flush()
 
     def close(self, deadline_s: float) -> bool:
-        """See `Executor`. Commands that run then are completed when they end."""
+        """Cancel commands that have not started and wait for the others. Return whether all have ended.
+
+        Commands that still run are completed when they end.
+        """
         until_s = time.monotonic() + deadline_s
         with self._lock:
             self._is_closed = True
@@ -204,7 +204,7 @@ class RemoteRank:
             os.close(self._process)
 
     def _read_bytes(self) -> bytes | None:
-        """Bytes of the rank; None if there are none yet, empty at the end of the stream."""
+        """Read bytes from the rank; None if there are none yet, empty at the end of the stream."""
         try:
             data = self._socket.recv(RECV_BYTES)
         except BlockingIOError:
@@ -235,7 +235,7 @@ class RemoteRank:
             if len(message.present) != wanted:
                 raise ProtocolError(f"a probe of {wanted} objects has {len(message.present)} results")
             if (message.page is not None) != (isinstance(command, Recall) and message.outcome is Outcome.DONE):
-                raise ProtocolError("a page of records belongs to a recall that is done, and to nothing else")
+                raise ProtocolError("only a completed recall has a page of records")
             completion = Completion(command, *message[1:])
             del self._open[message.number]
         self._give(completion)
@@ -249,7 +249,7 @@ class RemoteRank:
         self._ready()
 
     def _check_alive(self) -> None:
-        """Ping a silent rank with open commands; it is lost if a ping remains unanswered."""
+        """Ping a silent rank with open commands. It is lost if a ping stays unanswered."""
         now_s = time.monotonic()
         if not self._open or self._lost or self._is_closed:
             return
@@ -262,7 +262,7 @@ class RemoteRank:
             self._lose(f"its process has not answered for {now_s - self._pinged_s:.0f} s", is_gone=False)
 
     def _has_ended(self) -> bool:
-        """Whether the process is dead although the stream is open, because a child has inherited the socket."""
+        """Whether the process is dead. The stream may stay open because a child inherited the socket."""
         if self._process is None:
             return False
         question = select.poll()
@@ -270,7 +270,7 @@ class RemoteRank:
         return bool(question.poll(0))
 
     def _lose(self, why: str, *, is_gone: bool) -> None:
-        """Fail open commands, and all later ones. While the process may live, its transfers stay open."""
+        """Fail open commands, and all later ones. Transfers stay open while the process may still be alive."""
         with self._lock:
             detail = self._lost or (CLOSED if self._is_closed else f"{self._name} is lost: {why}")
             is_news = detail not in (self._lost, CLOSED)
@@ -280,33 +280,18 @@ class RemoteRank:
             failed = [number for number, command in self._open.items() if is_gone or not isinstance(command, Transfer)]
             commands = [self._open.pop(number) for number in failed]
         if is_news:
-            logger.error("%s; nothing is stored or loaded any more, all prompts are computed", detail)
+            logger.error("%s; from now on nothing is stored or loaded, and all prompts are computed", detail)
         for command in commands:
             self._give(Completion(command, Outcome.FAILED, detail=detail))
         self._stop_sending()
 
     def _stop_sending(self) -> None:
         with self._lock:
-            try:
-                self._socket.shutdown(socket.SHUT_WR)
-            except OSError:
-                return  # the rank has closed the connection
-
-
-def set_timeout(connection: socket.socket, which: int, seconds: float) -> None:
-    """Set how long a blocking `recv` (SO_RCVTIMEO) or `send` (SO_SNDTIMEO) waits before it raises BlockingIOError."""
-    whole = int(seconds)
-    connection.setsockopt(socket.SOL_SOCKET, which, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
-
-
-def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end, as this process numbers them."""
-    process, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return process, user
+            shut(self._socket, socket.SHUT_WR)
 
 
 def _process_of(connection: socket.socket) -> int | None:
-    """A pidfd of the process at the other end, readable once it dies; None if the system has none."""
+    """Return a pidfd of the process at the other end, readable once it dies; None if the system has none."""
     try:
         return os.pidfd_open(peer_of(connection)[0])
     except OSError:

@@ -1,4 +1,4 @@
-"""The secret that keys a session's names: configured, or kept in the store of a tier."""
+"""Finds the secret that keys a session's names, either configured or kept in a tier's store."""
 
 import logging
 import os
@@ -15,42 +15,41 @@ from kvtier.config.sections import HOW_TO_SHARE, Config
 from kvtier.errors import ConfigError, DamagedStoreError, TierError, described
 from kvtier.keys.secret import SECRET_BYTES, Secret, load, load_or_create
 from kvtier.runtime.deferred_tier import insisting
+from kvtier.tier.files.safe_open import UnusableStoreError, refuse_public
+from kvtier.tier.files.store_root import MISTAKES, command
 from kvtier.tier.registry import TierSettings, kind_of
-from kvtier.tier.safe_open import UnusableStoreError, refuse_public
-from kvtier.tier.store_root import MISTAKES, command
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
 SECRET_GRACE_S = 0.5
-"""How long to wait for the secret of a tier that did not open. It is short, because a tier that hangs has used up its
-deadline before, and a tier that another process holds, or that reads a large index, has a readable secret."""
+"""How long to wait for the secret of a tier that did not open. A short time is enough: a tier that hangs has already
+used up its deadline. The secret is readable in a tier that another process has locked, or that reads a large index."""
 
 
 def configured_secret(config: Config) -> Secret | None:
-    """The secret that the settings give; None if they give none.
+    """Return the secret that the settings give; None if they give none.
 
     Raises:
-        ConfigError: the file cannot be read in time, or holds no secret; with a shared tier also if it does not exist.
+        ConfigError: the file cannot be read in time, contains no secret, or is missing although a tier is shared.
     """
     deadline_s, file = config.limits.open_deadline_s, config.store.secret_file
+    about = {"setting": "store.secret_file", "value": repr(str(file))}
     if config.store.secret is not None or file is None:
         return config.store.secret
     is_shared = any(kind_of(tier).is_shared(tier) for tier in config.tiers)
     try:
         found = within(deadline_s, partial(load if is_shared else load_or_create, file), "kvtier secret")
     except TimeoutError:
-        raise ConfigError(f"store.secret_file = {str(file)!r} could not be read within {deadline_s:g} s") from None
+        raise ConfigError(f"could not be read within {deadline_s:g} s", **about) from None
     if found is None:
-        raise ConfigError(
-            f"store.secret_file = {str(file)!r} does not exist, and a shared tier needs it; {HOW_TO_SHARE}"
-        )
+        raise ConfigError(f"does not exist, and a shared tier needs it; {HOW_TO_SHARE}", **about)
     return found
 
 
 def found_secret(config: Config) -> tuple[Secret | None, str]:
-    """The configured secret, if any, and why its file gives none. A start asks once, and keeps the answer."""
+    """Return the configured secret, if any, and why its file gives none. A start calls this once."""
     try:
         return configured_secret(config), ""
     except (ConfigError, OSError) as error:
@@ -58,16 +57,17 @@ def found_secret(config: Config) -> tuple[Secret | None, str]:
 
 
 def store_secret(config: Config, down: Collection[str], given: Secret | None, flaw: str) -> Secret:
-    """The configured secret, or that of the first tier with a place for one, or a temporary one.
+    """Return the configured secret, or that of the first tier with a place for one, or a temporary one.
 
     Args:
         config: the settings.
         down: names of the tiers that are not open.
-        given: the configured secret, of `found_secret`, as is `flaw`.
-        flaw: why its file gives none. The secret is temporary then, and the caller must keep it from all tiers.
+        given: the configured secret, from `found_secret`.
+        flaw: why its file gives none, from `found_secret`. The secret is then temporary, and the caller must not let
+            any tier use it.
 
     Raises:
-        TierError: the tier that has it is required, and failed, or there is a flaw and a tier is required.
+        TierError: the tier that has the secret is required and failed, or there is a flaw and a tier is required.
     """
     if given is not None:
         return given
@@ -75,7 +75,7 @@ def store_secret(config: Config, down: Collection[str], given: Secret | None, fl
         for tier in config.tiers:
             if tier.required:
                 raise insisting(tier.name, DamagedStoreError(tier.name, flaw))
-        logger.error("%s; no tier is used before kvtier is started again", flaw)
+        logger.error("%s; no tier is used until kvtier is restarted", flaw)
         return Secret(secrets.token_bytes(SECRET_BYTES))
     deadline_s = config.limits.open_deadline_s
     for tier in config.tiers:
@@ -93,28 +93,28 @@ def store_secret(config: Config, down: Collection[str], given: Secret | None, fl
             is_damaged = not _may_pass(error)
             logger.log(
                 logging.ERROR if is_damaged else logging.WARNING,
-                "%s; kvtier uses a temporary secret: no other process, now or later, finds what this one stores%s",
+                "%s; kvtier uses a temporary secret: no other process, now or later, finds the objects of this one%s",
                 error,
-                f"; restore it, or ask what can be done: {command('repair', path.parent)}" if is_damaged else "",
+                f"; restore it, or repair the store: {command('repair', path.parent)}" if is_damaged else "",
             )
             break
     else:
         if any(kind_of(tier).persists for tier in config.tiers):
             logger.warning(
-                "no secret is configured, and no tier has a place for one: no other process, now or later, finds what "
-                "this one stores; set store.secret_file"
+                "no secret is configured, and no tier has a place for one: no other process, now or later, finds the "
+                "objects of this one; set store.secret_file"
             )
-    return Secret(secrets.token_bytes(SECRET_BYTES))  # no tier outlives the process, so the names need not either
+    return Secret(secrets.token_bytes(SECRET_BYTES))  # no tier outlives the process, so the names need not
 
 
 def _stored_secret(tier: TierSettings, path: Path, *, is_down: bool) -> Secret:
-    """The secret in a store's directory. A tier that is down gets a new one only where it may open, now or later.
+    """Return the secret in a store's directory. A tier that is down gets a new one only if it can open later.
 
     Raises:
         ConfigError: the file is damaged, or the directory cannot be used.
         OSError: the directory cannot be read.
     """
-    any_owner = getattr(tier, "any_owner", None)  # kinds of other packages do not have it
+    any_owner = getattr(tier, "any_owner", None)  # kinds of other packages lack it
     with suppress(FileNotFoundError):
         refuse_public(path.parent, any_owner=bool(any_owner))
     if is_down and not os.path.lexists(path):
@@ -125,10 +125,10 @@ def _stored_secret(tier: TierSettings, path: Path, *, is_down: bool) -> Secret:
 
 
 def within(deadline_s: float, act: Callable[[], Answer], thread: str) -> Answer:
-    """The result of `act`, which runs in a thread of its own (named `thread`) because a file system may hang.
+    """Return the result of `act`, which runs in a thread named `thread` because a file system may hang.
 
     Raises:
-        TimeoutError: it takes longer than `deadline_s` seconds. Exceptions of `act` are raised, too.
+        TimeoutError: `act` takes longer than `deadline_s` seconds. Its exceptions are also raised.
     """
     result: Future[Answer] = Future()
 
@@ -143,7 +143,7 @@ def within(deadline_s: float, act: Callable[[], Answer], thread: str) -> Answer:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether the directory or the storage failed, of which opening the tier tells. Else the file is no secret."""
+    """Whether the directory or storage failed, as opening the tier also reports. If not, the file is not a secret."""
     if not isinstance(error, ConfigError) or isinstance(error, UnusableStoreError):
         return True
     cause = error.__cause__

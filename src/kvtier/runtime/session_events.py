@@ -1,22 +1,23 @@
-"""Open loads and stores, and the events that end them: exactly one for each."""
+"""Open loads and stores, and the events that end them, exactly one for each."""
 
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 
 from kvtier.errors import BadCallError
+from kvtier.layout import Loss
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Bound, Metrics
-from kvtier.runtime.guards import Feature, Guards, LogLine
 from kvtier.runtime.mailbox import Mailbox
+from kvtier.runtime.observers.guards import Feature, Guards, LogLine
 from kvtier.types import Event, LoadDone, Place, RequestId, StoreDone
 
 EVENTS_MAX = 65_536
-"""Events kept for an engine that does not poll; more drop the oldest."""
+"""How many events are kept for an engine that does not poll. Further ones drop the oldest."""
 
 
 class OpenCall:
-    """A load or store without its event."""
+    """A load or store whose event has not been published."""
 
     __slots__ = ("is_over", "places", "request", "time_s", "tokens")
 
@@ -26,22 +27,25 @@ class OpenCall:
         self.tokens = tokens
         self.places = places
         self.is_over = False
-        """It was refused or has failed."""
+        """Whether it was refused or has failed."""
 
 
 class SessionEvents:
     """Open loads and stores, and the queue of events for the engine.
 
-    `begin_load`, `begin_store`, `withdraw` and `poll` are for any thread, the other methods for the holder of the
-    session's lock.
+    Any thread may call `begin_load`, `begin_store`, `withdraw` and `poll`. Only the holder of the session's lock may
+    call the other methods.
 
     Args:
         metrics: counts ended loads and stores.
-        guards: of the metrics; their lines for the log.
-        clock: seconds.
+        guards: guard the metrics, and collect lines for the log.
+        clock: returns seconds.
+        loss: the engine's class.
     """
 
-    def __init__(self, metrics: Metrics, guards: Guards, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, metrics: Metrics, guards: Guards, clock: Callable[[], float] = time.monotonic, loss: Loss = "none"
+    ) -> None:
         self._metrics = metrics
         self._guards = guards
         self._clock = clock
@@ -53,7 +57,8 @@ class SessionEvents:
         self._loaded = {share: metrics.bind(table.LOADS, result=share) for share in ("none", "part", "whole")}
         self._load_seconds = metrics.bind(table.LOAD_SECONDS)
         self._load_tokens: dict[str, Bound] = {}
-        """By place."""
+        """Counters of loaded tokens, by place."""
+        self._lossy_tokens = None if loss == "none" else metrics.bind(table.LOSSY_LOAD_TOKENS, loss=loss)
 
     def begin_load(self, request: RequestId, tokens: int, places: Sequence[Place]) -> OpenCall:
         """Register a load.
@@ -84,11 +89,11 @@ class SessionEvents:
         return True
 
     def poll(self, wait_s: float) -> list[Event]:
-        """The events since the last call; waits up to `wait_s` seconds for the first."""
+        """Return the events since the last call, after waiting up to `wait_s` seconds for the first."""
         return self._queue.get_all(wait_s)
 
     def end_poll(self) -> None:
-        """Let a poll return without an event."""
+        """Make a poll return without an event."""
         self._queue.put(None)
 
     def publish(self, event: Event) -> None:
@@ -97,12 +102,12 @@ class SessionEvents:
             call = self._loads.pop(event.request)
             try:
                 waiting = self._queue.put(event)
-            except BaseException:  # it is still open, and `fail` ends it
+            except BaseException:  # the load is still open, and `fail` will end it
                 self._loads[event.request] = call
                 raise
             try:
                 self._count_load(event, self._clock() - call.time_s)
-            except Exception as error:  # noqa: BLE001 - loads are too many for `Guards.run`
+            except Exception as error:  # noqa: BLE001 - there are too many loads for `Guards.run`
                 self._guards.failed(Feature.METRICS, error)
         elif isinstance(event, StoreDone):
             call = next(call for call in list(self._stores) if call.request == event.request)
@@ -125,11 +130,13 @@ class SessionEvents:
             if place not in self._load_tokens:
                 self._load_tokens[place] = self._metrics.bind(table.LOAD_TOKENS, place=place)
             counts.append((self._load_tokens[place], tokens))
+        if self._lossy_tokens is not None:
+            counts.append((self._lossy_tokens, sum(tokens for _, tokens in event.sources)))
         self._metrics.count(counts)
 
     def _count_store(self, event: StoreDone, seconds: float) -> None:
         self._metrics.add(table.STORES)
-        self._metrics.add(table.STORE_CHUNKS, event.held, result="held")
+        self._metrics.add(table.STORE_CHUNKS, event.stored, result="held")
         self._metrics.add(table.STORE_CHUNKS, event.dropped, result="dropped")
         self._metrics.observe(table.STORE_SECONDS, seconds)
 

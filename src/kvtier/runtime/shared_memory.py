@@ -1,12 +1,12 @@
-"""Host memory that ranks with equal parts of a KV group share: one copy for all of them.
+"""Host memory that ranks with equal parts of a KV group share, so that there is one copy for all of them.
 
-    exchange    Each rank tells what it holds. The first rank with a part has made a memory file for it, without a name.
+    exchange    Each rank sends its parts. The first rank with a part has made a memory file for it, without a name.
     map         All ranks with this part map the file. They open it by `/proc/PID/fd`, which only the same user can.
-    exchange    Each rank tells the host bytes of a chunk that it keeps by itself. Their sum is what a chunk takes.
+    exchange    Each rank sends the host bytes of a chunk that it alone keeps. Their sum is what a chunk takes.
 
-The first rank fills the slots, and does all that tiers need. The others only scatter. A rank that cannot map the file
+The first rank fills the slots and does all work for tiers. The others only scatter. A rank that cannot map the file
 keeps slots of its own, as if it were the only one with its part, and logs why. Slots are counted after that, so the
-memory of the engine has its limit in any case. The kernel frees a file when the last process that maps it has ended.
+engine stays within its memory limit in any case. The kernel frees a file when the last process that maps it has ended.
 """
 
 import ctypes
@@ -24,15 +24,15 @@ from kvtier.layout import KvLayout, Part
 from kvtier.runtime.arena import Bytes, as_bytes, chunk_bytes, slot_bytes
 
 Exchange = Callable[[Any], list[Any]]
-"""Returns what each rank has passed to it, by rank. It waits for all of them."""
+"""Waits for all ranks, and returns what each has passed to it, by rank."""
 
 _CLOSED_ON_EXEC, _ALLOWS_SEALS = 1, 2
 _ADD_SEALS, _SEALS = 1033, 1 | 2 | 4
-"""Linux's numbers for: no further seals, no shorter file, no longer file. So no process can cut off memory that others
-have mapped. A Python built for an old system has neither these names nor `os.memfd_create`."""
+"""Linux's numbers for a file that allows no further seals, no shrinking and no growing. So no process can cut off
+memory that others have mapped. A Python built for an old system lacks these names and `os.memfd_create`."""
 
 _FAILURES = (OSError, OverflowError, ValueError, AttributeError)
-"""Errors of the system. A C library without `memfd_create` raises the last one."""
+"""Errors of the system. The last one comes from a C library without `memfd_create`."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,31 +47,31 @@ class MemoryFile(NamedTuple):
 
 
 class HeldGroup(NamedTuple):
-    """What a rank tells the others about one of its KV groups."""
+    """The message of a rank to the others about one of its KV groups."""
 
     part: Part | None
     digest: bytes
     """Digest of the group's layout."""
     file: MemoryFile | None = None
-    """The memory for its slots; None if another rank makes it, or if the system gives none."""
+    """The memory for its slots; None if another rank makes it or the system provides none."""
 
 
 class SharedMemory(NamedTuple):
-    """What one rank knows after both exchanges."""
+    """The memory on which the ranks have agreed, as one rank sees it."""
 
     chunk_bytes: int
     """Host bytes of one chunk on all ranks together."""
     regions: Mapping[int, Bytes] = MappingProxyType({})
-    """Memory that this rank has in common with others, by KV group. There is more of it than slots need."""
+    """Memory that this rank shares with others, by KV group. It is larger than the slots need."""
 
 
 def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMemory:
-    """Agree with the other ranks on memory. Every rank calls this at the same time.
+    """Agree with the other ranks on shared memory. Every rank calls this at the same time.
 
     Args:
-        layout: of this rank, with its parts.
+        layout: this rank's layout, with its parts.
         capacity_bytes: host memory of all ranks together.
-        exchange: called twice. A rank that fails before passes None to it instead.
+        exchange: called twice. A rank that fails before this passes None to it instead.
 
     Raises:
         ConfigError: another rank has failed.
@@ -108,7 +108,7 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
             except _FAILURES as error:
                 why = str(error)
         if why:
-            logger.warning("this rank keeps slots of its own, so host memory holds fewer chunks: %s", why)
+            logger.warning("this rank keeps its own slots, so host memory holds fewer chunks: %s", why)
         own = (slot_bytes(it) for number, it in enumerate(layout.groups) if not it.copy or number not in regions)
         return SharedMemory(sum(exchange(sum(own))), regions)
     finally:
@@ -117,7 +117,7 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
 
 
 def _made(size_bytes: int) -> tuple[int, Bytes]:
-    """A new memory file: its descriptor and its bytes. Untouched pages take no memory."""
+    """Create a memory file; return its descriptor and its bytes. Untouched pages take no memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = int(libc.memfd_create(b"kvtier", _CLOSED_ON_EXEC | _ALLOWS_SEALS))
     if descriptor < 0:
@@ -137,13 +137,13 @@ def _named(descriptor: int) -> MemoryFile:
 
 
 def _opened(file: MemoryFile) -> Bytes:
-    """The bytes of another process's memory file.
+    """Map another process's memory file.
 
     Raises:
-        OSError: it cannot be opened, or there is another file, as in another PID namespace.
+        OSError: the file cannot be opened, or it is another file, as in another PID namespace.
     """
     path = Path(f"/proc/{file.process}/fd/{file.descriptor}")
-    found = path.stat()  # before it is opened, because it may be a device
+    found = path.stat()  # checked before opening, because it may be a device
     if (found.st_dev, found.st_ino) != (file.device, file.inode):
         raise OSError(f"{path} is another file; all ranks must run in one PID namespace")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

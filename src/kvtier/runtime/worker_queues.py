@@ -1,7 +1,7 @@
 """A worker queue: a bounded queue of jobs and the threads that do them.
 
-Each job leaves the queue once, under the lock. The code that removes it completes it: a worker thread, or the caller of
-`withdraw`, `expire` or `close`. Threads are daemons and every join has a deadline, so a thread that hangs in a tier
+Each job leaves the queue once, under the lock. Whoever removes it completes it: a worker thread, or the caller of
+`withdraw`, `expire` or `close`. Threads are daemons and every join has a deadline. So a thread that hangs in a tier
 delays neither `close` nor the exit of the process, and jobs behind it get another thread. A thread ends only after
 `close`.
 """
@@ -22,26 +22,26 @@ IDLE_WAIT_S = 60.0
 """An idle thread checks the queue at this interval, so that a lost wake-up cannot stall it."""
 
 STUCK_S = 30.0
-"""A queue is stuck when all of its threads have been in their present jobs for this long."""
+"""A queue is stuck when all of its threads have been in their current jobs for this long."""
 
 STALL_SHARE = 0.2
-"""While all threads are in calls, a job waits for about this part of its time. Then the queue gets another thread."""
+"""While all threads are in calls, a job waits for about this share of its time before the queue gets another thread."""
 
 SHARES_MOST = 4
-"""Most threads that share one batch's worth of jobs. A thread switch costs more than a small job."""
+"""At most this many threads share the jobs of one batch. A thread switch costs more than a small job."""
 
 
 logger = logging.getLogger(__name__)
 
 
 class Scratch:
-    """Page-aligned memory of one thread, which grows on demand."""
+    """One thread's page-aligned memory, which grows on demand."""
 
     def __init__(self) -> None:
         self._view = memoryview(b"")
 
     def view(self, size_bytes: int) -> memoryview:
-        """`size_bytes` writable bytes of undefined content."""
+        """Return `size_bytes` writable bytes of undefined content."""
         if len(self._view) < size_bytes:
             self._view = page_aligned(size_bytes).data
         return self._view[:size_bytes]
@@ -54,7 +54,7 @@ class WorkerQueue:
         name: part of the threads' names.
         threads: number of threads.
         run: does and completes a batch of jobs. If it raises, it has completed them.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -68,19 +68,20 @@ class WorkerQueue:
         self.name = name
         self._run = run
         self.jobs: deque[Job] = deque()
-        """Waiting jobs. Changed under the lock only."""
+        """Waiting jobs. Changed only under the lock."""
         self.urgent_jobs: deque[Job] = deque()
         self._lock = threading.Lock()
         self._bell: SimpleQueue[None] = SimpleQueue()
-        """Wakes idle threads, one for each entry; at most one for each idle thread, and one for each at the end."""
+        """Each entry wakes one idle thread. It has at most one entry per idle thread, plus one per thread at the
+        end."""
         self.is_open = True
-        """Whether it accepts jobs."""
+        """Whether the queue accepts jobs."""
         self._wanted = threads
         self._idle = 0
         self._threads: list[threading.Thread] = []
         self._clock = clock
         self._began_s: dict[int, float] = {}
-        """Time at which each busy thread began its present jobs, by thread id."""
+        """Time at which each busy thread started its current jobs, by thread id."""
 
     def start(self) -> None:
         """Start the threads.
@@ -97,9 +98,9 @@ class WorkerQueue:
         self._threads.append(thread)
 
     def relieve(self) -> None:
-        """Start another thread if jobs wait for threads of which none begins a job; at most twice as many in all.
+        """Start another thread if jobs wait and no thread starts one; at most twice as many threads in all.
 
-        Otherwise a few objects whose reads hang, one for each thread, would hold all others.
+        Otherwise a few reads that hang, one per thread, would hold up all others.
         """
         with self._lock:
             first = next(iter(self.urgent_jobs or self.jobs), None)
@@ -112,12 +113,12 @@ class WorkerQueue:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether all threads have been in their present jobs for `STUCK_S`. Takes no lock."""
+        """Whether all threads have been in their current jobs for `STUCK_S`. Takes no lock."""
         began_s = list(self._began_s.values())
         return 0 < len(self._threads) <= len(began_s) and max(began_s) <= self._clock() - STUCK_S
 
     def add(self, jobs: Sequence[Job], *, bound: int, is_urgent: bool = False) -> int:
-        """Queue `jobs` until `bound` jobs wait; how many were queued. The caller completes the others.
+        """Queue `jobs` until `bound` jobs wait, and return how many were queued. The caller completes the others.
 
         A queue that is not open accepts none.
         """
@@ -141,7 +142,7 @@ class WorkerQueue:
     def expire(self, now_s: float) -> list[Job]:
         """Remove the oldest jobs that are past their deadline. The caller completes them.
 
-        Otherwise jobs behind threads that hang would wait as long as these.
+        Otherwise jobs behind threads that hang would wait as long as the threads do.
         """
         late: list[Job] = []
         if self.urgent_jobs or self.jobs:
@@ -152,7 +153,7 @@ class WorkerQueue:
         return late
 
     def close(self) -> list[Job]:
-        """Accept no more jobs and stop the threads. The caller completes the returned jobs, which have not begun."""
+        """Accept no more jobs and stop the threads. Return the waiting jobs, which the caller completes."""
         with self._lock:
             self.is_open = False
             for _ in self._threads:
@@ -160,7 +161,7 @@ class WorkerQueue:
             return self._take_out(lambda _: True)
 
     def join(self, until_s: float) -> bool:
-        """Wait for the threads to end until `until_s` (`time.monotonic`); whether all have ended."""
+        """Wait until `until_s` (`time.monotonic`) for the threads to end. Return whether all have ended."""
         for thread in self._threads:
             thread.join(max(until_s - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
@@ -199,7 +200,7 @@ class WorkerQueue:
                     jobs = [first]
                     self._began_s[threading.get_ident()] = self._clock()
                     if first.together > 1 and queue:
-                        # Share the waiting jobs evenly with idle threads, which would otherwise begin them earlier.
+                        # Share the waiting jobs evenly with idle threads, which would start them sooner.
                         share = max(-(-(len(queue) + 1) // (self._idle + 1)), -(-first.together // SHARES_MOST))
                         most = min(first.together, share)
                         while len(jobs) < most and queue and len(jobs) < queue[0].together:

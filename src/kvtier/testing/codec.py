@@ -1,22 +1,24 @@
 """Contract tests for codecs. Subclass `CodecContract` in a pytest module and give it a `make`."""
 
+import math
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
-from kvtier.codec.base import Codec
-from kvtier.layout import ELEMENT_BYTES, SECTION_BYTES_MAX, Element
+from kvtier.codec.base import Codec, LossyCodec
+from kvtier.layout import ELEMENT_BYTES, LOSSY_ELEMENTS, SECTION_BYTES_MAX, Axes, Cut, Element, RunKind
 
 _LENGTHS = (1, 2, 511, 4095, 4096, 68_608, SECTION_BYTES_MAX)
 _GUARD = 64
 _FORMS: dict[Element, tuple[str, int]] = {"fp32": ("<f4", 0), "bf16": ("<f4", 2), "fp16": ("<f2", 0)}
-"""Of numbers in memory: NumPy's type, and its low bytes that the element does not have."""
+"""An element's form in memory: NumPy's type, and how many of its low bytes the element drops."""
 
 
 class CodecContract:
-    """Codecs are lossless and say so, and damaged input never makes them write outside of their buffer.
+    """A codec is lossless and says so. Damaged input never makes it write outside its buffer.
 
     Test your codec with::
 
@@ -26,11 +28,11 @@ class CodecContract:
     """
 
     def make(self) -> Codec:
-        """A codec; called for each test."""
+        """Return a codec. Called for each test."""
         raise NotImplementedError
 
     def test_has_a_name_and_an_id_that_fits_the_frame(self) -> None:
-        """A setting refers to the name, a frame to the id."""
+        """Settings refer to the name, frames to the id."""
         codec = self.make()
         assert codec.name
         assert codec.name == codec.name.lower().strip()
@@ -38,7 +40,7 @@ class CodecContract:
         assert codec.is_exact is True, "a codec that does not restore every byte is refused"
 
     def test_another_instance_decodes(self) -> None:
-        """Another process reads what this one wrote. A codec has no arguments and keeps nothing of what it encodes."""
+        """Another process reads what this one wrote. A codec has no arguments and no state."""
         codec = self.make()
         for element in ELEMENT_BYTES:
             for raw in _samples(element):
@@ -47,7 +49,7 @@ class CodecContract:
                 assert into == raw, element
 
     def test_round_trip(self) -> None:
-        """Decoding restores any content of any length and element. Memory may be read-only and not aligned."""
+        """Decoding restores any content of any length and element. Memory may be read-only or unaligned."""
         codec = self.make()
         for element in ELEMENT_BYTES:
             for raw in _samples(element):
@@ -98,7 +100,7 @@ class CodecContract:
                 for _ in range(150):
                     damaged = bytearray(stored)
                     for _ in range(draw.randrange(1, 4)):
-                        # Every other one near the front, where lengths are.
+                        # Damage every other one near the front, where lengths are.
                         damaged[draw.randrange(draw.choice((min(24, len(damaged)), len(damaged))))] = draw.randrange(
                             256
                         )
@@ -119,16 +121,145 @@ class CodecContract:
             assert all(pool.map(round_trip, range(64)))
 
 
+class LossyCodecContract:
+    """A lossy codec keeps its own bound, and coding what it restored changes next to nothing."""
+
+    def make(self) -> LossyCodec:
+        """Return a codec. Called for each test."""
+        raise NotImplementedError
+
+    def test_says_that_it_is_lossy(self) -> None:
+        """Engines without a class never use it."""
+        assert self.make().is_exact is False
+
+    def test_keeps_its_bound_in_any_arrangement(self) -> None:
+        """Memory may be read-only and unaligned. The codec writes only where it may, and leaves its input alone."""
+        codec = self.make()
+        for cut in _cuts():
+            raw = _kv(cut)
+            for is_first in (False, True):
+                into = bytearray(b"\xa5" * (1 + len(raw) + _GUARD))
+                room = memoryview(into)[1 : 1 + len(raw)]
+                source = bytearray(b"\0" + raw)
+                used = codec.encode(memoryview(source)[1:].toreadonly(), room, cut, is_first=is_first)
+                assert 0 < used < len(raw), cut
+                assert into[:1] + into[1 + len(raw) :] == b"\xa5" * (1 + _GUARD)
+                assert source[1:] == raw
+                stored = room[:used].toreadonly()
+                decoded = memoryview(_decoded(type(codec)(), stored, len(raw), cut, at=1))
+                assert not codec.error(memoryview(raw), stored, decoded, cut), cut
+                assert codec.error(memoryview(_kv(cut, seed=2)), stored, decoded, cut), "other numbers are within it"
+
+    def test_coding_again_ten_times_adds_a_hundredth_of_the_error_at_most(self) -> None:
+        """Frames move between tiers, and turns are stored again."""
+        codec = self.make()
+        for cut in _cuts():
+            raw = decoded = _kv(cut)
+            errors: list[float] = []
+            for _ in range(11):
+                decoded = _decoded(codec, _coded(codec, decoded, cut), len(raw), cut)
+                errors.append(float(np.mean((_floats(raw, cut.element) - _floats(decoded, cut.element)) ** 2)))
+            assert 0 < errors[-1] <= 1.01 * errors[0], (cut, errors)
+
+    def test_leaves_what_is_not_finite_to_other_codecs(self) -> None:
+        """One number without a value would take its whole group with it."""
+        codec = self.make()
+        for cut in _cuts():
+            for value in (math.nan, math.inf, -math.inf):
+                raw = bytearray(_kv(cut))
+                width = ELEMENT_BYTES[cut.element]
+                at = len(raw) // 2 // width * width
+                raw[at : at + width] = _elements(np.array([value]), cut.element)
+                assert _coded(codec, bytes(raw), cut) == b"", f"{value} was coded"
+
+    def test_refuses_what_does_not_fit(self) -> None:
+        """Lengths fit exactly, and so do the fields before the numbers."""
+        codec = self.make()
+        for cut in _cuts():
+            raw = _kv(cut)
+            stored = _coded(codec, raw, cut)
+            wrong = [stored[:at] for at in (0, 1, 7, 8, len(stored) // 2, len(stored) - 1)] + [stored + b"\0"]
+            for at in range(8):
+                wrong += [stored[:at] + bytes([stored[at] ^ bit]) + stored[at + 1 :] for bit in (1, 4, 0x80)]
+            for it in wrong:
+                assert _refuses(codec, it, len(raw), cut), cut
+            for length in (0, len(raw) - 2, len(raw) + 2):
+                assert _refuses(codec, stored, length, cut), cut
+
+    def test_ends_in_value_error_or_not_at_all_on_noise(self) -> None:
+        """Damage within the numbers may be accepted; checksums find it."""
+        codec = self.make()
+        draw = random.Random(7)
+        for cut in _cuts():
+            raw = _kv(cut)
+            stored = _coded(codec, raw, cut)
+            for _ in range(30):
+                damaged = bytearray(stored)
+                for _ in range(draw.randrange(1, 200)):
+                    damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+                _refuses(codec, bytes(damaged), len(raw), cut)
+
+    def test_serves_several_threads_at_once(self) -> None:
+        """All mover threads share one instance."""
+        codec = self.make()
+        cut = next(_cuts())
+
+        def coded(seed: int) -> bytes:
+            return _coded(codec, _kv(cut, seed), cut)
+
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(coded, range(32))) == [coded(seed) for seed in range(32)]
+
+
+def _cuts() -> Iterator[Cut]:
+    """Sections in the arrangements of engines, in each element."""
+    arrangements: list[tuple[RunKind, Axes]] = [
+        ("kv", Axes(("side", "head", "token", "channel"), (2, 2, 256, 64))),
+        ("kv", Axes(("page", "token", "head", "side", "channel"), (9, 16, 2, 2, 128))),
+        ("keys", Axes(("page", "head", "token", "channel"), (5, 3, 16, 80))),
+        ("values", Axes(("token", "head", "channel"), (70, 1, 192))),
+    ]
+    for element in sorted(LOSSY_ELEMENTS):
+        for kind, axes in arrangements:
+            yield Cut(0, 0, math.prod(axes.sizes) * ELEMENT_BYTES[element], element, kind, axes)
+
+
+def _kv(cut: Cut, seed: int = 1) -> bytes:
+    """Numbers like those of a model: channels differ in size, and some have a large mean."""
+    assert cut.axes is not None
+    draw = np.random.default_rng(seed)
+    channels = cut.axes.size("channel")
+    size, mean = draw.uniform(0.2, 3, channels), draw.standard_normal(channels) * 8 * (draw.random(channels) < 0.2)
+    return _elements(draw.standard_normal(cut.axes.sizes) * size + mean, cut.element)
+
+
+def _elements(numbers: np.typing.NDArray[np.float64], element: Element) -> bytes:
+    """Return numbers as `element` in memory. For `bytes` and `fp8e4m3` they are `fp8e5m2` numbers."""
+    kind, dropped = _FORMS.get(element, ("<f2", 1))
+    whole = numbers.astype(kind).reshape(-1)
+    return whole.view(np.uint8).reshape(len(whole), -1)[:, dropped:].tobytes()
+
+
+def _floats(raw: bytes, element: Element) -> np.typing.NDArray[np.float64]:
+    if element == "bf16":
+        return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return np.frombuffer(raw, _FORMS[element][0]).astype(np.float64)
+
+
+def _coded(codec: LossyCodec, raw: bytes, cut: Cut) -> bytes:
+    """Return the stored section, or nothing if it is not coded."""
+    into = memoryview(bytearray(len(raw)))
+    used = codec.encode(memoryview(raw), into, cut, is_first=False)
+    return bytes(into[:used]) if used < len(raw) else b""
+
+
 def _noise(length: int) -> bytes:
     return random.Random(length).randbytes(length)
 
 
 def _numbers(length: int, element: Element) -> bytes:
-    """Normally distributed numbers of `element`; those of `bytes` and `fp8e4m3` are of `fp8e5m2`."""
-    drawn = np.random.default_rng(length).standard_normal(length)
-    kind, dropped = _FORMS.get(element, ("<f2", 1))
-    whole = drawn.astype(kind).view(np.uint8).reshape(length, -1)
-    return whole[:, dropped:].tobytes()[:length]
+    """Normally distributed numbers, as `_elements` returns them."""
+    return _elements(np.random.default_rng(length).standard_normal(length), element)[:length]
 
 
 def _samples(element: Element) -> Iterator[bytes]:
@@ -145,13 +276,20 @@ def _encoded(codec: Codec, raw: bytes, element: Element = "bytes") -> bytes:
     return bytes(into[1 : 1 + used])
 
 
-def _refuses(codec: Codec, stored: memoryview, length: int, element: Element) -> bool:
-    """Whether `decode` raises ValueError. It must not write outside of its buffer."""
-    memory = bytearray(b"\xa5" * (length + _GUARD))
+def _decoded(codec: Any, stored: bytes | memoryview, length: int, about: Element | Cut, *, at: int = 0) -> bytes:  # noqa: ANN401 - of either interface
+    """Decode into `length` bytes, `at` bytes after an aligned address. `decode` must not write outside of them."""
+    memory = bytearray(b"\xa5" * (at + length + _GUARD))
     try:
-        codec.decode(stored, memoryview(memory)[:length], element)
-        refused = False
+        codec.decode(memoryview(stored), memoryview(memory)[at : at + length], about)
+    finally:
+        assert memory[:at] + memory[at + length :] == b"\xa5" * (at + _GUARD)
+    return bytes(memory[at : at + length])
+
+
+def _refuses(codec: Codec | LossyCodec, stored: bytes | memoryview, length: int, about: Element | Cut) -> bool:
+    """Whether `decode` raises ValueError."""
+    try:
+        _decoded(codec, stored, length, about)
     except ValueError:
-        refused = True
-    assert memory[length:] == b"\xa5" * _GUARD
-    return refused
+        return True
+    return False

@@ -22,7 +22,7 @@ class CopierWorld(ABC):
 
     Args:
         copier: the copier under test.
-        layout: its layout; with padding at the end of layers the tests check more.
+        layout: its layout. The tests check more if its layers end with padding.
         request: the request of all copies.
     """
 
@@ -33,15 +33,15 @@ class CopierWorld(ABC):
 
     @abstractmethod
     def chunks(self, group: int) -> list[tuple[int, ...]]:
-        """Addresses of at least four disjoint full chunks; some with blocks that are not in order."""
+        """Return addresses of at least four disjoint full chunks. Some must have blocks out of order."""
 
     @abstractmethod
     def wrong(self, group: int) -> list[tuple[int, ...]]:
-        """Invalid addresses."""
+        """Return invalid addresses."""
 
     @abstractmethod
     def read(self, group: int, blocks: tuple[int, ...]) -> list[bytes]:
-        """The engine's bytes at an address: each layer's `layer_bytes`, without padding."""
+        """Return the engine's bytes at an address: each layer's `layer_bytes`, without padding."""
 
     @abstractmethod
     def fill(self, group: int, blocks: tuple[int, ...], layers: list[bytes]) -> None:
@@ -49,7 +49,7 @@ class CopierWorld(ABC):
 
     @abstractmethod
     def everything(self) -> bytes:
-        """All of the engine's KV memory."""
+        """Return all of the engine's KV memory."""
 
 
 class CopierContract:
@@ -63,7 +63,7 @@ class CopierContract:
     """
 
     def make(self) -> CopierWorld:
-        """A world whose memory is not zero; called for each test."""
+        """Return a world whose memory is not zero. Called for each test."""
         raise NotImplementedError
 
     def test_gather_puts_each_layer_at_its_offset(self) -> None:
@@ -94,7 +94,7 @@ class CopierContract:
                 assert payload == before, "scatter only reads the payload"
 
     def test_scatter_touches_no_other_block(self) -> None:
-        """Other blocks may belong to other requests: restoring the named ones restores the memory."""
+        """Other blocks may belong to other requests. Restoring the named blocks restores all memory."""
         world = self.make()
         for number, group in enumerate(world.layout.groups):
             for blocks in world.chunks(number):
@@ -169,7 +169,7 @@ def _finish(copier: Copier, fence: Fence | None) -> None:
 
 
 def _payload(group: GroupLayout, layers: list[bytes] | None = None) -> memoryview:
-    """A slot's payload with `layers` in their places and a filler everywhere else."""
+    """Return a slot's payload with `layers` in their places and a filler everywhere else."""
     payload = memoryview(mmap.mmap(-1, group.payload_bytes))
     payload[:] = bytes([_FILLER]) * group.payload_bytes
     for offset, layer in zip(group.layer_offsets, layers or (), strict=False):

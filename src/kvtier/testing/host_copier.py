@@ -50,10 +50,10 @@ class HostCopier:
         ]
 
     def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:  # noqa: ARG002
-        """Copy engine blocks into `payload`; complete on return.
+        """Copy engine blocks into `payload`. Complete on return.
 
         Raises:
-            ValueError: too many or unknown blocks, or a payload that is too small. No byte was copied.
+            ValueError: there are too many or unknown blocks, or the payload is too small. No byte was copied.
         """
         known = self._groups[group]
         for slot, engine in _runs(known, blocks, payload):
@@ -64,19 +64,19 @@ class HostCopier:
         return None
 
     def scatter(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:  # noqa: ARG002
-        """Copy `payload` into engine blocks; complete on return. Raises like `gather`."""
+        """Copy `payload` into engine blocks. Complete on return. Raises as `gather` does."""
         known = self._groups[group]
         for slot, engine in _runs(known, blocks, payload):
             _copy(engine, slot)
         return None
 
     def done(self, fence: Fence) -> bool:  # noqa: ARG002
-        """Always true: copies are complete on return."""
+        """Return True: copies are complete on return."""
         return True
 
 
 def _runs(group: _Group, blocks: tuple[int, ...], payload: memoryview) -> list[tuple[memoryview, memoryview]]:
-    """The bytes in the payload and in the engine of each run of consecutive blocks of each layer."""
+    """Return payload bytes and engine bytes of each run of consecutive blocks, for each layer."""
     count, first = len(blocks), blocks[0] if blocks else -1
     if not 1 <= count <= group.blocks or min(blocks) not in group.ids or max(blocks) not in group.ids:
         raise ValueError(f"a chunk has 1 to {group.blocks} blocks of {group.ids}, got {blocks}")
@@ -98,5 +98,5 @@ def _runs(group: _Group, blocks: tuple[int, ...], payload: memoryview) -> list[t
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    # numpy releases the interpreter's lock
+    # NumPy releases the GIL for this copy.
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -2,21 +2,21 @@
 
 import random
 
-from kvtier.policy.base import Evictor, Held
+from kvtier.policy.base import Evictor, Use
 
 
-def held(number: int, parent: int | None = None) -> Held:
-    """A use of object `number`."""
-    return Held(name_of(number), None if parent is None else name_of(parent))
+def use_of(number: int, parent: int | None = None) -> Use:
+    """Return a use of object `number`."""
+    return Use(name_of(number), None if parent is None else name_of(parent))
 
 
 def name_of(number: int) -> bytes:
-    """A 32-byte name, as keys and objects have."""
+    """Return a 32-byte name, as keys and objects have."""
     return number.to_bytes(32, "big")
 
 
 class EvictorContract:
-    """A policy is free in its choice, but evicts every object once, and never a pinned one.
+    """A policy chooses freely, but evicts every object once, and never a pinned one.
 
     Test your policy with::
 
@@ -26,38 +26,38 @@ class EvictorContract:
     """
 
     def make(self) -> Evictor:
-        """An empty evictor; called for each test."""
+        """Return an empty evictor. Called for each test."""
         raise NotImplementedError
 
     def test_the_victim_is_present_and_stays_until_it_is_removed(self) -> None:
         """`victim` changes nothing."""
         evictor = self.make()
         assert evictor.victim(_none) is None
-        evictor.added(held(1))
+        evictor.added(use_of(1))
         assert evictor.victim(_none) == name_of(1)
         assert evictor.victim(_none) == name_of(1)
         evictor.removed(name_of(1))
         assert evictor.victim(_none) is None
 
     def test_never_chooses_a_pinned_object(self) -> None:
-        """The bytes of a pinned object are being read or written. After the pin is removed it is chosen."""
+        """The bytes of a pinned object are being read or written. It is evicted once the pin is gone."""
         evictor = self.make()
         for number in range(50):
-            evictor.added(held(number))
+            evictor.added(use_of(number))
         free = name_of(37)
         assert evictor.victim(lambda name: name != free) == free
         assert evictor.victim(_all) is None
         assert _drain(evictor) == {name_of(number) for number in range(50)}
 
     def test_every_object_is_evicted_once(self) -> None:
-        """Any sequence of additions, uses and removals may come before, also of names that it does not hold."""
+        """Any additions, uses and removals may come before, even of names that the evictor lacks."""
         chance = random.Random(7)
         evictor = self.make()
         present: set[bytes] = set()
         for _ in range(3000):
             number = chance.randrange(200)
             parent = number - 1 if number % 8 else None
-            event = held(number, parent)
+            event = use_of(number, parent)
             match chance.randrange(4):
                 case 0 | 1:
                     evictor.added(event)
@@ -72,26 +72,26 @@ class EvictorContract:
         assert _drain(evictor) == present
 
     def test_a_retained_object_is_no_candidate_until_it_comes_back(self) -> None:
-        """A hint takes objects out of the middle and the end of a prefix. Their parents need not stay."""
+        """A hint removes objects from the middle and the end of a prefix. Their parents need not stay."""
         evictor = self.make()
         for number in range(10):
-            evictor.added(held(number, number - 1 if number else None))
+            evictor.added(use_of(number, number - 1 if number else None))
         retained = {4, 9}
         for number in retained:
             evictor.removed(name_of(number))
-            evictor.touched(held(number, number - 1))
+            evictor.touched(use_of(number, number - 1))
         assert _drain(evictor) == {name_of(number) for number in range(10) if number not in retained}
         for number in retained:
-            evictor.added(held(number, number - 1))
+            evictor.added(use_of(number, number - 1))
         assert _drain(evictor) == {name_of(number) for number in retained}
 
     def test_a_cycle_of_parents_is_evicted(self) -> None:
         """Parents may come from a damaged index."""
         evictor = self.make()
-        evictor.added(held(1, parent=2))
-        evictor.added(held(2, parent=1))
-        evictor.added(held(3, parent=3))
-        assert _drain(evictor) == {name_of(1), name_of(2), name_of(3)}
+        evictor.added(use_of(1, parent=2))
+        evictor.added(use_of(2, parent=1))
+        evictor.added(use_of(3, parent=3))
+        assert _drain(evictor) == {name_of(1), name_of(2), name_of(3)}, "names whose parents form a cycle stay for ever"
 
 
 def _none(_name: bytes) -> bool:
@@ -103,7 +103,7 @@ def _all(_name: bytes) -> bool:
 
 
 def _drain(evictor: Evictor) -> set[bytes]:
-    """Evict all objects."""
+    """Evict all objects, and return their names."""
     gone: set[bytes] = set()
     while (victim := evictor.victim(_none)) is not None:
         assert victim not in gone, "a name that was removed is chosen again"

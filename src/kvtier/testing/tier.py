@@ -3,15 +3,17 @@
 The suite needs pytest and hypothesis.
 """
 
+import errno
 import gc
 import hashlib
 import mmap
+import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,8 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier.errors import TierError
 from kvtier.runtime.deferred_tier import DeferredTier
-from kvtier.tier.base import About, Read, Tier, Write
-from kvtier.tier.loan import Loan, clear_frames
+from kvtier.tier.base import About, Read, Tier, Write, clear_frames
+from kvtier.tier.loan import Loan
 from kvtier.types import NextTurn, ObjectName
 
 MakeTier = Callable[[int], Tier]
@@ -38,38 +40,38 @@ Call = Callable[[memoryview], object]
 
 
 def object_name(number: int) -> ObjectName:
-    """A name that looks like a digest."""
+    """Return a name that looks like a digest."""
     return ObjectName(hashlib.sha256(b"name %d" % number).digest())
 
 
 def frame_of(number: int, byte_count: int = 2 * BLOCK_BYTES) -> memoryview:
-    """Page-aligned pseudo-random bytes, seeded with `number`."""
+    """Return page-aligned pseudo-random bytes, seeded with `number`."""
     buffer = memoryview(mmap.mmap(-1, max(byte_count, 1)))[:byte_count]
     buffer[:] = random.Random(number).randbytes(byte_count)
     return buffer
 
 
 def empty_frame(byte_count: int) -> memoryview:
-    """Page-aligned bytes to read into."""
+    """Return page-aligned bytes to read into."""
     return memoryview(mmap.mmap(-1, max(byte_count, 1)))[:byte_count]
 
 
-def check_held(tier: Tier, name: ObjectName, frame: memoryview) -> None:
-    """Read an object whole, and check every byte."""
+def check_stored(tier: Tier, name: ObjectName, frame: memoryview) -> None:
+    """Read a whole object and check every byte."""
     into = empty_frame(frame.nbytes + BLOCK_BYTES)
     assert tier.read(name, into) == frame.nbytes
     assert into[: frame.nbytes] == frame
 
 
 def behind_proxy(tier: Tier) -> DeferredTier:
-    """`tier` as a session has it when it opened late."""
+    """Return `tier` as a session sees it when it opened late."""
     proxy = DeferredTier(tier.name, lambda: tier, 1.0)
     proxy.opened(_DEADLINE_S, is_required=True)
     return proxy
 
 
 class TierContract:
-    """A tier may forget, but it returns written bytes only, whole, and stays within its capacity.
+    """A tier may forget, but it returns only written bytes, whole, and stays within its capacity.
 
     Test your tier with::
 
@@ -78,28 +80,28 @@ class TierContract:
             def make_tier(self, tmp_path):
                 return lambda capacity_bytes: Mine(capacity_bytes=capacity_bytes)
 
-    The suite uses frames of multiples of 4096 bytes, and those of `odd_sizes`.
+    The suite uses frames whose sizes are multiples of 4096 bytes, and those of `odd_sizes`.
     """
 
     odd_sizes: Sequence[int] = (1, 511, 4095, 4097, 10_000)
     """Further frame lengths that the tier must support."""
     forgets_below_capacity = False
-    """Whether the tier may forget below its capacity. Then the tests check returned bytes only."""
+    """Whether the tier may forget below its capacity. The tests then check only returned bytes."""
     has_cap = True
-    """Whether the tier enforces a capacity. `make_tier` of one without ignores its argument."""
+    """Whether the tier enforces a capacity. If not, `make_tier` ignores its argument."""
 
     give_up_s = 3.0
-    """Seconds after which reads may have been given up, see `stalled`."""
+    """Seconds after which the tier may give up reads; see `stalled`."""
 
     lists = True
-    """Whether `scan` finds the objects. It yields nothing from a store that cannot list them."""
+    """Whether `scan` finds the objects. It yields nothing if the store cannot list them."""
 
     reads_past_deletes = True
-    """Whether a read of an object that is deleted meanwhile has its bytes or none. Else, the frame's check fails."""
+    """Whether a read that races with a delete returns the object's bytes or None. If not, the frame's check fails."""
 
     @pytest.fixture
     def make(self, make_tier: MakeTier) -> MakeTier:
-        """`make_tier` behind the proxy of a tier that opens late, which must lose nothing of it."""
+        """Wrap `make_tier` in the proxy of a tier that opens late. The proxy must lose nothing."""
         return lambda capacity_bytes: behind_proxy(make_tier(capacity_bytes))
 
     @pytest.fixture
@@ -108,18 +110,45 @@ class TierContract:
         return make(ROOMY_BYTES)
 
     def stalled(self, tier: Tier) -> AbstractContextManager[Callable[[], None]]:  # noqa: ARG002 - for subclasses
-        """Hook: within it, the storage answers reads of `tier` only after a call of the function that it gives.
+        """Hook: inside it, the storage answers no read of `tier` until the function that it yields is called.
 
         Override it if you can, and let `make_tier` give the tier a deadline below `give_up_s`.
         """
         return pytest.skip("the suite cannot stall the storage of this tier")
+
+    @contextmanager
+    def failing(self, tier: Tier) -> Generator[Callable[[], None]]:  # noqa: ARG002 - for subclasses
+        """Hook: inside it, the library below `tier` reports an error for each read.
+
+        It keeps the buffers, and writes to them when the function that the hook yields is called. Override the hook
+        unless the library is `os.preadv`.
+        """
+        kept: list[memoryview] = []
+        calls: list[int] = []
+
+        def preadv(descriptor: int, views: Sequence[memoryview], *_: int) -> int:
+            calls.append(descriptor)
+            kept.extend(views)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def write() -> None:
+            while kept:
+                view = kept.pop()
+                with suppress(ValueError):  # the tier has released this one
+                    view.cast("B")[:] = b"\xff" * view.nbytes
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "preadv", preadv)
+            yield write
+        if not calls:
+            pytest.skip("the suite cannot make the library of this tier fail")
 
     def test_has_a_name(self, tier: Tier) -> None:
         """Metrics and errors use it."""
         assert tier.name
 
     def test_its_figures_are_within_its_capacity(self, tier: Tier) -> None:
-        """Figures are plain numbers, or None where the tier reports none."""
+        """Figures are plain numbers, or None if the tier does not report them."""
         assert tier.write(object_name(1), frame_of(1))
         figures = tier.figures()
         for count in (figures.used_bytes, figures.capacity_bytes, figures.evictions, *figures.write_bytes.values()):
@@ -136,7 +165,7 @@ class TierContract:
         assert list(tier.scan()) == []
 
     def test_an_acknowledged_write_is_readable(self, tier: Tier) -> None:
-        """The object is readable at once, and from another thread."""
+        """The object is readable at once, also from another thread."""
         frame = frame_of(1)
         assert tier.write(object_name(1), frame)
         assert tier.contains([object_name(2), object_name(1)]) == [False, True]
@@ -147,21 +176,21 @@ class TierContract:
         assert list(tier.scan()) == [(object_name(1), frame.nbytes)][: self.lists]
 
     def test_an_existing_name_is_not_overwritten(self, tier: Tier) -> None:
-        """The bytes of a name never change. A write of a held name succeeds, so that kvtier does not repeat it."""
+        """The bytes of a name never change. Writing an existing name succeeds, so kvtier does not repeat it."""
         assert tier.write(object_name(1), frame_of(1))
         for other in (frame_of(2, BLOCK_BYTES), frame_of(3), frame_of(4, 3 * BLOCK_BYTES)):
             assert tier.write_many([Write(object_name(1), other)]) == [True]
-            check_held(tier, object_name(1), frame_of(1))
+            check_stored(tier, object_name(1), frame_of(1))
 
     def test_names_that_differ_in_one_byte_are_different(self, tier: Tier) -> None:
-        """A tier that shortens names, or folds their case, says that it holds one and returns another's bytes."""
+        """A tier that shortens names or folds their case finds one name and returns another's bytes."""
         names = [ObjectName(b"A" * 32)]
         names += [ObjectName(b"A" * at + byte + b"A" * (31 - at)) for at in (0, 15, 31) for byte in (b"a", b"\0", b"/")]
         for number, name in enumerate(names):
             assert tier.contains([name]) == [False]
             assert tier.write(name, frame_of(number))
         for number, name in enumerate(names):
-            check_held(tier, name, frame_of(number))
+            check_stored(tier, name, frame_of(number))
 
     def test_the_tier_keeps_no_hold_of_the_buffers(self, tier: Tier) -> None:
         """The slot may get another chunk as soon as `write` returns."""
@@ -172,10 +201,10 @@ class TierContract:
         assert tier.read(object_name(1), into) == frame.nbytes
         assert into == frame_of(1)
         into[:] = bytes(frame.nbytes)
-        check_held(tier, object_name(1), frame_of(1))
+        check_stored(tier, object_name(1), frame_of(1))
 
     def test_nothing_refers_to_a_buffer_after_a_call(self, tier: Tier) -> None:
-        """Otherwise kvtier must wait: the next object would get the memory while something still writes to it."""
+        """Otherwise kvtier must wait. The next object would get the memory while something still writes to it."""
         name, absent = object_name(1), object_name(2)
         calls: list[Call] = [
             lambda view: tier.write(name, view),
@@ -198,39 +227,24 @@ class TierContract:
             gc.enable()
 
     def test_a_late_answer_of_the_storage_spoils_no_other_object(self, tier: Tier) -> None:
-        """A read may end before the storage answers. Then the memory has another owner."""
-        name, memory, other = object_name(1), empty_frame(2 * BLOCK_BYTES), frame_of(2)
-        assert tier.write(name, frame_of(1))
-        calls: list[Call] = [
-            lambda view: tier.read(name, view),
-            lambda view: tier.read_many([Read(name, view[:BLOCK_BYTES]), Read(name, view[BLOCK_BYTES:], BLOCK_BYTES)]),
-        ]
-        for call in calls:
-            with self.stalled(tier) as go_on:
-                loan = Loan((memory,), tier.name)
-                reader = threading.Thread(target=_called, args=(call, *loan.views), daemon=True)
-                reader.start()
-                reader.join(self.give_up_s)
-                is_free = not reader.is_alive() and loan.is_over()
-                if is_free:
-                    memory[:] = other
-                go_on()
-                reader.join(_DEADLINE_S)
-                _until_over(loan)
-                time.sleep(_LATE_S)
-            assert not is_free or memory == other, "bytes arrived after the read had ended"
+        """A read may end before the storage answers. The memory then has another owner."""
+        _check_late_writes(tier, self.stalled, self.give_up_s)
+
+    def test_a_write_after_a_reported_error_spoils_no_other_object(self, tier: Tier) -> None:
+        """A library may report an error and write afterwards, as NIXL does when one object of a batch is missing."""
+        _check_late_writes(tier, self.failing, self.give_up_s)
 
     def test_what_was_deleted_is_written_anew(self, tier: Tier) -> None:
-        """So kvtier replaces an object that cannot be read. Sealed frames of one name differ."""
+        """An unreadable object is deleted and written again. Sealed frames of one name differ."""
         for number, size in enumerate((5 * BLOCK_BYTES, BLOCK_BYTES, 8 * BLOCK_BYTES)):
             assert tier.write(object_name(1), frame_of(number, size))
             if not self.forgets_below_capacity:
-                check_held(tier, object_name(1), frame_of(number, size))
+                check_stored(tier, object_name(1), frame_of(number, size))
             tier.delete(object_name(1))
             assert tier.contains([object_name(1)]) == [False]
 
     def test_reads_ranges(self, tier: Tier) -> None:
-        """Reads may begin at any offset and have any length, up to the frame's end."""
+        """A read may start at any offset and have any length, up to the frame's end."""
         size = 5 * BLOCK_BYTES
         frame = frame_of(1, size)
         assert tier.write(object_name(1), frame)
@@ -255,11 +269,11 @@ class TierContract:
         assert into == frame_of(1)
 
     def test_keeps_frames_of_any_length(self, tier: Tier) -> None:
-        """Frames are multiples of 4096 bytes, but the tier does not rely on it."""
+        """Frames are multiples of 4096 bytes, but the tier does not rely on that."""
         for number, size in enumerate(self.odd_sizes):
             assert tier.write(object_name(number), frame_of(number, size))
         for number, size in enumerate(self.odd_sizes):
-            check_held(tier, object_name(number), frame_of(number, size))
+            check_stored(tier, object_name(number), frame_of(number, size))
         shown = {object_name(number): size for number, size in enumerate(self.odd_sizes)}
         assert dict(tier.scan()) == (shown if self.lists else {})
 
@@ -286,7 +300,7 @@ class TierContract:
             frame = frame_of(number, (1 + number % 3) * BLOCK_BYTES)
             assert tier.write(object_name(number), frame)
             assert sum(size for _, size in tier.scan()) <= capacity
-            check_held(tier, object_name(number), frame)
+            check_stored(tier, object_name(number), frame)
 
     def test_refuses_what_is_larger_than_the_place(self, make: MakeTier) -> None:
         """The tier evicts nothing for an object larger than its capacity."""
@@ -298,7 +312,7 @@ class TierContract:
         assert tier.write(object_name(3), frame_of(3, 4 * BLOCK_BYTES))
 
     def test_room_is_given_back(self, make: MakeTier) -> None:
-        """A tier that leaks capacity would hold less and less."""
+        """A tier that leaked capacity would keep less and less."""
         tier = make(4 * BLOCK_BYTES)
         for number in range(50):
             assert tier.write(object_name(number), frame_of(number, 2 * BLOCK_BYTES))
@@ -311,7 +325,7 @@ class TierContract:
             assert tier.contains([object_name(100), object_name(101)]) == [True, True]
 
     def test_a_batch_is_answered_object_by_object(self, tier: Tier) -> None:
-        """Present, absent, too large and odd objects, in one call and in order."""
+        """One call may name present, absent, too large and oddly sized objects. Answers come in order."""
         large = 2 * ROOMY_BYTES if self.has_cap else BLOCK_BYTES
         sizes = [BLOCK_BYTES, 4097, 2 * BLOCK_BYTES, large, BLOCK_BYTES, 3 * BLOCK_BYTES]
         frames = [
@@ -323,10 +337,12 @@ class TierContract:
         assert tier.write_many([]) == []
         wanted = [5, 0, 99, 3, 2, 1, 4]
         reads = [Read(object_name(number), empty_frame(4 * BLOCK_BYTES)) for number in wanted]
-        held = [number in range(6) and sizes[number] < ROOMY_BYTES for number in wanted]
-        assert tier.read_many(reads) == [sizes[n] if is_held else None for n, is_held in zip(wanted, held, strict=True)]
-        for number, is_held, read in zip(wanted, held, reads, strict=True):
-            assert read.into[: sizes[number] if is_held else 0] == (frames[number] if is_held else b"")
+        there = [number in range(6) and sizes[number] < ROOMY_BYTES for number in wanted]
+        assert tier.read_many(reads) == [
+            sizes[number] if is_there else None for number, is_there in zip(wanted, there, strict=True)
+        ]
+        for number, is_there, read in zip(wanted, there, reads, strict=True):
+            assert read.into[: sizes[number] if is_there else 0] == (frames[number] if is_there else b"")
         assert tier.read_many([]) == []
         short = Read(object_name(5), empty_frame(BLOCK_BYTES))
         assert tier.read_many([Read(object_name(0), empty_frame(BLOCK_BYTES)), short]) == [BLOCK_BYTES, BLOCK_BYTES]
@@ -358,7 +374,7 @@ class TierContract:
                 call()
 
     def test_a_proxy_loses_nothing(self, make_tier: MakeTier) -> None:
-        """Not the batches, the reasons of refusals, the hints, nor the note for people."""
+        """It forwards batches, reasons of refusals, hints and figures."""
         kind = make_tier(ROOMY_BYTES)
         heard: list[object] = []
 
@@ -410,7 +426,7 @@ class TierContract:
         _run_machine(make, ROOMY_BYTES, may_forget=self.forgets_below_capacity, lists=self.lists)
 
     def test_behaves_like_a_dict_that_forgets(self, make: MakeTier) -> None:
-        """A tier without room returns the bytes that were written last, or nothing."""
+        """A tier without room returns the last written bytes, or nothing."""
         self._needs_cap()
         _run_machine(make, 6 * BLOCK_BYTES, may_forget=True, lists=self.lists)
 
@@ -420,11 +436,43 @@ class TierContract:
 
 
 def _called(call: Call, view: memoryview) -> None:
-    """Make the call, whatever it raises."""
+    """Make the call, and ignore what it raises."""
     try:
         call(view)
     except Exception as error:  # noqa: BLE001 - of any tier
         clear_frames(error)
+
+
+def _check_late_writes(
+    tier: Tier, storage: Callable[[Tier], AbstractContextManager[Callable[[], None]]], give_up_s: float
+) -> None:
+    """Check that no byte arrives in a buffer that a read has given back.
+
+    Args:
+        tier: the tier.
+        storage: inside it, reads stay unanswered or fail, and their bytes arrive when what it yields is called.
+        give_up_s: seconds after which the tier may give up reads.
+    """
+    name, memory, other = object_name(1), empty_frame(2 * BLOCK_BYTES), frame_of(2)
+    assert tier.write(name, frame_of(1))
+    calls: list[Call] = [
+        lambda view: tier.read(name, view),
+        lambda view: tier.read_many([Read(name, view[:BLOCK_BYTES]), Read(name, view[BLOCK_BYTES:], BLOCK_BYTES)]),
+    ]
+    for call in calls:
+        with storage(tier) as go_on:
+            loan = Loan((memory,), tier.name)
+            reader = threading.Thread(target=_called, args=(call, *loan.views), daemon=True)
+            reader.start()
+            reader.join(give_up_s)
+            is_free = not reader.is_alive() and loan.is_over()
+            if is_free:
+                memory[:] = other
+            go_on()
+            reader.join(_DEADLINE_S)
+            _until_over(loan)
+            time.sleep(_LATE_S)
+        assert not is_free or memory == other, "bytes arrived after the read had ended"
 
 
 def _until_over(loan: Loan) -> None:
@@ -447,7 +495,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        """An empty tier, an empty dict."""
+        """Start with an empty tier and an empty dict."""
         self.tier = type(self).make_tier(self.capacity_bytes)
         self.model: dict[ObjectName, bytes] = {}
 
@@ -469,7 +517,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(number=names, offset=st.integers(0, 3), length=st.integers(0, 4))
     def read(self, number: int, offset: int, length: int) -> None:
-        """The bytes of the dict, or None."""
+        """The tier returns the bytes in the dict, or None."""
         into = empty_frame(length * BLOCK_BYTES)
         count = self.tier.read(object_name(number), into, offset * BLOCK_BYTES)
         kept = self.model.get(object_name(number))
@@ -490,7 +538,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """A scan shows objects of the dict; all of them, unless the tier may forget."""
+        """A scan shows objects in the dict: all of them, unless the tier may forget."""
         if not hasattr(self, "tier"):
             return
         shown = dict(self.tier.scan())

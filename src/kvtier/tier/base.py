@@ -1,14 +1,14 @@
 """The interface of a tier below host memory."""
 
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.policy.base import Held
-from kvtier.tier.loan import clear_frames
+from kvtier.policy.base import Use
 from kvtier.tier.refusal_log import RefusalLog
 from kvtier.types import Figures, NextTurn, ObjectName
 
@@ -20,21 +20,22 @@ class About(NamedTuple):
     """Metadata of an object, for the tier's eviction policy."""
 
     parent: ObjectName | None = None
-    """The preceding object of the prefix, same group and rank. None at the start and for groups without history."""
+    """The preceding object of the prefix, in the same group and rank. None at the start and in groups without
+    history."""
     depth: int = 0
     group: int = 0
     conversation: str | None = None
 
-    def held(self, name: ObjectName) -> Held:
-        """The policy's event: `name` entered a tier or was used there."""
-        return Held(name, self.parent, self.conversation)
+    def use(self, name: ObjectName) -> Use:
+        """Return the use of `name` that a tier reports to its policy."""
+        return Use(name, self.parent, self.conversation)
 
 
 UNKNOWN = About()
 
 
 def never_pinned(_name: bytes) -> bool:
-    """Lower tiers pin nothing: a reader with an open file keeps its bytes after eviction."""
+    """Return False: lower tiers pin nothing, because a reader with an open file keeps its bytes after eviction."""
     return False
 
 
@@ -44,7 +45,7 @@ class Read(NamedTuple):
     name: ObjectName
     into: memoryview
     offset: int = 0
-    """Bytes of the frame before the first one that is read."""
+    """Position in the frame of the first byte to read."""
 
 
 class Write(NamedTuple):
@@ -56,35 +57,35 @@ class Write(NamedTuple):
 
 
 class Tier(ABC):
-    """Stores frames by object name. Methods block and are thread-safe.
+    """Keeps frames under object names. Methods block and are thread-safe.
 
-    A batch is the interface. Its results are in the order of its objects. An object that fails has its error in its
-    place and does not affect the others; a call raises only errors that concern the whole batch. `read` and `write` are
+    The interface takes batches. Results are in the order of the objects. An object that fails has its error in its
+    place and does not affect the others. A call raises only errors that concern the whole batch. `read` and `write` are
     batches of one object. A kind whose storage has no batches inherits from `OneByOneTier`.
 
-    A buffer belongs to a call until everything that the call began has ended. kvtier reuses it when no view, slice or
+    A buffer belongs to a call until everything that the call has started ends. kvtier reuses it when no view, slice or
     array of it is left (`tier/loan.py`). A tier whose native code keeps its address waits for that code.
 
     A tier may forget any object at any time, and answers may be stale. It never knowingly returns bytes that were not
-    written whole under that name; the reader verifies every frame. Every method may raise `TierError`; after `close`
-    all but `close` do. A write for which there is no room fails with `NoRoomError`, or with an `OSError` or cause of
-    ENOSPC or EDQUOT: it is logged once and opens no circuit breaker.
+    written whole under that name; the reader verifies every frame. Every method may raise `TierError`; after `close`,
+    all but `close` do. A write that finds no room fails with `NoRoomError`, or with an `OSError` or cause of ENOSPC or
+    EDQUOT. It is logged once and opens no circuit breaker.
 
     Args:
         name: the tier's name in metrics and errors.
     """
 
     takes_batches = True
-    """Whether a batch costs less than its objects one by one. Otherwise the mover's threads share the objects."""
+    """Whether a batch costs less than its objects one by one. If not, the mover's threads share the objects."""
 
     name: str
     refusals: RefusalLog
 
     def __new__(cls, *given: Any, **named: Any) -> Self:  # noqa: ANN401  # pyright: ignore[reportInconsistentConstructor]
-        """Refuse a class that lacks methods, such as one for an older release of kvtier.
+        """Refuse a class that lacks methods, such as one written for an older release of kvtier.
 
         Raises:
-            ConfigError: it lacks some. Python's own error would look like one of the storage, which may end by itself.
+            ConfigError: methods are missing. Python's own error would look like a storage error, which may pass.
         """
         if cls.__abstractmethods__:
             raise ConfigError(
@@ -97,14 +98,14 @@ class Tier(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.refusals = RefusalLog(name)
-        """Logs why the tier refuses writes. The mover logs a tier that does not say why."""
+        """Logs why the tier refuses writes. If the tier gives no reason, the mover logs the refusals."""
 
     @abstractmethod
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether the tier holds it. The answer may be stale. Does not count as a use.
+        """Return for each name whether the tier holds it. The answer may be stale. Does not count as a use.
 
-        Sessions call it once a second as a health check, with no names, or with some that were published to routers:
-        `TierError` while the storage is gone.
+        Sessions call it once a second as a health check, without names or with names that were published to routers. It
+        raises `TierError` while the storage is gone.
         """
 
     @abstractmethod
@@ -112,110 +113,111 @@ class Tier(ABC):
         """Read frames, each from its offset into its buffer. Counts as a use.
 
         Returns:
-            For each, the bytes read (fewer than the buffer holds at the end of the frame), or None when absent.
+            For each frame, the bytes read (fewer than the buffer's size at the end of the frame), or None if absent.
         """
 
     @abstractmethod
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """Store frames of different names, each atomically. An existing object is not replaced.
+        """Write frames of different names, each atomically. An existing object is not replaced.
 
         Returns:
-            For each, whether the tier holds the name now, as before if it did. False when it is not admitted or does
-            not fit.
+            For each frame, whether the tier now holds the name, perhaps from before. False if the frame is not admitted
+            or does not fit.
         """
 
     @abstractmethod
     def delete(self, name: ObjectName) -> None:
-        """Delete `name`, if it exists. It must not depend on a read of the object, which may be what fails.
+        """Delete `name`, if it exists. It must not depend on reading the object, because that may be what fails.
 
-        To replace an object, kvtier deletes it and writes it. A name has one content, so that another writer between
-        the two writes the same, and a reader in between has a miss; with a replacement that is conditional on the old
-        copy, a writer that comes second would fail, and not every kind of storage has it.
+        To replace an object, kvtier deletes it and writes it. A name has one content, so another writer in between
+        writes the same bytes, and a reader in between has a miss. With a replacement conditional on the old copy, the
+        second writer would fail, and not every kind of storage offers it.
         """
 
     @abstractmethod
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Every (name, frame bytes) held. Concurrent changes may be missing."""
+        """Yield the name and frame bytes of every object. Concurrent changes may be missing."""
 
     def newest(self, most: int, until_s: float) -> Iterable[ObjectName]:
-        """At most `most` names, newest first where the kind knows an order at little cost.
+        """Return at most `most` names, newest first where the kind knows the order cheaply.
 
-        By default what `scan` yields first. It ends at `until_s` of `time.monotonic` with what was found by then.
+        By default these are the first that `scan` yields. The search ends at `until_s` (`time.monotonic`) with what it
+        has found by then.
         """
         return islice(within(until_s, (name for name, _ in self.scan())), most)
 
     def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """`read_many` that does not count as a use where the kind can avoid it. For heads of frames."""
+        """Read heads of frames like `read_many`, but without counting as a use where the kind can avoid it."""
         return self.read_many(reads)
 
     @abstractmethod
     def figures(self) -> Figures:
-        """The figures now. Called about once a second in a thread of the tier; after `close` it may raise."""
+        """Return the current figures. Called about once a second by a thread of the tier; may raise after `close`."""
 
     @abstractmethod
     def close(self) -> None:
         """Release all resources. Idempotent."""
 
     def note_use(self, *, is_up: bool) -> None:  # noqa: B027 - most kinds have no use for it
-        """The session uses the tier, or it backs off. A kind may record it for people."""
+        """Note whether the session uses the tier or backs off from it. A kind may record it for people."""
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:  # noqa: B027 - as above
-        """A hint for the tier's eviction policy, see `policy.base.Hinted`. Without effect in most kinds."""
+        """Give the tier's eviction policy a hint (`policy.base.Hinted`). Most kinds ignore it."""
 
     def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
-        """`read_many` of one object.
+        """Read one object with `read_many`.
 
         Raises:
-            TierError: as for the batch, and the object's own; a negative offset.
+            TierError: the batch or the object failed, or the offset is negative.
         """
         if offset < 0:
             raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
         return _only(self.read_many([Read(name, into, offset)]))
 
     def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
-        """`write_many` of one object.
+        """Write one object with `write_many`.
 
         Raises:
-            TierError: as for the batch, and the object's own.
+            TierError: the batch or the object failed.
         """
         return _only(self.write_many([Write(name, frame, about)]))
 
 
 class OneByOneTier(Tier):
-    """A tier whose storage takes one object at a time. A kind has `read_one` and `write_one` in place of batches."""
+    """A tier whose storage takes one object at a time. A kind has `read_one` and `write_one` instead of batches."""
 
     takes_batches = False
 
     @abstractmethod
     def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """One object of `read_many`."""
+        """Read one object of `read_many`."""
 
     @abstractmethod
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
-        """One object of `write_many`."""
+        """Write one object of `write_many`."""
 
     def read_many(self, reads: Sequence[Read], *, is_use: bool = True) -> list[int | TierError | None]:
-        """`read_one` for each of `reads`, or `peek_one`."""
+        """Call `read_one`, or `peek_one` if it is not a use, for each of `reads`."""
         read_one = self.read_one if is_use else self.peek_one
         answers: list[int | TierError | None] = []
         for each in reads:
             try:
                 answers.append(read_one(*each))
             except TierError as error:
-                clear_frames(error)  # they refer to the buffers
+                clear_frames(error)  # its frames refer to the buffers
                 answers.append(error.with_traceback(None))  # the frame of this method refers to `answers`
         return answers
 
     def peek_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """One object of `peek_many`."""
+        """Read one object of `peek_many`."""
         return self.read_one(name, into, offset)
 
     def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """`peek_one` for each of `reads`."""
+        """Call `peek_one` for each of `reads`."""
         return OneByOneTier.read_many(self, reads, is_use=False)  # a subclass may have a `read_many` of its own
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """`write_one` for each of `writes`."""
+        """Call `write_one` for each of `writes`."""
         answers: list[bool | TierError] = []
         for each in writes:
             try:
@@ -227,12 +229,26 @@ class OneByOneTier(Tier):
 
 
 def within(until_s: float, found: Iterable[_Found]) -> Iterator[_Found]:
-    """`found`, until `until_s` of `time.monotonic`."""
+    """Yield from `found` until `until_s` (`time.monotonic`)."""
     return takewhile(lambda _: time.monotonic() < until_s, found)
 
 
+def clear_frames(error: BaseException) -> None:
+    """Clear the variables in the tracebacks of `error` and its causes, which would keep buffers in use.
+
+    The causes lose their tracebacks, because a frame refers to its callers, whose variables may be these buffers.
+    """
+    errors = [error]
+    for each in errors:
+        traceback.clear_frames(each.__traceback__)
+        if each is not error:
+            each.__traceback__ = None
+        grouped: Sequence[BaseException] = getattr(each, "exceptions", ())  # those of an exception group
+        errors += [it for it in (each.__cause__, each.__context__, *grouped) if it is not None and it not in errors]
+
+
 def _only(answers: list[_Answer | TierError]) -> _Answer:
-    """The only answer, or raise it. An error that its own frames refer to would keep the caller's memory in use."""
+    """Return or raise the only answer. An error that its own frames refer to would keep the caller's memory in use."""
     answer = answers.pop()
     try:
         if isinstance(answer, TierError):
@@ -243,13 +259,13 @@ def _only(answers: list[_Answer | TierError]) -> _Answer:
 
 
 class RawClient(Protocol):
-    """The client library or file system below a tier, at its best setting: what `kvtier bench tier` compares with.
+    """The client library or file system below a tier, at its best setting. `kvtier bench tier` compares tiers with it.
 
-    Methods block, are thread-safe and may raise any error. Names are those of the benchmark's objects.
+    Methods block, are thread-safe and may raise any error. Names are those that the benchmark gives its objects.
     """
 
     def put(self, name: ObjectName, frame: memoryview) -> None:
-        """Store `frame`, visible as a whole, if the tier stores so."""
+        """Write `frame` so that it becomes visible as a whole, if the tier does so."""
         ...
 
     def get(self, name: ObjectName, into: memoryview) -> None:
@@ -257,7 +273,7 @@ class RawClient(Protocol):
         ...
 
     def has(self, name: ObjectName) -> bool:
-        """Whether the object exists: one request."""
+        """Whether the object exists, with one request."""
         ...
 
     def delete(self, name: ObjectName) -> None:

@@ -1,4 +1,4 @@
-"""Calls that have no deadline of their own, in threads: those of a client library, and the names of hosts."""
+"""Gives deadlines to calls that have none, such as those of a client library and host lookups, by using threads."""
 
 import errno
 import os
@@ -14,20 +14,20 @@ from kvtier.errors import TierError
 
 THREADS = 4
 LOOKUPS_MAX = 64
-"""Names of hosts that are looked up at a time."""
+"""Maximum number of host names looked up at once."""
 
 _T = TypeVar("_T")
 
 _lookups: dict[str, Future[list[Any]]] = {}
-"""Names that are being looked up, each in one thread."""
+"""Host names being looked up, each in its own thread."""
 os.register_at_fork(after_in_child=_lookups.clear)
 
 
 def remaining_s(end_s: float) -> float:
-    """Seconds until `end_s` of the monotonic clock.
+    """Return the seconds until `end_s` on the monotonic clock.
 
     Raises:
-        TimeoutError: it has passed.
+        TimeoutError: `end_s` has passed.
     """
     left_s = end_s - time.monotonic()
     if left_s <= 0:
@@ -36,16 +36,16 @@ def remaining_s(end_s: float) -> float:
 
 
 def connected(host: str, port: int, end_s: float) -> socket.socket:
-    """A TCP connection. The search for the name and all addresses of the host share the time.
+    """Open a TCP connection. The name lookup and all addresses of the host share the time.
 
     Args:
         host: a name or an address.
-        port: of the server.
-        end_s: when the connection must be there, on the monotonic clock.
+        port: port of the server.
+        end_s: when the connection must be open, on the monotonic clock.
 
     Raises:
-        TimeoutError: it is not.
-        OSError: the host has no address, or none takes the connection.
+        TimeoutError: it is not open by then.
+        OSError: the host has no address, or none accepts the connection.
     """
     cause: OSError = OSError(errno.EADDRNOTAVAIL, "the host has no address")
     found = _addresses(host, end_s)
@@ -66,11 +66,11 @@ def connected(host: str, port: int, end_s: float) -> socket.socket:
 
 
 def _addresses(host: str, end_s: float) -> list[Any]:
-    """What `getaddrinfo` finds. A name may be searched for minutes; later callers wait for the same search."""
+    """Return what `getaddrinfo` finds. A lookup may take minutes; later callers wait for the same one."""
     with suppress(OSError):
         return _look_up(host, socket.AI_NUMERICHOST)
     if len(_lookups) >= LOOKUPS_MAX and host not in _lookups:
-        raise OSError(errno.EAGAIN, "too many names of hosts are looked up")
+        raise OSError(errno.EAGAIN, "too many host names are being looked up")
     mine: Future[list[Any]] = Future()
     found = _lookups.setdefault(host, mine)
     if found is mine:
@@ -82,7 +82,7 @@ def _addresses(host: str, end_s: float) -> list[Any]:
     try:
         return found.result(remaining_s(end_s))
     except TimeoutError:
-        raise TimeoutError(f"the address of {host} is not found in time") from None
+        raise TimeoutError(f"the address of {host} was not found in time") from None
 
 
 def _answer(host: str, answer: Future[list[Any]]) -> None:
@@ -97,18 +97,18 @@ def _answer(host: str, answer: Future[list[Any]]) -> None:
 def _look_up(host: str, flags: int) -> list[Any]:
     try:
         return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
-    except ValueError:  # also of a name that cannot be encoded
-        raise OSError(errno.EINVAL, "not the name of a host") from None
+    except ValueError:  # also for a name that cannot be encoded
+        raise OSError(errno.EINVAL, "not a host name") from None
 
 
 class DeadlineCalls:
-    """Runs calls that may hang, and gives up on them after a deadline. They must not use memory of the caller.
+    """Runs calls that may hang, and gives up on them after a deadline. They must not use the caller's memory.
 
-    While a call that was given up on still runs, further ones fail immediately.
+    While an abandoned call still runs, further calls fail immediately.
 
     Args:
         tier: the tier's name, for errors.
-        subject: what does not answer then, for errors.
+        subject: what is not answering, for errors.
     """
 
     def __init__(self, tier: str, subject: str) -> None:
@@ -117,15 +117,15 @@ class DeadlineCalls:
         self._overdue: set[Future[Any]] = set()
 
     def check(self) -> None:
-        """Raises `TierError` while a call is overdue."""
+        """Raise `TierError` while a call is overdue."""
         if self._overdue:
             raise TierError(self._tier, f"{self._subject} does not answer")
 
     def call(self, act: Callable[[], _T], deadline_s: float) -> _T:
-        """The result of `act`, or its exception.
+        """Return the result of `act`, or raise its exception.
 
         Raises:
-            TierError: there is none within `deadline_s` seconds.
+            TierError: `act` has not ended within `deadline_s` seconds.
         """
         self.check()
         try:
@@ -140,6 +140,6 @@ class DeadlineCalls:
             raise TierError(self._tier, f"{self._subject} has not answered within {deadline_s:g} s") from None
 
     def close(self, deadline_s: float) -> bool:
-        """End the threads; whether all calls have ended within about `deadline_s` seconds."""
+        """End the threads. Return whether all calls have ended within about `deadline_s` seconds."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         return not wait(list(self._overdue), deadline_s).not_done

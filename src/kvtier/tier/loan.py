@@ -1,13 +1,12 @@
 """Memory that a tier uses during one call.
 
-A tier may give up a read while a thread or a library of its still writes to the buffer. The memory belongs to the call
-until nothing refers to the buffer any more, however the call has ended.
+A tier may give up a read while one of its threads or libraries still writes to the buffer. The memory belongs to the
+call until nothing refers to the buffer any more, however the call has ended.
 """
 
 import gc
 import logging
 import time
-import traceback
 from collections.abc import Sequence
 from itertools import count
 from weakref import ref
@@ -15,10 +14,12 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tier.base import clear_frames
+
 WAIT_S_MIN = 20e-6
 
 ATTEMPTS_QUICK = 14
-"""The wait doubles so often, to 0.3 s. Then garbage is collected once, and after that a warning logged."""
+"""The wait doubles this often, to 0.3 s. Then garbage is collected once, and after that a warning is logged."""
 
 _BYTE = np.dtype(np.uint8)
 
@@ -26,10 +27,11 @@ _log = logging.getLogger(__name__)
 
 
 class Loan:
-    """Views of `memory` for one call of a tier. A context manager: it ends when nothing uses the views any more.
+    """Views of `memory` for one call of a tier, as a context manager that ends when nothing uses the views any more.
 
-    Each view is of an object of its own, which slices, casts and arrays of the view keep alive, in any thread. A view
-    that is not in use raises ValueError after the call. Addresses in native code are not seen: such a tier must wait.
+    Each view belongs to an object of its own, which slices, casts and arrays of the view keep alive in any thread. A
+    view that is not in use raises ValueError after the call. Addresses in native code are invisible, so a tier that
+    uses them must wait.
 
     Args:
         memory: the parts, each contiguous.
@@ -38,7 +40,7 @@ class Loan:
 
     def __init__(self, memory: Sequence[memoryview], tier: str) -> None:
         self.views: list[memoryview] = []
-        """In the order of `memory`."""
+        """The views, in the order of `memory`."""
         self._owners: list[ref[npt.NDArray[np.uint8]]] = []
         self._tier = tier
         for part in memory:
@@ -50,14 +52,14 @@ class Loan:
         return self.views
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Wait until nothing uses the views, without a deadline: otherwise a late write would hit the next owner."""
+        """Wait, without a deadline, until nothing uses the views. Otherwise a late write would hit the next owner."""
         if error is not None:
             clear_frames(error)
         if not self.is_over():
             self._wait()
 
     def is_over(self) -> bool:
-        """Release the views; whether nothing uses the memory any more."""
+        """Release the views. Return whether nothing uses the memory any more."""
         is_over = True
         for view in self.views:
             try:
@@ -81,17 +83,3 @@ class Loan:
                     "until it lets go", self._tier,
                 )  # fmt: skip
             time.sleep(WAIT_S_MIN * 2 ** min(attempt, ATTEMPTS_QUICK))
-
-
-def clear_frames(error: BaseException) -> None:
-    """Clear the variables in the tracebacks of `error` and its causes, which would keep buffers in use.
-
-    The causes lose their tracebacks: a frame refers to its callers, whose variables may be these buffers.
-    """
-    errors = [error]
-    for each in errors:
-        traceback.clear_frames(each.__traceback__)
-        if each is not error:
-            each.__traceback__ = None
-        grouped: Sequence[BaseException] = getattr(each, "exceptions", ())  # of a group
-        errors += [it for it in (each.__cause__, each.__context__, *grouped) if it is not None and it not in errors]

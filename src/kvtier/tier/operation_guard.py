@@ -1,4 +1,4 @@
-"""Counts running operations of a tier, so that closing waits for them and later ones are refused."""
+"""Counts a tier's running operations, so that closing waits for them and later ones are refused."""
 
 import os
 import threading
@@ -8,7 +8,7 @@ from kvtier.errors import TierError
 
 
 class OperationGuard:
-    """Context manager around each operation of tier `tier`. Raises `TierError` once closed, and in a forked child.
+    """A context manager around each operation of tier `tier`. Raises `TierError` once closed, and in a forked child.
 
     A forked child shares its parent's open files and locks, so a tier must not be used there.
     """
@@ -22,7 +22,7 @@ class OperationGuard:
 
     def __enter__(self) -> None:
         if self._process != os.getpid():  # before any lock: a forked lock may be held for ever
-            raise TierError(self._tier, f"is open in process {self._process}, of which this is a fork")
+            raise TierError(self._tier, f"is open in process {self._process}, and this is a fork of it")
         with self._changed:
             if self._is_closed:
                 raise TierError(self._tier, "is closed")
@@ -31,7 +31,7 @@ class OperationGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process != os.getpid():  # forked during an operation: the count is the parent's
+        if self._process != os.getpid():  # forked during an operation, which the parent counts
             return
         with self._changed:
             self._inside -= 1
@@ -39,7 +39,7 @@ class OperationGuard:
                 self._changed.notify_all()
 
     def close(self) -> bool:
-        """Refuse further operations. True for the first call; always False in a forked child."""
+        """Refuse further operations. Return True for the first call; always False in a forked child."""
         if self._process != os.getpid():
             return False
         with self._changed:
@@ -48,6 +48,6 @@ class OperationGuard:
             return is_first
 
     def wait_empty(self, deadline_s: float) -> bool:
-        """Wait for running operations. False when some still run after `deadline_s` seconds."""
+        """Wait for running operations. Return False if some still run after `deadline_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._inside == 0, timeout=deadline_s)

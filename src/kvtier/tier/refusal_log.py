@@ -1,4 +1,4 @@
-"""One WARNING when a tier begins to refuse writes, and one INFO when it takes them again."""
+"""Logs one WARNING when a tier starts to refuse writes, and one INFO when it accepts them again."""
 
 import logging
 import threading
@@ -8,7 +8,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 QUIET_S = 60.0
-"""Refusals have ended when writes are taken this long after the last one."""
+"""Refusals have ended when writes are accepted this long after the last refusal."""
 
 
 class RefusalLog:
@@ -16,7 +16,7 @@ class RefusalLog:
 
     Args:
         tier: name of the tier.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, tier: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,7 +28,7 @@ class RefusalLog:
         self._is_logged = False
 
     def refused(self, why: str, after: int = 1) -> None:
-        """The tier refused a write. Log `why` if it is the one of number `after` in a row, and none was logged."""
+        """Note that the tier refused a write. Log `why` from the refusal number `after` in a row on, but only once."""
         with self._lock:
             self._in_a_row += 1
             self._last_s = self._clock()
@@ -38,7 +38,7 @@ class RefusalLog:
             logger.warning("tier %s refuses writes: %s", self._tier, why)
 
     def taken(self) -> None:
-        """The tier took a write."""
+        """Note that the tier accepted a write."""
         if not self._in_a_row:
             return
         with self._lock:
@@ -46,4 +46,4 @@ class RefusalLog:
                 return
             was_logged, self._is_logged, self._in_a_row = self._is_logged, False, 0
         if was_logged:
-            logger.info("tier %s takes writes again", self._tier)
+            logger.info("tier %s accepts writes again", self._tier)

@@ -2,7 +2,7 @@
 
 A kind is one module that defines a subclass of `TierSettings` and a `TierKind` named ``KIND``. An entry point names the
 `TierKind` object; its own name must be the kind's. Everything that handles tiers (settings, ranks, adapters, probe,
-benchmarks, inspection, replay) asks this registry, and a module is imported when its kind is first named.
+benchmarks, inspection, replay) asks this registry. A kind's module is imported when the kind is first named.
 """
 
 import re
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
 
 from kvtier.codec import registry as codecs
-from kvtier.config.schema import Setting, SettingsSection, near, setting, settings
+from kvtier.config.schema import Setting, SettingsSection, setting, settings, unknown
 from kvtier.config.value_types import Choice, Count, Seconds, Size, Switch
 from kvtier.errors import ConfigError, check_interface, described, install_hint, takes
 from kvtier.layout import KvLayout
@@ -33,7 +33,7 @@ _BUILT_IN: dict[str, str] = {
     "shared_directory": "kvtier.tier.shared_directory.kind",
     "valkey": "kvtier.tier.valkey.kind",
 }
-"""Module of each kind."""
+"""The module of each kind."""
 
 NAME = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
 NAME_LENGTH_MAX = 32
@@ -41,7 +41,7 @@ RESERVED = frozenset({"host", "gpu", "device", "engine"})
 """Places that are not tiers; metrics and reports name them next to the tiers."""
 
 SMALL_BYTES_IN_FLIGHT = 16 << 20
-"""Default of each tier."""
+"""Each tier's default."""
 
 S = TypeVar("S", bound="TierSettings")
 
@@ -55,7 +55,7 @@ class TierSettings(SettingsSection):
     """Name of the kind."""
 
     name: str = ""
-    """The tier's name in metrics, errors and settings, unique in a configuration; empty: the kind's."""
+    """The tier's name in metrics, errors and settings, unique in a configuration; empty for the kind's name."""
     required: bool = setting(
         default=False,
         kind=Switch(),
@@ -76,7 +76,11 @@ class TierSettings(SettingsSection):
         Choice(("auto", "on", "off")),
         "Encrypt and authenticate objects; auto: in tiers that other nodes use.",
     )
-    codec: str = setting("", Choice(lambda: ["", *codecs.names()]), "Encoding of chunks in it; empty: store.codec.")
+    codec: str = setting(
+        "",
+        Choice(lambda: ["", *codecs.names(), *codecs.lossy_names()]),
+        "Encoding of chunks in it; empty: store.codec.",
+    )
     retry_s: float = setting(5.0, Seconds(1e-2, 3600), "Delay before a trial of the tier; doubles up to a minute.")
 
     def __post_init__(self) -> None:
@@ -90,9 +94,9 @@ class TierSettings(SettingsSection):
 
 
 class Problem(NamedTuple):
-    """A setting of a tier that will not work on this machine (error) or not as expected (warning)."""
+    """A setting that will not work on this machine (error) or not as expected (warning), or that has a price (note)."""
 
-    level: Literal["error", "warning"]
+    level: Literal["error", "warning", "note"]
     key: str
     """The setting, such as ``path``."""
     detail: str
@@ -100,40 +104,40 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierContext:
-    """What a rank gives to a tier that it opens."""
+    """The values that a rank passes to a tier that it opens."""
 
     layout: KvLayout
     """The rank's KV groups."""
     rank: int = 0
     ranks: int = 1
     model: bytes = bytes(16)
-    """16 bytes that identify the model under the secret. See `keys.secret.model_id`."""
+    """16 bytes that identify the model under the secret (`keys.secret.model_id`)."""
     key_id: bytes | None = None
-    """16 bytes that identify the configured secret; None without one. See `keys.secret.key_id`."""
+    """16 bytes that identify the configured secret (`keys.secret.key_id`); None without one."""
     is_sealed: bool = False
-    """Objects are sealed, so no file of the tier tells about conversations."""
+    """Whether objects are sealed, so that no file of the tier may reveal conversations."""
     memory: tuple[memoryview, ...] = ()
-    """Where slots are: the rank's host memory, a mapping for each group. A tier may use it until it is closed."""
+    """The rank's host memory with its slots, one mapping per group. A tier may use it until it is closed."""
     clock: Callable[[], float] = time.monotonic
 
     def shared_key_id(self, tier: str) -> bytes:
-        """`key_id`, which a store of other nodes demands.
+        """Return `key_id`, which a store of other nodes demands.
 
         Raises:
             ConfigError: no secret is configured; the message names `tier`.
         """
         if self.key_id is None:
-            raise ConfigError(f"tier {tier!r}: a shared store needs a configured secret; set store.secret_file")
+            raise ConfigError(f"the shared store of tier {tier!r} needs a secret; set it", setting="store.secret_file")
         return self.key_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierKind(Generic[S]):
-    """A kind of tier: what everything outside its module knows of it."""
+    """A kind of tier, with all that code outside its module knows of it."""
 
     name: str
     help: str
-    """One sentence."""
+    """One sentence about the kind."""
     settings: type[S]
     where: str
     """The setting that the middle of ``KIND:WHERE?key=value`` fills, such as ``path``."""
@@ -146,87 +150,91 @@ class TierKind(Generic[S]):
         TierError: the storage fails; it may open later.
     """
     persists: bool = True
-    """Objects survive the process."""
+    """Whether objects survive the process."""
     is_remote: bool = False
-    """A lookup costs a round trip, so few names are asked for at a time."""
+    """Whether a lookup costs a round trip, so that few names are asked for at a time."""
     is_shared: Callable[[S], bool] = lambda _settings: False
-    """Other nodes use the same store. It demands a configured secret and a model that can be identified."""
+    """Returns whether other nodes use the same store. It demands a configured secret and a model that can be
+    identified."""
     is_common: Callable[[S], bool] = lambda _settings: False
-    """All ranks of an engine use one store, and each finds what another wrote. Of ranks that hold the same KV only the
-    first then writes. A store of other nodes (`is_shared`) is common, too."""
+    """Returns whether all ranks of an engine use one store, in which each finds what another wrote. Of ranks with the
+    same KV, only the first then writes. A store of other nodes (`is_shared`) is also common."""
     has_one_cap: bool = False
-    """All ranks of an engine use one cap, so each reports the fill level of the whole store. So does each rank of a
-    store of other nodes (`is_shared`)."""
+    """Whether all ranks of an engine use one cap, so that each reports the fill level of the whole store. So does each
+    rank of a store of other nodes (`is_shared`)."""
     needs_drive: bool = False
-    """It needs a drive of this machine; a network file system is a mistake."""
+    """Whether it needs a drive of this machine, so that a network file system is a mistake."""
     has_cap: bool = True
-    """Its settings have ``capacity_bytes``, which the tier enforces."""
+    """Whether its settings have ``capacity_bytes``, which the tier enforces."""
+    keeps_memory: bool = True
+    """Whether it may register `TierContext.memory` with a device, so that the pages of the memory must not change."""
     check: Callable[[S], Iterator[Problem]] = lambda _settings: iter(())
     """Compares the settings with this machine. Read-only. OSError becomes an error of the setting `where`."""
     folder: Callable[[S], Path | None] = lambda _settings: None
-    """The store's directory on this machine, for notes and the facts of its file system; None: it has none. If it is
-    missing, `kvtier inspect` opens no tier there."""
+    """Returns the store's directory on this machine, for notes and the facts of its file system; None if it has none.
+    If the directory is missing, `kvtier inspect` opens no tier there."""
     secret_path: Callable[[S], Path | None] = lambda _settings: None
-    """File for an automatic secret; None: the tier has no place for one, as a shared tier. Without a secret, a store is
-    not found again after a restart."""
+    """Returns the file for an automatic secret; None if the tier has no place for one, like a shared tier. Without a
+    secret, a store is not found again after a restart."""
     inspect: Callable[[S], Sequence[StoreView]] | None = None
-    """The store for `kvtier inspect`, or the stores of all ranks; None: `kvtier inspect` uses the opened tier."""
+    """Returns the store for `kvtier inspect`, or the stores of all ranks. None: `kvtier inspect` uses the opened
+    tier."""
     view_at: Callable[[Path], StoreView | None] = lambda _root: None
-    """The store in a directory, for `kvtier inspect DIR`; None: there is none of this kind."""
+    """Returns the store in a directory, for `kvtier inspect DIR`; None if there is none of this kind."""
     repair: Callable[[S], Sequence[str] | None] = lambda _settings: None
-    """Mends what keeps the store from opening, for `kvtier inspect repair`. Returns what it did, in sentences; empty:
-    nothing was wrong; None: the place has no names of a store of this kind, or there is nothing to mend. Raises
-    ConfigError where the store may not be changed."""
+    """Mends what keeps the store from opening, for `kvtier inspect repair`. Returns sentences about what it did, none
+    if nothing was wrong. Returns None if the place has no names of a store of this kind, or there is nothing to mend.
+    Raises ConfigError if the store may not be changed."""
     open_trial: Callable[[S, Path, int, int], Tier] | None = None
-    """Opens an empty temporary tier for measurements: (settings, an empty directory on the same device, bytes to hold,
-    bytes of the largest object). None: measurements open the configured tier with a random model id and key id, and
-    delete what they wrote."""
+    """Opens an empty temporary tier for measurements, given (settings, an empty directory on the same device, bytes to
+    hold, bytes of the largest object). None: measurements open the configured tier with a random model id and key id,
+    and delete what they wrote."""
     discard: Callable[[S, TierContext], None] | None = None
-    """Removes all objects of such measurements, by their model id, and the key id's traces if nothing else has it.
+    """Removes all objects of such measurements by their model id, and the key id's traces if nothing else uses it.
     None: measurements delete each of their objects."""
     raw: Callable[[S, TierContext], RawClient | None] | None = None
-    """The client below the tier, for `kvtier bench tier`; None: it is not measured. Its objects go below the context's
-    key id; where `open_trial` is defined, the setting `where` is a directory of its own."""
+    """Returns the client below the tier, for `kvtier bench tier`. None: it is not measured. Its objects go below the
+    context's key id. If `open_trial` is defined, the setting `where` is a directory of its own."""
 
 
 def built_in() -> list[str]:
-    """Names of the kinds of this package whose modules can be imported."""
+    """Return the names of this package's kinds whose modules can be imported."""
     return [name for name in _BUILT_IN if _is_usable(name)]
 
 
 def names() -> list[str]:
-    """Names of all known kinds, including those whose packages are broken."""
+    """Return the names of all known kinds, including those whose packages are broken."""
     return [*_BUILT_IN, *sorted(_outside_points())]
 
 
 @cache
 def by_name(name: str, origin: str = "") -> TierKind[Any]:
-    """The kind `name`.
+    """Return the kind `name`.
 
     Args:
-        name: of the kind.
+        name: name of the kind.
         origin: the source of the name, for messages.
 
     Raises:
         ConfigError: the kind is unknown, or its package cannot be used.
     """
-    source = f" (from {origin})" if origin else ""
+    about = {"setting": "tier kind", "value": repr(name), "origin": origin}
     if name in _BUILT_IN:
         try:
             return cast("TierKind[Any]", import_module(_BUILT_IN[name]).KIND)
         except ImportError as error:
-            raise ConfigError(f"tier kind {name!r}{source} needs a package: {error}; {install_hint(name)}") from error
+            raise ConfigError(f"needs a package: {error}; {install_hint(name)}", **about) from error
     points = _outside_points().get(name)
     if points is None:
-        raise ConfigError(f"tier kind {name!r}{source}: unknown kind{near(name, names())}")
+        raise unknown("unknown kind", name, names(), **about)
     if len(points) > 1:
         several = " and ".join(sorted(map(_package, points)))
-        raise ConfigError(f"tier kind {name!r}{source} is in several packages: {several}; allowed: one of them")
-    return _loaded(points[0], source)
+        raise ConfigError(f"is in several packages: {several}", allowed="one of them", **about)
+    return _loaded(points[0], origin)
 
 
 def measures_directories(name: str) -> bool:
-    """Whether the kind is built in, and can be measured in a directory."""
+    """Whether the kind is built in and can be measured in a directory."""
     if name not in _BUILT_IN or not _is_usable(name):
         return False
     kind = by_name(name)
@@ -234,50 +242,53 @@ def measures_directories(name: str) -> bool:
 
 
 def kind_of(tier: TierSettings) -> TierKind[Any]:
-    """The kind of a tier with these settings."""
+    """Return the kind of a tier with these settings."""
     return by_name(tier.kind)
 
 
 def is_sealed(tier: TierSettings) -> bool:
-    """Whether the objects of `tier` are sealed; with `auto` those of a store that other nodes use."""
+    """Whether the objects of `tier` are sealed; with `auto`, only those in a store that other nodes use."""
     return tier.seal == "on" or (tier.seal == "auto" and kind_of(tier).is_shared(tier))
 
 
-def checked_name(name: str) -> str:
-    """`name`, if a tier may have it.
+def checked_name(name: str, origin: str = "") -> str:
+    """Return `name`, if a tier may have it.
 
     Raises:
-        ConfigError: it may not.
+        ConfigError: a tier may not have it.
     """
     if not NAME.fullmatch(name) or len(name) > NAME_LENGTH_MAX or name in RESERVED:
         raise ConfigError(
-            f"tier name {name[:80]!r}: allowed: a letter, then letters, digits and single underscores, in lower case, "
-            f"at most {NAME_LENGTH_MAX} in all, and none of {', '.join(sorted(RESERVED))}"
+            setting="tier name",
+            value=repr(name[:80]),
+            origin=origin,
+            allowed="a letter, then letters, digits and single underscores, in lower case, "
+            f"at most {NAME_LENGTH_MAX} in all, and none of {', '.join(sorted(RESERVED))}",
         )
     return name
 
 
 def make(kind: TierKind[S], name: str, values: Mapping[str, object], origin: str) -> S:
-    """The settings of a tier named `name` with these values, as `schema.read` gives them.
+    """Make the settings of a tier named `name` from these values, which `schema.read` returned.
 
     Raises:
-        ConfigError: a setting is missing, or the values do not go together.
+        ConfigError: a setting is missing, or the values do not fit together.
     """
     missing = [each.key for each in settings(kind.settings) if each.is_needed and each.key not in values]
     if missing:
-        raise ConfigError(f"tiers.{name}.{missing[0]} (from {origin}): missing; a {kind.name} tier needs it")
+        raise ConfigError(f"missing; a {kind.name} tier needs it", setting=f"tiers.{name}.{missing[0]}", origin=origin)
     return kind.settings(name=name, **cast("Any", values))
 
 
 def find(kind: TierKind[Any], label: str, key: str, origin: str) -> Setting:
-    """The setting `key` of a tier of this kind, labelled ``tiers.NAME``.
+    """Return the setting `key` of a tier of this kind, labelled ``tiers.NAME``.
 
     Raises:
-        ConfigError: it is unknown; the message lists the known ones and suggests the nearest.
+        ConfigError: the setting is unknown; the message lists the known ones and suggests the nearest.
     """
     known = {each.key: each._replace(section=label) for each in settings(kind.settings)}
     if key not in known:
-        raise ConfigError(f"{label}.{key} (from {origin}): unknown setting of a {kind.name} tier{near(key, [*known])}")
+        raise unknown(f"unknown setting of a {kind.name} tier", key, [*known], setting=f"{label}.{key}", origin=origin)
     return known[key]
 
 
@@ -302,15 +313,16 @@ def _package(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else "a package without metadata"
 
 
-def _loaded(point: EntryPoint, source: str) -> TierKind[Any]:
-    subject = f"tier kind {point.name!r}{source} of the package {_package(point)} ({point.value})"
+def _loaded(point: EntryPoint, origin: str) -> TierKind[Any]:
+    value = f"{point.name!r} of the package {_package(point)} ({point.value})"
+    about, subject = {"setting": "tier kind", "value": value, "origin": origin}, f"tier kind {value}"
     try:
         kind = cast("TierKind[Any]", point.load())
     except Exception as error:
-        raise ConfigError(f"{subject} cannot be loaded: {described(error)}") from error
+        raise ConfigError(f"cannot be loaded: {described(error)}", **about) from error
     wrong = _flaw(kind, point.name)
     if wrong:
-        raise ConfigError(f"{subject} is not usable: {wrong}")
+        raise ConfigError(f"is not usable: {wrong}", **about)
     return replace(
         kind,
         open=_checking(kind.open, Tier, subject),
@@ -324,7 +336,7 @@ def _loaded(point: EntryPoint, source: str) -> TierKind[Any]:
 def _checking(
     make: Callable[..., Any], interface: type, subject: str, *, makes_several: bool = False
 ) -> Callable[..., Any]:
-    """`make`, which refuses what lacks part of its interface."""
+    """Wrap `make` so that it refuses objects that lack part of their interface."""
 
     def checked(*arguments: object) -> object:
         made: object = make(*arguments)
@@ -337,7 +349,7 @@ def _checking(
 
 
 def _flaw(kind: object, name: str) -> str:
-    """Why `kind` cannot be registered as `name`; empty if it can."""
+    """Return why `kind` cannot be registered as `name`; empty if it can."""
     if not isinstance(kind, TierKind):
         return f"it is a {'class' if isinstance(kind, type) else type(kind).__name__}, not a TierKind"
     found = cast("TierKind[Any]", kind)

@@ -1,6 +1,6 @@
-"""What `kvtier inspect` needs of a store: its objects, read from outside the process that uses it.
+"""The view of a store for `kvtier inspect`, which reads its objects from outside the process that uses it.
 
-A kind of tier declares how to open its views (`TierKind.inspect`). Without that, a `ScannedTier` serves: any open tier.
+A kind of tier declares how to open its views (`TierKind.inspect`). Otherwise a `ScannedTier` views any open tier.
 """
 
 import errno
@@ -16,18 +16,18 @@ from typing import NamedTuple, Protocol
 
 from kvtier.errors import TierError
 from kvtier.tier.base import Tier
-from kvtier.tier.direct import forget_cached, read_part
-from kvtier.tier.safe_open import MISSING, SuppressErrno, directory_at
+from kvtier.tier.files.direct import forget_cached, read_part
+from kvtier.tier.files.safe_open import MISSING, SuppressErrno, directory_at
 from kvtier.types import ObjectName
 
 UNBOUNDED_BYTES = 1 << 62
 """Cap of a tier that must not evict."""
 
 _DELETES = 16
-"""Concurrent deletions of a purge."""
+"""Number of concurrent deletions in a purge."""
 
 LEFT_MAX = 100
-"""Foreign files that a `Purge` names at most."""
+"""Maximum number of foreign files that a `Purge` names."""
 
 
 class ObjectFile(NamedTuple):
@@ -36,38 +36,38 @@ class ObjectFile(NamedTuple):
     name: bytes
     size_bytes: int
     used_s: float | None
-    """Last known use, seconds since 1970; in a disk store the start of its segment. None: unknown."""
+    """Last known use, in seconds since 1970; in a disk store the start of its segment. None if unknown."""
     path: str
     number: int = 0
-    """Number of the segment, in a disk store."""
+    """Number of the segment in a disk store."""
     offset: int = 0
     """Bytes from the start of the file."""
     store: int = 0
-    """Number of the view, where several are inspected together."""
+    """Number of the view, if several are inspected together."""
     model: str = ""
-    """Hexadecimal digits of the model id where the object's place tells; else empty."""
+    """The model id in hexadecimal digits, if the object's place shows it; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Identity of a store, and what its own files record."""
+    """Identity of a store, and the figures that its own files record."""
 
     store_id: str = ""
     version: int = 0
     created: str = ""
     charged_bytes: int = 0
-    """Counted against the cap: whole blocks of 4 KiB per object, or whole segments."""
+    """Bytes counted against the cap: whole blocks of 4 KiB per object, or whole segments."""
     recorded_bytes: int | None = None
-    """Bytes in use by the cap file, temporary files included; None without a valid cap file."""
+    """Bytes in use according to the cap file, including temporary files; None without a valid cap file."""
     capacity_bytes: int | None = None
-    """The cap, where it is known."""
+    """The cap, if known."""
     temp_files: int = 0
     temp_bytes: int = 0
-    """Reserved by temporary files."""
+    """Bytes reserved by temporary files."""
     open_in: int | None = None
-    """1 if a running process has the store open, 0 if none has; None: unknown. Of several stores the sum."""
+    """1 if a running process has the store open, 0 if none has, None if unknown. For several stores, the sum."""
     free_bytes: int | None = None
-    """Free space of the file system; None: the store is in none."""
+    """Free space of the file system; None if the store is in none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,24 +77,24 @@ class Purge:
     directory: str
     objects: int = 0
     bytes: int = 0
-    """Sum of the objects."""
+    """Bytes of the removed objects."""
     is_emptied_only: bool = False
-    """Other processes had the store open: its objects were removed, the store was not."""
+    """Whether only the objects were removed and not the store, because other processes had it open."""
     left: list[str] = field(default_factory=list[str])
-    """Foreign files that were kept (the first hundred)."""
+    """The first hundred foreign files, which were kept."""
 
 
 def remove_files(top: int, marker: str, files: re.Pattern[str], folders: re.Pattern[str], result: Purge) -> None:
-    """Remove a store's files, and its directories that become empty. What else is there is recorded in `result`.
+    """Remove a store's files and the directories that become empty, and record everything else in `result`.
 
     A link is never followed, and is kept. The marker goes last, so that an interrupted purge can be repeated.
 
     Args:
         top: descriptor of the store's root.
         marker: name of the marker.
-        files: paths of the store's files, relative to the root. Objects are below `objects/`, and are counted.
-        folders: paths of its directories.
-        result: of the purge.
+        files: paths of the store's files, relative to the root. Those below `objects/` are counted as objects.
+        folders: paths of the store's directories.
+        result: result of the purge, to be updated.
 
     Raises:
         OSError: a file cannot be removed; earlier ones are gone.
@@ -106,10 +106,10 @@ def remove_files(top: int, marker: str, files: re.Pattern[str], folders: re.Patt
 def _remove_below(
     folder: int, inside: str, marker: str, files: re.Pattern[str], folders: re.Pattern[str], result: Purge
 ) -> None:
-    """`remove_files` of the directory `inside`, whose descriptor is `folder`. Foreign directories are not opened."""
+    """Do `remove_files` in the directory `inside`, with descriptor `folder`. Foreign directories are not opened."""
     for name in sorted(os.listdir(folder)):
         path = f"{inside}/{name}" if inside else name
-        with SuppressErrno(MISSING):  # a foreign file that goes meanwhile
+        with SuppressErrno(MISSING):  # a foreign file may vanish meanwhile
             status = os.lstat(name, dir_fd=folder)
             if stat.S_ISREG(status.st_mode) and files.fullmatch(path):
                 os.unlink(name, dir_fd=folder)
@@ -130,50 +130,68 @@ class ObjectReader(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the frame, by what holds it."""
+        """Bytes of the frame, according to the store."""
         ...
 
     def read(self, into: memoryview, offset: int = 0) -> int:
-        """Read from `offset` of the frame; bytes read. Raises OSError."""
+        """Read from `offset` of the frame, and return the bytes read. Raises OSError."""
+        ...
+
+
+class Health(Protocol):
+    """The health of a store: a dataclass, whose fields are the result in JSON."""
+
+    directory: str
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the store has no problem at present."""
+        ...
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """Return what there is to show, with its values as text."""
         ...
 
 
 class StoreView(Protocol):
-    """One store, from outside. Takes no lock and writes nothing, except in `opened_tier` and `purge`."""
+    """One store, seen from outside. Takes no lock and writes nothing, except in `opened_tier` and `purge`.
+
+    A store that records its health has a method ``health``, too, without arguments. It returns a `Health`.
+    """
 
     @property
     def place(self) -> str:
-        """Where it is, for people."""
+        """The store's location, for people."""
         ...
 
     def objects(self) -> Iterable[ObjectFile]:
-        """All objects, each once.
+        """Yield all objects, each once.
 
         Raises:
             ConfigError: the store's version is unknown.
-            OSError: it cannot be read.
+            OSError: the store cannot be read.
         """
         ...
 
     def usage(self) -> Usage:
-        """Usage as the store itself records it."""
+        """Return the usage that the store itself records."""
         ...
 
     def opened(self, stored: ObjectFile) -> AbstractContextManager[ObjectReader]:
-        """The object, opened. Thread-safe.
+        """Open the object for the block. Thread-safe.
 
         Raises:
             FileNotFoundError: the object disappeared.
-            OSError: it cannot be opened.
+            OSError: the object cannot be opened.
         """
         ...
 
     def opened_tier(self) -> AbstractContextManager[Tier]:
-        """The store, opened as a tier that evicts nothing, until the end of the block.
+        """Open the store for the block, as a tier that evicts nothing.
 
         Raises:
-            ConfigError: it cannot be opened.
-            TierError: another process has it open, and it is not shared.
+            ConfigError: the store cannot be opened.
+            TierError: another process has the store open, and it is not shared.
         """
         ...
 
@@ -181,10 +199,10 @@ class StoreView(Protocol):
         """Remove the store; the directory itself and foreign files are kept.
 
         Args:
-            force: when other processes have a shared store open, remove its objects and keep the store.
+            force: if other processes have a shared store open, remove its objects and keep the store.
 
         Raises:
-            ConfigError: other processes have it open.
+            ConfigError: other processes have the store open.
             OSError: a file cannot be removed; earlier ones are gone.
         """
         ...
@@ -199,62 +217,62 @@ class FileReader:
         self.size_bytes = size_bytes
 
     def read(self, into: memoryview, offset: int = 0) -> int:
-        """See `ObjectReader`."""
+        """Read from `offset` of the frame, and return the bytes read."""
         return read_part(self._descriptor, into, self._offset + offset)
 
     def close(self) -> None:
-        """Drop what was read from the page cache, and close the file."""
+        """Drop the bytes read from the page cache, and close the file."""
         forget_cached(self._descriptor, self._offset, self.size_bytes)
         os.close(self._descriptor)
 
 
 class ScannedTier:
-    """The view of an open tier of any kind, by its `scan` and `read`.
+    """The view of an open tier of any kind, through its `scan` and `read`.
 
     Args:
         tier: the tier.
         place: where it is, for people.
-        model: the model id of all its objects, in hexadecimal digits; empty: their heads tell.
+        model: the model id of all its objects, in hexadecimal digits; empty if only their heads show it.
     """
 
     def __init__(self, tier: Tier, place: str, model: str = "") -> None:
         self._tier = tier
         self.place = place
         self.model = model
-        self._held_bytes = 0
+        self._used_bytes = 0
 
     def objects(self) -> Iterator[ObjectFile]:
-        """See `StoreView`."""
-        self._held_bytes = 0
+        """Yield all objects, each once."""
+        self._used_bytes = 0
         for name, size_bytes in self._tier.scan():
-            self._held_bytes += size_bytes
+            self._used_bytes += size_bytes
             yield ObjectFile(name, size_bytes, None, self.place, model=self.model)
 
     def usage(self) -> Usage:
-        """See `StoreView`; what is charged is what the last `objects` found."""
+        """Return the usage that the store records. The charged bytes are those that the last `objects` found."""
         figures = self._tier.figures()
         return Usage(
-            charged_bytes=self._held_bytes,
+            charged_bytes=self._used_bytes,
             recorded_bytes=figures.used_bytes or None,
             capacity_bytes=figures.capacity_bytes,
         )
 
     @contextmanager
     def opened(self, stored: ObjectFile) -> Generator[ObjectReader]:
-        """See `StoreView`."""
+        """Open the object for the block."""
         yield _TierReader(self._tier, stored)
 
     @contextmanager
     def opened_tier(self) -> Generator[Tier]:
-        """See `StoreView`."""
+        """Open the store for the block, as a tier that evicts nothing."""
         yield self._tier
 
     def purge(self, *, force: bool) -> Purge:  # noqa: ARG002 - the tier has no other users that it knows of
-        """Delete every object that it lists. What makes the place a store is kept."""
+        """Delete every object that the tier lists. The store itself is kept."""
         result = Purge(directory=self.place, is_emptied_only=True)
         found = self._tier.scan()
         with ThreadPoolExecutor(_DELETES, thread_name_prefix="kvtier-purge") as pool:
-            # In batches, so that an interrupt does not wait for all objects.
+            # Deleting in batches keeps an interrupt from waiting for all objects.
             while batch := list(islice(found, 16 * _DELETES)):
                 list(pool.map(self._tier.delete, (name for name, _ in batch)))
                 result.objects += len(batch)
@@ -279,7 +297,7 @@ class _TierReader:
 
 
 def merged(usages: Sequence[Usage]) -> Usage:
-    """The sums of several stores."""
+    """Add up the usage of several stores."""
     if len(usages) < 2:
         return usages[0] if usages else Usage(open_in=0)
 

@@ -29,7 +29,7 @@ def install() -> None:
     """Put the stand-ins in place, and then what a test breaks."""
     from sglang.srt.mem_cache.pool_host import base, mha
 
-    mha.MHATokenToKVPoolHost.backup_from_device_all_layer = _backup
+    mha.MHATokenToKVPoolHost.backup_from_device_all_layer = copy_to_host
     mha.MHATokenToKVPoolHost.load_to_device_per_layer = _load
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     base.HostKVCache.__init__ = _unpinned(base.HostKVCache.__init__)
@@ -39,7 +39,7 @@ def install() -> None:
         getattr(importlib.import_module(module), function)()
 
 
-def _backup(pool: Any, device_pool: object, host_indices: Any, device_indices: Any, io_backend: str) -> None:
+def copy_to_host(pool: Any, device_pool: object, host_indices: Any, device_indices: Any, io_backend: str) -> None:
     """Copy tokens of all layers from device to host."""
     for layer in range(pool.layer_num):
         for host, device in _buffers(pool, layer):

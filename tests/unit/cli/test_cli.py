@@ -8,6 +8,7 @@ import click
 import pytest
 
 from kvtier.cli.main import COMMANDS, cli, run
+from kvtier.tier import registry
 
 DIGITS = "0123456789abcdef" * 4
 
@@ -44,6 +45,48 @@ def test_help_starts_quickly_and_names_every_command(arguments, is_light):
     assert (not {name for name in loaded if name in HEAVY or name.startswith("kvtier.cli.")} - LIGHT) == is_light
     if arguments == ["--help"]:
         assert all(f"  {name} " in done.stdout for name in COMMANDS)
+
+
+KINDS = "from kvtier.tier.registry import built_in, by_name; [by_name(each) for each in built_in()]"
+"""Makes every kind of tier declare itself."""
+COMMAND = "from kvtier.cli.main import run; run(sys.argv[1:])"
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "is_light"),
+    [
+        (KINDS, "", True),
+        (COMMAND, "--help", True),
+        (COMMAND, "config", True),
+        (COMMAND, "config show", True),
+        (COMMAND, "vllm config", True),
+        (COMMAND, "vllm config --tier disk:PLACE --tier directory:PLACE", True),
+        (COMMAND, "sglang config", True),
+        (COMMAND, "inspect --help", False),
+    ],
+)
+def test_what_only_looks_at_settings_imports_neither_numpy_nor_a_tier(code, arguments, is_light, tmp_path):
+    """The last command is the control: it reads frames."""
+    words = arguments.replace("PLACE", str(tmp_path / "kv")).split()
+    found = f"import sys; {code}; print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", found, *words], capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(done.stderr.split())
+    heavy = {"numpy", "mooncake", "valkey", *(f"kvtier.tier.{each}.tier" for each in registry.names())}
+    assert ("click" in loaded and "obstore" not in loaded) or code == KINDS
+    assert (not loaded & heavy) == is_light
+
+
+@pytest.mark.parametrize("module", ["raise ImportError('libssl')", "", None])
+def test_a_broken_package_or_an_old_release_is_refused_with_the_settings(module, tmp_path):
+    """The last one, the installed package, is the control."""
+    if module is not None:
+        (tmp_path / "obstore").mkdir()
+        (tmp_path / "obstore" / "__init__.py").write_text("")
+        (tmp_path / "obstore" / "store.py").write_text(module)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {COMMAND}"
+    words = ["config", "show", "--tier", "s3:bucket/prefix"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=True)
+    assert ("needs a package" in done.stderr) == (module is not None)
 
 
 def test_version(capsys):

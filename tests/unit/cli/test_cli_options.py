@@ -15,12 +15,13 @@ import click
 import pytest
 
 from kvtier.cli.main import cli, run
-from kvtier.cli.options import Bytes, OutputFile, Quantity
+from kvtier.cli.options import OutputFile, Quantity
 from kvtier.config.loader import load as load_settings
 from kvtier.errors import ConfigError
-from kvtier.plan.read_inputs import load as load_inputs
 from kvtier.report.output import write_file, write_json
-from kvtier.trace.write import write_lines
+from kvtier.tools.options import Bytes
+from kvtier.tools.plan.read_inputs import load as load_inputs
+from kvtier.tools.trace.arrays import write_lines
 
 LINE = {"timestamp": 0, "input_length": 512, "output_length": 3, "hash_ids": [1]}
 MEASURING = [["probe", "--quick"], ["bench", "io"]]
@@ -195,7 +196,7 @@ def test_a_commands_own_output_is_no_file_to_replace(trace: Path, tmp_path: Path
     command = [sys.executable, "-m", "kvtier.cli.main", "trace", "anonymize", str(trace), "/dev/stdout"]
     with (tmp_path / "out").open("wb") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert (done.returncode, "is where this command prints" in done.stderr) == (2, True)
+    assert (done.returncode, "is the output of this command" in done.stderr) == (2, True)
     assert {it.name for it in tmp_path.iterdir()} == {"trace.jsonl", "out"}
 
 
@@ -235,6 +236,7 @@ WRITTEN = {
     "bench codec": {"record"},
     "bench core": {"record"},
     "bench io": {"record", "report"},
+    "bench quality": {"record", "report"},
     "bench serve": {"record_file", "report"},
     "bench tier": {"record"},
     "characterize": {"report"},
@@ -243,6 +245,7 @@ WRITTEN = {
     "probe": {"picture", "record", "report"},
     "replay run": {"keep", "picture", "report"},
     "sglang config": {"file"},
+    "trace advise": {"report"},
     "trace anonymize": {"target"},
     "trace convert": {"target"},
     "trace synthesize": {"target"},
@@ -260,8 +263,9 @@ READ = {
         "lmcache",
         "load_at",
         "model",
+        "models",
     ),
-    *("probe", "python", "socket", "source", "tokenizer", "tokens", "trace", "traces", "vllm", "where"),
+    *("probe", "python", "socket", "source", "tokenizer", "tokens", "trace", "traces", "transfer", "vllm", "where"),
 }
 
 

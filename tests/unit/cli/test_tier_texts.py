@@ -6,35 +6,36 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.io_workloads import trial_settings
 from kvtier.cli.engine_settings import server_settings
 from kvtier.cli.main import run
 from kvtier.config import tier_list
 from kvtier.config.loader import Loaded, load
 from kvtier.config.tier_list import SettingOrigin, describe
 from kvtier.errors import ConfigError
-from kvtier.plan.read_inputs import load as load_inputs
-from kvtier.plan.read_inputs import tier_options
-from kvtier.replay.tier_spec import parse_tier
-from kvtier.size.capacity import WEIGHT_BYTES
+from kvtier.tools.bench.io_workloads import trial_settings
+from kvtier.tools.plan.read_inputs import load as load_inputs
+from kvtier.tools.plan.read_inputs import tier_options
+from kvtier.tools.replay.tier_spec import parse_tier
+from kvtier.tools.size.sizes import WEIGHT_BYTES
 
 TOP = Path(__file__).parents[3]
 PAGES = [TOP / "README.md", *sorted((TOP / "docs").rglob("*.md"))]
 FLAG = re.compile(r"--tier[ =]['\"]?([^\s'\"`)]+)")
 TEXTS = sorted({text for page in PAGES for text in FLAG.findall(page.read_text()) if "…" not in text})
+TEXTS = [text.replace("$PWD", "/work") for text in TEXTS]  # as the shell does
 
 
 def served(*texts: str) -> Loaded:
     return load(environ={}, flags=["store.secret_file=/secret"], tiers=texts)
 
 
-def refusal(act) -> str:
-    """Why `act` is refused; empty: it is not."""
+def refused(act) -> ConfigError:
+    """Why `act` is refused; an error without a text: it is not."""
     try:
         act()
     except ConfigError as error:
-        return str(error)
-    return ""
+        return error
+    return ConfigError()
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -42,15 +43,60 @@ def test_a_text_of_the_documents_means_the_same_in_every_command(text, tmp_path)
     pytest.importorskip("obstore")
     parts = tier_list._cut(text, SettingOrigin("flag", "--tier"))
     kind = None if parts.kind == "host" else tier_list.kind_of(text, "--tier")
-    missing = "" if parts.where or kind is None else f"missing; a {kind.name} tier needs it"
-    assert missing in (found := refusal(lambda: served(text)))
-    assert bool(missing) == bool(found)
+    missing = "" if parts.where or kind is None else f"tiers.{kind.name}.{kind.where}"
+    assert refused(lambda: served(text)).setting == missing
 
     has_capacity = kind is None or kind.has_cap or any(word.startswith("capacity=") for word in parts.words)
     for act in (lambda: parse_tier(text), lambda: load_inputs(options=tier_options([text]))):
-        assert refusal(act) == "" if has_capacity else "no capacity; allowed: such as" in refusal(act)
+        error = refused(act)
+        assert (str(error) == "") == has_capacity
+        assert has_capacity or (error.problem, error.allowed[:7]) == ("no capacity", "such as")
     if kind is not None and kind.open_trial is not None:
         assert trial_settings(text, tmp_path).kind == kind.name
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        ("redis:h", "valkey", {}),
+        ("redis://h:7000", "valkey", {"addresses": "h:7000"}),
+        ("valkey://h,h2:7000/3?prefix=p", "valkey", {"addresses": "h:6379,h2:7000", "database": 3, "prefix": "p"}),
+        ("rediss://h/", "valkey", {"tls": True}),
+        ("valkeys://[::1]:7000?lifetime=1h", "valkey", {"addresses": "[::1]:7000", "tls": True, "lifetime_s": 3600.0}),
+        ("far=rediss://h/2", "far", {"tls": True, "database": 2}),
+        ("valkey:h", "valkey", {}),
+    ],
+)
+def test_urls_of_redis_and_valkey_are_texts(text, name, expected):
+    pytest.importorskip("valkey", reason="the extra 'valkey' is not installed")
+    (tier,) = served(text).config.tiers
+    assert (tier.kind, tier.name) == ("valkey", name)
+    default = {"addresses": "h:6379", "tls": False, "database": 0, "prefix": "kvtier", "lifetime_s": 7 * 86400.0}
+    assert {key: getattr(tier, key) for key in default} == default | expected
+    assert tier_list.kind_of(text, "--tier").name == "valkey"
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "problem", "allowed"),
+    [
+        ("redis://:Sesame@h", "tiers", "a login in the URL", "KVTIER_TIERS__VALKEY__PASSWORD"),
+        ("rediss://u:Sesame@h:1/2?prefix=p", "tiers", "a login in the URL", "password_file=PATH"),
+        ("redis://u:Ses/ame@h", "tiers", "a login in the URL", "password_file=PATH"),
+        ("far=valkey://u:Sesame@h", "tiers", "a login in the URL", "password_file=PATH"),
+        ("redis://u:Ses?ame@h", "tiers", "not key=value", tier_list.FORM),
+        ("rediss://h?tls=false", "tiers.valkey.tls", "given twice", "once"),
+        ("redis://h/1?database=2", "tiers.valkey.database", "given twice", "once"),
+        ("redis://h/x", "tiers.valkey.database", "not a whole number", "a whole number"),
+        ("redis://", "tiers.valkey.addresses", "missing", ""),
+    ],
+)
+def test_a_login_in_a_url_is_refused_and_not_shown(text, setting, problem, allowed):
+    pytest.importorskip("valkey", reason="the extra 'valkey' is not installed")
+    error = refused(lambda: served(text))
+    assert (error.setting, error.origin) == (setting, "flag --tier")
+    assert problem in error.problem
+    assert allowed in error.allowed
+    assert not re.search("Ses|ame@", f"{error}{vars(error)}")
 
 
 def test_what_describes_the_hardware_changes_no_server():
@@ -59,7 +105,8 @@ def test_what_describes_the_hardware_changes_no_server():
     with_host = served("disk:/kv", "host=64GiB")
     assert (with_host.config.host.capacity_bytes, len(with_host.config.tiers)) == (64 << 30, 1)
     assert str(with_host.origins["host.capacity_bytes"]) == "flag --tier"
-    assert refusal(lambda: served("host=1GiB", "host=2GiB")).endswith("host memory is given twice; allowed: once")
+    error = refused(lambda: served("host=1GiB", "host=2GiB"))
+    assert (error.setting, error.allowed) == ("tiers", "once")
 
 
 def test_figures_of_a_text_are_those_of_the_whole_tier():
@@ -82,11 +129,11 @@ COMMANDS = [
 
 @pytest.mark.parametrize("text", ["disk=4TiB,read=12GB/s", "pool=40TiB,shared", "10TB"])
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_another_form_is_refused_with_the_form_of_all_commands(command, text, capsys):
-    assert run([*command, "--tier", text]) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert f"tier '{text}' (from " in told
-    assert "not of the form [NAME=]KIND[:WHERE][?key=value&key=value], or KIND=SIZE[?key=value&key=value]" in told
+def test_another_form_is_refused_with_the_form_of_all_commands(command, text, refusal):
+    error = refusal(*command, "--tier", text)
+    assert (error.setting, error.value) == ("tiers", repr(text))
+    assert error.origin.endswith("--tier")
+    assert tier_list.FORM in error.allowed
 
 
 @pytest.mark.parametrize("command", [["size"], ["plan"], ["replay", "run", "trace.jsonl"]], ids=" ".join)

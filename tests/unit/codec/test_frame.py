@@ -10,13 +10,13 @@ from kvtier.codec.frame import (
     Identity,
     frame_bytes,
     head_bytes,
-    open_in_place,
+    pack,
+    pack_scratch_bytes,
     read_head,
-    seal,
-    seal_scratch_bytes,
+    unpack_in_place,
     verify_frame,
 )
-from kvtier.codec.head import SECTIONS_MAX, head_bytes_of
+from kvtier.codec.frame_header import SECTIONS_MAX, head_bytes_of
 from kvtier.codec.raw import Raw
 from kvtier.errors import CorruptChunkError
 from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, Element, GroupLayout, History, Part, Run, align_up
@@ -83,14 +83,14 @@ def dirty_slot(group: GroupLayout, payload: bytes) -> memoryview:
 
 
 def sealed(codec, payload: bytes, group: GroupLayout = GROUP, identity: Identity = IDENTITY) -> bytes:
-    scratch = memoryview(bytearray(b"\xdd" * seal_scratch_bytes(group, codec)))
-    return bytes(seal(dirty_slot(group, payload), group, identity, codec, scratch))
+    scratch = memoryview(bytearray(b"\xdd" * pack_scratch_bytes(group, codec)))
+    return bytes(pack(dirty_slot(group, payload), group, identity, codec, scratch))
 
 
 def opened(frame: bytes, group: GroupLayout = GROUP, identity: Identity = IDENTITY) -> bytes:
     slot = bytearray(b"\xbb" * frame_bytes(group))
     slot[: len(frame)] = frame
-    open_in_place(memoryview(slot), len(frame), group, identity, SCRATCH)
+    unpack_in_place(memoryview(slot), len(frame), group, identity, SCRATCH)
     return bytes(slot[head_bytes(group) :])
 
 
@@ -105,10 +105,10 @@ def test_sizes_of_a_slot():
 def test_a_raw_frame_is_its_slot():
     payload = payload_of(GROUP, pairs=False)
     slot = dirty_slot(GROUP, payload)
-    frame = seal(slot, GROUP, IDENTITY, Raw())
+    frame = pack(slot, GROUP, IDENTITY, Raw())
     assert frame is slot
     assert bytes(frame[HEAD:]) == payload  # padding included, which was dirty
-    assert seal_scratch_bytes(GROUP, Raw()) == 0
+    assert pack_scratch_bytes(GROUP, Raw()) == 0
 
 
 def test_nothing_of_the_chunk_before_leaks_into_a_frame(halves):
@@ -124,11 +124,11 @@ def test_nothing_of_the_chunk_before_leaks_into_a_frame(halves):
 def test_sealing_again_gives_the_same_frame_and_leaves_the_layers_alone(halves):
     payload = payload_of(GROUP, pairs=True)
     slot = dirty_slot(GROUP, payload)
-    scratch = memoryview(bytearray(seal_scratch_bytes(GROUP, halves)))
-    first = bytes(seal(slot, GROUP, IDENTITY, Raw()))
-    packed = bytes(seal(slot, GROUP, IDENTITY, halves, scratch))
-    assert bytes(seal(slot, GROUP, IDENTITY, Raw())) == first
-    assert bytes(seal(slot, GROUP, IDENTITY, halves, scratch)) == packed
+    scratch = memoryview(bytearray(pack_scratch_bytes(GROUP, halves)))
+    first = bytes(pack(slot, GROUP, IDENTITY, Raw()))
+    packed = bytes(pack(slot, GROUP, IDENTITY, halves, scratch))
+    assert bytes(pack(slot, GROUP, IDENTITY, Raw())) == first
+    assert bytes(pack(slot, GROUP, IDENTITY, halves, scratch)) == packed
 
 
 def test_a_packed_frame_is_smaller_and_comes_back(halves):
@@ -156,7 +156,7 @@ def test_sections_end_where_runs_end():
     runs = (Run("keys", "bf16", 6000), Run("values", "fp8e4m3", MIB + 1)), (Run("bytes", "bytes", 3),)
     group = GroupLayout(History(), (6000 + MIB + 1, 3), "test", runs=runs)
     second = align_up(6000 + MIB + 1)
-    assert group.sections == (
+    assert tuple((it.layer, it.offset, it.size_bytes, it.element) for it in group.sections) == (
         (0, 0, 6000, "bf16"),
         (0, 6000, MIB, "fp8e4m3"),
         (0, 6000 + MIB, 1, "fp8e4m3"),
@@ -167,7 +167,7 @@ def test_sections_end_where_runs_end():
     assert opened(frame, group) == payload
     assert [section.extent_bytes for section in verify_frame(frame).sections] == [6000, MIB, second - 6000 - MIB, 4096]
     for wrong in ((Run("keys", "bf16", 5999), runs[0][1]), (Run("keys", "bf16", 5001), Run("keys", "bytes", 999))):
-        with pytest.raises(ValueError, match=r"not the whole of layers|is not a positive number of bf16"):
+        with pytest.raises(ValueError, match=r"do not fill layers|is not a positive whole number of bf16"):
             GroupLayout(History(), (6000,), "test", runs=(wrong,))
 
 
@@ -205,7 +205,7 @@ def test_what_is_no_identity_is_not_compared():
 def test_a_frame_of_other_layers_under_the_same_name_is_refused(layers):
     other = GroupLayout(History(), layers, "test")
     frame = sealed(Raw(), payload_of(other, pairs=False), other)
-    with pytest.raises(CorruptChunkError, match="section table is not that of the layout"):
+    with pytest.raises(CorruptChunkError, match="section table does not match the layout"):
         opened(frame)
 
 
@@ -213,13 +213,13 @@ def test_buffers_of_another_size_are_a_wrong_call(halves):
     payload = payload_of(GROUP, pairs=False)
     slot = dirty_slot(GROUP, payload)
     wrong_calls = [
-        lambda: seal(slot[1:], GROUP, IDENTITY, Raw()),
-        lambda: seal(slot.toreadonly(), GROUP, IDENTITY, Raw()),
-        lambda: seal(slot.cast("b"), GROUP, IDENTITY, Raw()),
-        lambda: seal(slot, GROUP, IDENTITY, halves),
-        lambda: seal(slot, GROUP, IDENTITY, halves, memoryview(bytearray(seal_scratch_bytes(GROUP, halves) - 1))),
-        lambda: open_in_place(slot[1:], 0, GROUP, IDENTITY, SCRATCH),
-        lambda: open_in_place(slot, 0, GROUP, IDENTITY, SCRATCH[1:]),
+        lambda: pack(slot[1:], GROUP, IDENTITY, Raw()),
+        lambda: pack(slot.toreadonly(), GROUP, IDENTITY, Raw()),
+        lambda: pack(slot.cast("b"), GROUP, IDENTITY, Raw()),
+        lambda: pack(slot, GROUP, IDENTITY, halves),
+        lambda: pack(slot, GROUP, IDENTITY, halves, memoryview(bytearray(pack_scratch_bytes(GROUP, halves) - 1))),
+        lambda: unpack_in_place(slot[1:], 0, GROUP, IDENTITY, SCRATCH),
+        lambda: unpack_in_place(slot, 0, GROUP, IDENTITY, SCRATCH[1:]),
     ]
     for call in wrong_calls:
         with pytest.raises(ValueError, match="must"):

@@ -14,10 +14,10 @@ from kvtier.codec.frame import (
     OPEN_SCRATCH_BYTES,
     Identity,
     frame_bytes,
-    open_in_place,
+    pack,
+    pack_scratch_bytes,
     read_head,
-    seal,
-    seal_scratch_bytes,
+    unpack_in_place,
     verify_frame,
 )
 from kvtier.errors import CorruptChunkError, UnreadableChunkError
@@ -35,8 +35,8 @@ def frame_of(codec_name: str) -> bytes:
     slot = bytearray(frame_bytes(GROUP))
     for position in range(0, len(slot), 64):
         slot[position] = position % 251
-    scratch = memoryview(bytearray(seal_scratch_bytes(GROUP, codec)))
-    return bytes(seal(memoryview(slot), GROUP, IDENTITY, codec, scratch))
+    scratch = memoryview(bytearray(pack_scratch_bytes(GROUP, codec)))
+    return bytes(pack(memoryview(slot), GROUP, IDENTITY, codec, scratch))
 
 
 FRAMES = {name: frame_of(name) for name in ("raw", "zstd")}
@@ -63,7 +63,7 @@ def refusal(frame: bytes, error: type[CorruptChunkError | UnreadableChunkError] 
     slot = bytearray(frame_bytes(GROUP))
     slot[: len(frame)] = frame[: len(slot)]
     with pytest.raises(error) as caught:
-        open_in_place(memoryview(slot), len(frame), GROUP, IDENTITY, SCRATCH)
+        unpack_in_place(memoryview(slot), len(frame), GROUP, IDENTITY, SCRATCH)
     with pytest.raises(error) as again:
         verify_frame(frame)
     assert again.value.detail == caught.value.detail or len(frame) > len(slot)
@@ -94,7 +94,7 @@ def test_an_impossible_number_of_stored_bytes_is_refused():
     slot = memoryview(bytearray(frame_bytes(GROUP)))
     for stored_bytes in (-1, len(slot) + 1, 1 << 70):
         with pytest.raises(CorruptChunkError, match="bytes stored"):
-            open_in_place(slot, stored_bytes, GROUP, IDENTITY, SCRATCH)
+            unpack_in_place(slot, stored_bytes, GROUP, IDENTITY, SCRATCH)
 
 
 @pytest.mark.parametrize("version", [0, 2, 4, 0xFFFFFFFF])
@@ -175,7 +175,7 @@ def test_a_codec_that_is_not_known_here_is_refused_by_its_number():
     slot = memoryview(bytearray(frame_bytes(GROUP)))
     slot[: len(frame)] = frame
     with pytest.raises(UnreadableChunkError, match="unknown codec id 40001; known: raw, zstd"):
-        open_in_place(slot, len(frame), GROUP, IDENTITY, SCRATCH)
+        unpack_in_place(slot, len(frame), GROUP, IDENTITY, SCRATCH)
 
 
 @pytest.mark.parametrize("position", [4096, 4096 + 70, -1])
@@ -228,7 +228,7 @@ def test_a_section_that_does_not_decode_is_refused():
         slot = memoryview(bytearray(frame_bytes(GROUP)))
         slot[: len(hostile)] = hostile
         with pytest.raises(CorruptChunkError, match="section of layer 0: zstd"):
-            open_in_place(slot, len(hostile), GROUP, IDENTITY, SCRATCH)
+            unpack_in_place(slot, len(hostile), GROUP, IDENTITY, SCRATCH)
 
 
 def test_the_shortcut_for_raw_frames_skips_no_check():
@@ -242,13 +242,13 @@ def test_the_shortcut_for_raw_frames_skips_no_check():
         damaged[at] ^= 1
         slot = memoryview(bytearray(resealed(bytes(damaged))))
         if at in not_compared:
-            open_in_place(slot, len(slot), GROUP, IDENTITY, SCRATCH)
+            unpack_in_place(slot, len(slot), GROUP, IDENTITY, SCRATCH)
             continue
         is_known = at not in {*range(8, 12), *range(96, 144)}  # the version, the seal
         with pytest.raises(CorruptChunkError if is_known else UnreadableChunkError):
-            open_in_place(slot, len(slot), GROUP, IDENTITY, SCRATCH)
+            unpack_in_place(slot, len(slot), GROUP, IDENTITY, SCRATCH)
     with pytest.raises(CorruptChunkError, match="header checksum does not match"):
-        open_in_place(memoryview(bytearray(sound[:17] + b"\1\1" + sound[19:])), len(sound), GROUP, IDENTITY, SCRATCH)
+        unpack_in_place(memoryview(bytearray(sound[:17] + b"\1\1" + sound[19:])), len(sound), GROUP, IDENTITY, SCRATCH)
 
 
 def test_the_name_of_a_damaged_frame_is_told_where_it_is_known():

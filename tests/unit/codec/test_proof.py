@@ -5,6 +5,7 @@ import subprocess
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,11 +16,11 @@ from kvtier.codec.frame import (
     Seals,
     frame_bytes,
     head_bytes,
-    open_in_place,
-    seal,
-    seal_scratch_bytes,
+    pack,
+    pack_scratch_bytes,
+    unpack_in_place,
 )
-from kvtier.codec.head import Identity
+from kvtier.codec.frame_header import Identity
 from kvtier.codec.raw import Raw
 from kvtier.errors import UnreadableChunkError
 from kvtier.keys.keyring import Keyring, SealKey
@@ -131,6 +132,7 @@ def _fresh(monkeypatch):
         monkeypatch.setattr(kind, "calls", 0)
 
 
+@cache
 def payload() -> bytes:
     """Sections that any of these codecs makes smaller."""
     return np.random.default_rng(1).integers(0, 4, GROUP.payload_bytes, np.uint8).tobytes()
@@ -143,14 +145,14 @@ def slot_of(content: bytes) -> memoryview:
 
 
 def sealed(codec, key=None) -> bytes:
-    scratch = memoryview(bytearray(seal_scratch_bytes(GROUP, codec, is_sealed=key is not None)))
-    return bytes(seal(slot_of(payload()), GROUP, IDENTITY, codec, scratch, key=key))
+    scratch = memoryview(bytearray(pack_scratch_bytes(GROUP, codec, is_sealed=key is not None)))
+    return bytes(pack(slot_of(payload()), GROUP, IDENTITY, codec, scratch, key=key))
 
 
 def opened(frame: bytes, seals: Seals | None = None) -> bytes:
     slot = memoryview(bytearray(frame_bytes(GROUP)))
     slot[: len(frame)] = frame
-    open_in_place(slot, len(frame), GROUP, IDENTITY, memoryview(bytearray(OPEN_SCRATCH_BYTES)), seals)
+    unpack_in_place(slot, len(frame), GROUP, IDENTITY, memoryview(bytearray(OPEN_SCRATCH_BYTES)), seals)
     return bytes(slot[HEAD:])
 
 
@@ -252,7 +254,7 @@ def test_want_of_memory_within_zstd_is_not_its_fault():
 def test_a_wrong_codec_is_never_chosen(kind):
     choice = CodecChoice(kind(), 4, 2)
     choice.reads.add(1 << 20, 1.0)
-    scratch = memoryview(bytearray(seal_scratch_bytes(GROUP, kind())))
+    scratch = memoryview(bytearray(pack_scratch_bytes(GROUP, kind())))
     coded = [choice.codes(0, GROUP, slot_of(payload()), scratch) for _ in range(2000)]
     if kind is not LiesOnceInAHundred:
         assert not any(coded)

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from kvtier.codec.head import METADATA_NUMBER
+from kvtier.codec.frame_header import METADATA_NUMBER
 from kvtier.codec.seal import FrameCipher
 from kvtier.errors import BadCallError, ConfigError
 from kvtier.keys.keyring import SealKey
@@ -179,7 +179,7 @@ def test_a_number_seals_once_whatever_threads_do():
 
     with ThreadPoolExecutor(4) as pool:
         assert len([tag for tag in pool.map(seal, range(64)) if tag]) == 1
-    with pytest.raises(BadCallError, match="message 5 was sealed before"):
+    with pytest.raises(BadCallError, match="message 5 was already sealed"):
         cipher.seal(5, b"", memoryview(b"x"), memoryview(bytearray(1)))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.codec import registry
+from kvtier.codec import lossy, registry
 from kvtier.config import machine_checks
 from kvtier.config.loader import load
 from kvtier.config.machine_checks import check, memory_bytes
@@ -15,8 +15,8 @@ from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.tier_list import is_spec
 from kvtier.device.control_groups import memory_limit
 from kvtier.tier.directory.kind import DirectorySettings
-from kvtier.tier.directory_marker import MARKER_NAME, open_store
 from kvtier.tier.disk.marker import open_marker
+from kvtier.tier.files.directory_marker import MARKER_NAME, open_store
 
 SMALL = HostConfig(capacity_bytes=2**20)
 as_user = pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
@@ -33,6 +33,32 @@ def findings(*words: str, file: Path | None = None) -> list[str]:
 def test_good_settings_have_no_findings_and_nothing_is_created(tmp_path):
     assert findings(f"directory:{tmp_path / 'a' / 'b'}", f"store.secret_file={tmp_path / 'secret'}") == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lossy_class_is_named_with_its_price(tmp_path, monkeypatch):
+    coded = f"directory:{tmp_path / 'kv'}?capacity_bytes=64MiB"
+    raw = f"{coded}&codec=raw"
+    told = "note: store.loss = int4 (from flag --set store.loss): this engine stores KV with loss (int4): "
+    for has_numba in (True, False):
+        monkeypatch.setattr(machine_checks, "find_spec", lambda _name, found=has_numba: found or None)
+        first, *rest = findings(coded, "store.loss=int4")
+        assert first.startswith(told)
+        assert [it for it in rest if "numba" in it] == rest
+        assert len(rest) == (not has_numba)
+        assert [it.startswith(told) for it in findings(raw, "store.loss=int4")] == [True], "nothing is coded there"
+        assert findings(coded, "store.loss=none") == []
+
+
+def test_a_class_needs_its_package_whatever_the_tiers_code(tmp_path, monkeypatch):
+    """Other engines of the class may have coded what a tier holds."""
+    monkeypatch.setattr(lossy, "find_spec", lambda _name: None)
+    registry.lossy.cache_clear()
+    for codec, setting in (("raw", "store.loss"), ("int4", "tiers.directory.codec")):
+        given = f"directory:{tmp_path / 'kv'}?capacity_bytes=64MiB&codec={codec}", "store.loss=int4"
+        (error,) = (it for it in findings(*given) if it.startswith("error"))
+        assert error.startswith(f"error: {setting} = int4 ")
+        assert "need the package numba, or torch" in error
+    assert findings(f"directory:{tmp_path / 'kv'}?capacity_bytes=64MiB&codec=raw", "store.loss=none") == []
 
 
 def test_a_path_that_is_a_file_or_lies_below_one_is_an_error(tmp_path):
@@ -178,7 +204,7 @@ def test_a_secret_that_others_can_read_is_told(tmp_path):
     secret.write_bytes(bytes(32))
     secret.chmod(0o644)
     path = f"directory:{tmp_path / 'kv'}"
-    assert "which lets others read it; allowed is 0600" in findings(path, f"store.secret_file={secret}")[0]
+    assert "which lets others read it; allowed: 0600" in findings(path, f"store.secret_file={secret}")[0]
     secret.chmod(0o600)
     assert findings(path, f"store.secret_file={secret}") == []
     secret.write_bytes(bytes(31))
@@ -192,12 +218,12 @@ def test_keys_that_cannot_be_read_or_are_in_a_flag_are_told_without_showing_them
     assert "cannot be read: No such file" in findings(path, f"store.keys_file={keys}")[0]
     keys.write_text(f"1 - {digits}\n")
     keys.chmod(0o644)
-    assert "allowed is 0600" in findings(path, f"store.keys_file={keys}")[0]
+    assert "allowed: 0600" in findings(path, f"store.keys_file={keys}")[0]
     keys.chmod(0o600)
     assert findings(path, f"store.keys_file={keys}") == []
     keys.write_text(f"one - {digits}\n")
     (found,) = findings(path, f"store.keys_file={keys}")
-    assert "line 1: not a key" in found
+    assert "line 1 is not a key" in found
     (told,) = findings(path, f"store.keys=1 - {digits}")
     assert "other users can see a flag" in told
     assert digits not in found + told

@@ -13,11 +13,12 @@ import pytest
 
 from kvtier.cli import sglang, sglang_doctor
 from kvtier.cli.main import run
+from kvtier.config import machine_checks
 from kvtier.config.loader import flat, override
 from kvtier.config.sections import Config
-from kvtier.connect.local_files import NotInTimeError
-from kvtier.connect.sglang.installed import Environment, look, read_extra, settings_in
-from kvtier.connect.sglang.server_arguments import FIELDS
+from kvtier.connect.programs import NotInTimeError
+from kvtier.connect.sglang.installed import EXTRA, Environment, look, read_extra, settings_in
+from kvtier.connect.sglang.server_arguments import FIELDS, HASH_LIBRARY, HASH_SOURCE
 from kvtier.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("no_settings", "large_machine")
@@ -43,7 +44,9 @@ RECORDED = dict.fromkeys(FIELDS) | {
 @pytest.fixture
 def environment(monkeypatch) -> SimpleNamespace:
     """The environment of SGLang; by default of a supported release, which takes every flag."""
-    result = SimpleNamespace(version="0.5.23", has_kvtier=True, fields={}, asked={}, refused="", no_plug_in="")
+    result = SimpleNamespace(
+        version="0.5.23", has_kvtier=True, fields={}, asked={}, refused="", no_plug_in="", no_page_hash=""
+    )
 
     def look_there(_python: Path | None = None, arguments: object = None, _deadline_s: float = 0) -> Environment:
         return Environment(
@@ -53,6 +56,7 @@ def environment(monkeypatch) -> SimpleNamespace:
             asked=result.asked or result.fields,
             refused=result.refused if arguments else "",
             no_plug_in=result.no_plug_in,
+            no_page_hash=result.no_page_hash,
         )
 
     monkeypatch.setattr(sglang, "look", look_there)
@@ -154,18 +158,20 @@ def test_config_writes_a_file_that_sglang_reads(config, environment, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flag", "message"),
+    ("flag", "setting", "problem", "allowed"),
     [
-        ("sglang.unsupportd=allow", "did you mean unsupported?"),
-        ("nosuch.key=1", "unknown section"),
-        (f"store.secret={SECRET}", "a secret is never printed; allowed: --set store.secret_file=PATH"),
+        ("sglang.unsupportd=allow", "sglang.unsupportd", "did you mean unsupported?", "unsupported"),
+        ("nosuch.key=1", "nosuch", "unknown section", "host, store, "),
+        (f"store.secret={SECRET}", "store.secret", "never printed", "--set store.secret_file=PATH"),
     ],
 )
-def test_a_wrong_setting_is_refused(config, environment, flag, message):
-    code, out, err = config("--set", flag)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert SECRET not in err
+def test_a_wrong_setting_is_refused(config, environment, refusal, flag, setting, problem, allowed):
+    error = refusal("sglang", "config", "--set", flag)
+    assert (error.setting, error.origin) == (setting, f"flag --set {flag.partition('=')[0]}")
+    assert problem in error.problem
+    assert allowed in error.allowed
+    assert SECRET not in f"{error}{vars(error)}"
+    assert config("--set", flag)[:2] == (2, "")
 
 
 def test_without_sglang_the_flags_are_printed_with_a_note(config, tmp_path):
@@ -237,6 +243,54 @@ def test_a_note_says_that_sglang_does_not_load_the_plug_in(config, environment, 
     assert "SGLANG_PLUGINS is 'other'" in err
 
 
+PROGRAMS = {
+    "ninja": "true",
+    "c++": 'case "$*" in *-lcrypto*) grep -q "include <Python.h>" && exec true;; esac; exit 9',
+    "no headers": "echo '<stdin>:1:10: fatal error: Python.h: No such file' >&2; exit 1",
+}
+
+
+@pytest.mark.parametrize(
+    ("compiler", "missing", "built_by", "problem"),
+    [
+        (None, None, None, ""),
+        (None, "c++", None, "c++: [Errno 2] No such file"),
+        (None, "ninja", None, "ninja: [Errno 2] No such file"),
+        ("no headers", None, None, "no_headers: <stdin>:1:10: fatal error: Python.h: No such file"),
+        (None, "c++", "c++", ""),
+        (None, "c++", "g++", "c++: [Errno 2] No such file"),
+        (None, "ninja", "c++", "ninja: [Errno 2] No such file"),
+    ],
+)
+def test_whether_sglang_can_compile_its_page_hash_is_seen(tmp_path, monkeypatch, compiler, missing, built_by, problem):
+    """Without it SGLang finds none of its stored pages, and goes on."""
+    source = tmp_path / "sglang" / HASH_SOURCE
+    source.parent.mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").touch()
+    for name, act in PROGRAMS.items():
+        if name != missing:
+            program = tmp_path / "bin" / name.replace(" ", "_")
+            program.parent.mkdir(exist_ok=True)
+            program.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{act}\n")
+            program.chmod(0o755)
+    if built_by:
+        built = tmp_path / "extensions" / "hicache_hash_cpp" / HASH_LIBRARY
+        built.parent.mkdir(parents=True)
+        built.touch()
+        built.with_name("build.ninja").write_text(f"ninja_required_version = 1.3\ncxx = {built_by}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.delenv("CXX", raising=False)
+    if compiler:
+        monkeypatch.setenv("CXX", str(tmp_path / "bin" / "no_headers"))
+    assert look().no_page_hash == "", "the control: this SGLang has no such source"
+    source.touch()
+    found = look().no_page_hash
+    assert problem in found
+    assert bool(found) is bool(problem)
+
+
 # ---- the backend's configuration -------------------------------------------------------------------------------------
 
 
@@ -282,6 +336,22 @@ def test_a_healthy_server_is_fine(doctor, served):
     assert notes == {"prefetch_threshold", "hits", "tiers.directory"}
 
 
+@pytest.mark.parametrize(("loss", "page"), [("none", 32), ("k8v4", 64), ("k8v4", 32)])
+def test_the_doctor_says_that_a_server_stores_kv_with_loss(doctor, served, monkeypatch, loss, page):
+    monkeypatch.setattr(machine_checks, "find_spec", lambda _name: None)
+    served({"store.loss": loss}, page_size=page)
+    findings = [it for it in doctor("--", "--model-path", "m") if it["about"] in {"store.loss", "--page-size"}]
+    levels = sorted(it["level"] for it in findings if it["about"] == "store.loss")
+    assert levels == ([] if loss == "none" else ["note", "warning"]), "numba is missing"
+    assert all("SGLang passes storage no salts" in it["advice"] for it in findings if it["level"] == "note")
+    small = [it["level"] for it in findings if it["about"] == "--page-size"]
+    assert small == (["warning", "fine"] if (loss, page) == ("k8v4", 32) else ["fine"])
+    for mode, is_wrong in (("null", False), ("prefill", True), ("decode", True)):
+        served({"store.loss": loss}, page_size=page, disaggregation_mode=mode)
+        wrong = [it["about"] for it in doctor("--", "--model-path", "m") if it["level"] == "error"]
+        assert wrong == ["store.loss"] * (is_wrong and loss != "none"), mode
+
+
 @pytest.mark.parametrize(
     ("changes", "about"),
     [
@@ -312,6 +382,20 @@ def test_a_healthy_server_is_fine(doctor, served):
 def test_the_doctor_finds_a_wrong_configuration(doctor, served, changes, about):
     served(**changes)
     assert bad(doctor("--", "--model-path", "m")) == about
+
+
+@pytest.mark.parametrize(("backend", "about"), [("dynamic", EXTRA), ("mooncake", "storage backend")])
+def test_the_configuration_of_another_backend_is_one_finding(doctor, served, environment, tmp_path, backend, about):
+    served(hicache_storage_backend=backend)
+    environment.fields["hicache_storage_backend_extra_config"] = '{"master_server_address": "10.0.0.1:50051"}'
+    assert bad(doctor("--tier", f"directory:{tmp_path}/kv?capacity=64MiB", "--", "--model-path", "m")) == [about]
+
+
+def test_a_compiler_that_sglang_lacks_is_an_error(doctor, served, environment):
+    environment.no_page_hash = "c++: No such file or directory"
+    findings = doctor("--", "--model-path", "m")
+    assert bad(findings) == ["page hash"]
+    assert "apt-get install g++" in str(findings)
 
 
 def test_a_layout_that_sglang_changes_is_named(doctor, served, environment):

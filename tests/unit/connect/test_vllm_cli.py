@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -15,20 +14,23 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.refusals import refuses
+from tests.system import PEM
 from tests.vllm_config import vllm_config
 
 from kvtier.cli import doctor as doctor_command
 from kvtier.cli import doctor_findings, vllm, vllm_doctor
 from kvtier.cli.main import run
-from kvtier.codec.frame import frame_bytes, seal, seal_scratch_bytes
-from kvtier.codec.head import Identity
+from kvtier.codec.frame import frame_bytes, pack, pack_scratch_bytes
+from kvtier.codec.frame_header import Identity
 from kvtier.codec.raw import Raw
+from kvtier.config import machine_checks
+from kvtier.config.loader import load
 from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
 from kvtier.connect.sglang import installed as sglang_installed
-from kvtier.connect.vllm import installed, sides, support
-from kvtier.connect.vllm.sides import settings_of
-from kvtier.errors import ConfigError
+from kvtier.connect.vllm import engine_setup, installed, support
+from kvtier.connect.vllm.engine_setup import settings_of
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.keyring import SealKey
 from kvtier.keys.secret import load_or_create, model_id
@@ -129,9 +131,9 @@ def fill(
     tier = DirectoryTier(root, capacity_bytes=2**30, direct_io="off")
     for number in range(first, first + 3 * len(models)):
         name = ObjectName(hashlib.sha256(bytes([number])).digest())
-        slot, scratch = (empty_frame(seal_scratch_bytes(GROUP, Raw(), is_sealed=True)) for _ in range(2))
+        slot, scratch = (empty_frame(pack_scratch_bytes(GROUP, Raw(), is_sealed=True)) for _ in range(2))
         identity = Identity(name, models[number % len(models)], depth=number + 1, tokens=tokens, group=0)
-        frame = seal(slot[: frame_bytes(GROUP)], GROUP, identity, Raw(), scratch, key=key)
+        frame = pack(slot[: frame_bytes(GROUP)], GROUP, identity, Raw(), scratch, key=key)
         assert tier.write(name, frame, About(depth=number + 1))
     tier.close()
     load_or_create(root / "secret")
@@ -171,7 +173,7 @@ def test_config_prints_one_line_of_json_and_nothing_else(config, engine, tmp_pat
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
     }
-    there = settings_of(extra, Config())
+    there = settings_of(extra, load(environ={})).config
     assert [tier.path for tier in there.tiers] == [tmp_path / "kv"]
     assert there.host.capacity_bytes == 64 << 20
     assert there.limits.stores_in_flight == 7
@@ -186,22 +188,26 @@ def test_config_makes_a_relative_directory_absolute(config, engine, tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("flag", "message"),
+    ("flag", "value", "problem", "allowed"),
     [
-        ("host.capacity=1GiB", "did you mean capacity_bytes?"),
-        ("host.capacity_bytes=many", "not a size"),
-        ("nosuch.key=1", "unknown section"),
-        ("store.chunk_tokens=100", "store.chunk_tokens = 100 fits no block size .* allowed: 0, or a multiple of 16"),
-        ("host.capacity_bytes=1024TiB", "host.capacity_bytes = 1024 TiB .* more than the memory of this machine"),
-        ("trace.path=/dev/null", "trace.path = /dev/null .* is not a directory"),
-        (f"store.secret={SECRET}", "a secret is never printed; allowed: --set store.secret_file=PATH"),
+        ("host.capacity=1GiB", "", "did you mean capacity_bytes?", "capacity_bytes, "),
+        ("host.capacity_bytes=many", "'many'", "not a size", "GiB"),
+        ("store.chunk_tokens=100", "100", "fits no block size", "0, or a multiple of 16"),
+        ("host.capacity_bytes=1024TiB", "1024 TiB", "more than the memory of this machine", ""),
+        ("trace.path=/dev/null", "/dev/null", "is not a directory", ""),
+        (f"store.secret={SECRET}", "", "never printed", "--set store.secret_file=PATH"),
     ],
 )
-def test_a_wrong_setting_is_refused(config, engine, flag, message):
+def test_a_wrong_setting_is_refused(config, engine, refusal, flag, value, problem, allowed):
+    name = flag.partition("=")[0]
+    error = refusal("vllm", "config", "--set", flag)
+    assert (error.setting, error.value, error.origin) == (name, value, f"flag --set {name}")
+    assert problem in error.problem
+    assert allowed in error.allowed
+    assert SECRET not in f"{error}{vars(error)}"
     code, out, err = config("--set", flag)
     assert (code, out) == (2, "")
-    assert re.search(message, err.replace("\n", " "))
-    assert SECRET not in err
+    assert str(error) in " ".join(err.split())
 
 
 def test_a_tier_that_cannot_be_opened_is_refused_where_the_server_needs_it(config, engine, tmp_path):
@@ -217,8 +223,47 @@ def test_a_tier_that_cannot_be_opened_is_refused_where_the_server_needs_it(confi
 def test_the_engine_refuses_the_same_before_it_loads_weights(engine, wrong):
     there = vllm_config()
     there.kv_transfer_config.kv_connector_extra_config = wrong
-    with pytest.raises(ConfigError, match=re.escape(next(iter(wrong)))):
-        sides.check_start(there)
+    with refuses(next(iter(wrong)), origin="kv_connector_extra_config"):
+        engine_setup.check_start(there)
+
+
+@pytest.mark.parametrize("given", ["file", "kv_connector_extra_config"])
+def test_a_start_names_the_setting_the_path_and_where_it_was_given(engine, tmp_path, monkeypatch, given):
+    pytest.importorskip("obstore", reason="the extra 's3' is not installed")
+    missing, there, text = tmp_path / "ca.pem", vllm_config(), f"s3:bucket?required=true&ca_file={tmp_path}/ca.pem"
+    monkeypatch.setenv("KVTIER_STORE__SECRET", SECRET)
+    (tmp_path / "kvtier.toml").write_text(f'tiers = ["{text}"]\n')
+    if given == "file":
+        monkeypatch.setenv("KVTIER_CONFIG", str(tmp_path / "kvtier.toml"))
+    there.kv_transfer_config.kv_connector_extra_config = {} if given == "file" else {"tiers": [text]}
+    with refuses("tiers.s3.ca_file", "No such file or directory", value=str(missing), origin=given):
+        engine_setup.check_start(there)
+
+
+@pytest.mark.parametrize("setting", ["ca_file", "certificate_file", "key_file", "password_file"])
+@pytest.mark.parametrize("state", ["missing", "a directory", "another form", "right"])
+def test_the_doctor_finds_files_of_a_tier_that_cannot_be_used(doctor, engine, tmp_path, monkeypatch, setting, state):
+    pytest.importorskip("valkey", reason="the extra 'valkey' is not installed")
+    monkeypatch.setenv("KVTIER_STORE__SECRET", SECRET)
+    files = {each: tmp_path / each for each in ("ca_file", "certificate_file", "key_file", "password_file")}
+    for name, file in files.items():
+        file.write_text("Sesame" if name == "password_file" else PEM)
+    if state != "right":
+        files[setting].unlink()
+    if state == "a directory":
+        files[setting].mkdir()
+    elif state == "another form":
+        files[setting].write_text("Sesame")
+    given = "&".join(f"{name}={file}" for name, file in files.items())
+    _, findings = doctor(transfer(), "--tier", f"rediss://127.0.0.1:9?{given}", "--timeout", "4")
+    found = {it["about"]: it["found"] for it in findings if it["level"] == "error" and "_file" in it["about"]}
+    is_wrong = state in ("missing", "a directory") or (state == "another form" and setting != "password_file")
+    assert [*found] == [f"tiers.valkey.{setting}"] * is_wrong
+    assert all(str(files[setting]) in it for it in found.values())
+    if state == "missing":
+        advice = {it["advice"] for it in findings if it["level"] == "error" and str(files[setting]) in it["found"]}
+        assert advice == {f"create the file {files[setting]}, or correct its path; in a container, mount it"}
+    assert "Sesame" not in str(findings)
 
 
 def test_a_secret_of_the_environment_stays_there(config, engine, tmp_path, monkeypatch):
@@ -253,6 +298,21 @@ def test_a_healthy_server_is_fine(doctor, engine, tmp_path):
     assert {it["about"] for it in findings if it["level"] == "note"} == {"--shutdown-timeout"}
 
 
+@pytest.mark.parametrize(("loss", "tokens"), [("none", 16), ("int4", 64), ("int4", 48)])
+def test_the_doctor_says_that_a_server_stores_kv_with_loss(doctor, engine, tmp_path, monkeypatch, loss, tokens):
+    monkeypatch.setattr(machine_checks, "find_spec", lambda _name: True)
+    extra = {"tiers": [below(tmp_path / "kv")], "store.loss": loss, "store.chunk_tokens": tokens}
+    _, findings = doctor(transfer(kv_connector_extra_config=extra), "--block-size", "16")
+    (told,) = [it for it in findings if it["about"] == "store.loss"] or [None]
+    assert (told is None) == (loss == "none")
+    if told is not None:
+        assert told["level"] == "note"
+        assert told["found"].startswith("int4: this engine stores KV with loss (int4)")
+        assert "'exact:'" in told["advice"]
+        assert [it["found"] for it in findings if it["about"] == "settings"] == ["work on this machine"]
+    assert bad(findings) == (["store.chunk_tokens"] if (loss, tokens) == ("int4", 48) else [])
+
+
 @pytest.mark.parametrize(
     ("changes", "about"),
     [
@@ -278,6 +338,7 @@ def test_the_doctor_finds_a_wrong_configuration(doctor, engine, tmp_path, change
         ("trace.path", "{file}/below", "use a directory in which the server's user may write"),
         ("journal.path", "{file}/below", "use a directory in which the server's user may write"),
         ("store.secret_file", "{file}", "chmod 600"),
+        ("store.secret_file", "{file}.none/secret", ".none/secret, or correct its path"),
         ("tiers.directory.path", "{file}", "use an empty directory, or one made by kvtier"),
         ("tiers.directory.transfer_deadline_s", "3600", "`kvtier config show` explains the setting"),
     ],
@@ -301,7 +362,7 @@ def test_a_setting_that_cannot_work_here_has_advice_of_its_own(
 @pytest.mark.parametrize(
     ("role", "policy", "named"),
     [
-        ("prefill", "through", "kv_role = 'prefill'; allowed: 'kv_both'"),
+        ("prefill", "through", "kv_role = 'prefill': allowed: 'kv_both'"),
         (None, "through", "kv_role = None"),
         ([1], "through", "kv_role = [1]"),
         ("kv_producer", "back", "store.write_policy = 'back'"),
@@ -324,9 +385,13 @@ def test_the_doctor_finds_a_role_with_which_the_server_does_not_start(doctor, en
         ({}, {"kv_role": "prefill"}, [], "kv_role = 'prefill'"),
         ({}, {"kv_connector_module_path": None}, [], "is None, so vLLM does not use kvtier"),
         ({}, {"kv_connector_extra_config": {"hots": {}}}, [], "unknown section; did you mean host?"),
-        ({}, {"kv_connector": "ExampleConnector"}, [], "has no KvtierConnector in"),
-        ({"kv_connector_extra_config": {"connectors": 7}}, {}, [], "has no KvtierConnector in"),
+        ({}, {"kv_connector": "ExampleConnector"}, [], "is 'ExampleConnector', so vLLM does not use kvtier"),
+        ({"kv_connector_extra_config": {"connectors": 7}}, {}, [], "kvtier is not in it"),
         ({}, {}, ["OffloadingConnector"], "OffloadingConnector beside kvtier in a MultiConnector is not supported"),
+        (
+            *({}, {"kv_connector_extra_config": {"store.loss": "int4"}}),
+            *(["NixlConnector"], "NixlConnector beside kvtier would pass lossy KV on"),
+        ),
     ],
 )
 def test_the_doctor_judges_the_entry_in_a_multi_connector(doctor, engine, tmp_path, outer, inner, others, named):
@@ -342,6 +407,138 @@ def test_the_doctor_judges_the_entry_in_a_multi_connector(doctor, engine, tmp_pa
     assert len(wrong) == (named is not None), wrong
     assert named is None or named in wrong[0]
     assert any(it["about"] == str(root) for it in findings) is ("hots" not in str(inner)), "kvtier's own tiers"
+
+
+def below_offloading(root: Path, connector: dict[str, object] | None = None, **entry: object) -> str:
+    """kvtier as a secondary tier of vLLM's own offloading, with changes; None removes a key."""
+    own = {
+        "type": "KvtierSecondaryTier",
+        "module_path": "kvtier.connect.vllm.secondary_tier",
+        "tiers": [below(root)],
+    } | entry
+    extra = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 64 << 20,
+        "block_size": 256,
+        "secondary_tiers": [{"type": "fs", "root_dir": "/mnt/fs"}, own],
+    } | (connector or {})
+    extra = {key: value for key, value in extra.items() if value is not None}
+    given = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return json.dumps(given)
+
+
+@pytest.mark.parametrize("others", [[], ["NixlConnector"]])
+def test_kvtier_below_vllms_own_offloading_is_fine(doctor, engine, tmp_path, monkeypatch, others):
+    """Nothing of the connector is asked for, and the other tier and the other connector are not judged."""
+    monkeypatch.setenv("KVTIER_HOST__CAPACITY_BYTES", "900TiB")
+    monkeypatch.setenv("KVTIER_CONTROL__SOCKET", str(tmp_path / "engine.sock"))
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "engine.sock"))
+    given = json.loads(below_offloading(fill(tmp_path / "kv"), locality="LOCAL", enable_kv_events=True))
+    if others:
+        connectors = [*({"kv_connector": it, "kv_connector_extra_config": {"backends": []}} for it in others), given]
+        given = given | {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
+    code, findings = doctor(json.dumps(given), "--block-size", "16")
+    assert (code, bad(findings)) == (0, [])
+    found = {it["about"]: it["found"] for it in findings if it["level"] == "fine"}
+    assert found["--kv-transfer-config"] == "names kvtier below vLLM's own offloading"
+    assert found["block_size"] == "256, a multiple of the block size 16"
+    assert str(tmp_path / "kv") in found, "its store was read"
+
+
+@pytest.mark.parametrize(
+    ("connector", "entry", "about", "named"),
+    [
+        ({}, {"type": "Kvtier"}, "type", "so vLLM does not use kvtier"),
+        ({}, {"module_path": "kvtier.connect.vllm"}, "module_path", "so vLLM does not use kvtier"),
+        ({"spec_name": None}, {}, "spec_name", "reads no secondary_tiers"),
+        ({"cpu_bytes_to_use": None}, {}, "cpu_bytes_to_use", "is None; vLLM needs"),
+        ({"cpu_bytes_to_use": "32GiB"}, {}, "cpu_bytes_to_use", "is '32GiB'; vLLM needs"),
+        ({"block_size": 200}, {}, "block_size", "is 200: the server does not start"),
+        ({}, {"store.loss": "int4"}, "--kv-transfer-config", "does not define the arrangement of a row"),
+        ({"blocks_per_chunk": 2}, {}, "block_size", "is 256, beside blocks_per_chunk: the server"),
+        ({"block_size": 512}, {}, "kv", "holds chunks of 256 tokens; block_size is 512"),
+        ({}, {"planner.enabled": False, "limits.load_deadline_s": 20}, "secondary_tiers", "planner.enabled: only"),
+        ({}, {"host": {"capacity_bytes": "1GiB"}}, "secondary_tiers", "host.capacity_bytes: only the connector"),
+        ({}, {"hots": {}}, "settings", "hots (from secondary_tiers of kv_connector_extra_config): unknown section"),
+        ({}, {"limits.load_deadlin_s": 2}, "settings", "did you mean load_deadline_s"),
+        ({}, {"tiers": []}, "tiers", "no tier is configured"),
+    ],
+)
+def test_the_doctor_finds_what_is_wrong_below_vllms_offloading(
+    doctor, engine, tmp_path, connector, entry, about, named
+):
+    root = fill(tmp_path / "kv") if about == "kv" else tmp_path / "kv"
+    _, findings = doctor(below_offloading(root, connector, **entry), "--block-size", "16")
+    assert [Path(it).name for it in bad(findings)] == [about]
+    assert named in next(it["found"] for it in findings if it["level"] in ("error", "warning"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, ""),
+        ({"cache__prefix_caching_hash_algo": "xxhash"}, "prefix_caching_hash_algo = 'xxhash'"),
+        ({"parallel__pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 below vLLM's offloading"),
+        ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size = 2 below vLLM's offloading"),
+        ({"num_prefill_lookahead_tokens": 1}, "a draft model with KV of its own"),
+    ],
+)
+def test_an_engine_that_only_the_connector_serves_is_found(doctor, engine, tmp_path, monkeypatch, changes, named):
+    served = {"cache__block_size": 16, "cache__prefix_caching_hash_algo": "sha256", "load__load_format": "dummy"}
+    reading(monkeypatch, vllm_config(**served | changes))
+    vllm_doctor.engine_config([]).kv_transfer_config.kv_connector = "OffloadingConnector"
+    _, findings = doctor(below_offloading(fill(tmp_path / "kv")), "--model", "m")
+    (found,) = [it["found"] for it in findings if it["level"] == "error"]
+    assert named in found if named else "load_format dummy" in found, "the control: it is served"
+
+
+def test_host_memory_of_vllm_that_holds_hardly_a_prompt_is_found(doctor, engine, tmp_path):
+    engine.version = None
+    model = small_model(tmp_path / "model")
+    for connector, entry, levels in (
+        ({"cpu_bytes_to_use": 32 << 20}, {}, ["fine", "error"]),
+        ({"cpu_bytes_to_use": 256 << 20}, {}, ["fine", "warning"]),
+        ({"cpu_bytes_to_use": 1 << 30}, {}, ["fine", "fine"]),
+        ({"cpu_bytes_to_use": 1 << 30}, {"host.staging_bytes": 1 << 20}, ["error", "fine"]),
+    ):
+        _, findings = doctor(below_offloading(tmp_path / "kv", connector, **entry), "--model", model)
+        found = {it["about"]: it["level"] for it in findings}
+        assert [found["host.staging_bytes"], found["cpu_bytes_to_use"]] == levels
+
+
+@pytest.mark.parametrize("seed", [None, "7"])
+def test_engines_that_share_are_reminded_of_the_seed_of_vllms_hashes(doctor, engine, tmp_path, monkeypatch, seed):
+    monkeypatch.setenv("KVTIER_STORE__SECRET", SECRET)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    shared = below_offloading(tmp_path / "kv", tiers=[f"shared_directory:{tmp_path}/kv?capacity=64MiB"])
+    for given, expected in ((shared, ["is '7'" if seed else "is not set"]), (below_offloading(tmp_path / "kv"), [])):
+        found = [it["found"] for it in doctor(given)[1] if (it["level"], it["about"]) == ("note", "PYTHONHASHSEED")]
+        assert [it.partition(" here")[0] for it in found] == expected
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"backends": ["UCX"]}},
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": {
+                "spec_name": "TieringOffloadingSpec",
+                "cpu_bytes_to_use": 1,
+                "secondary_tiers": [{"type": "fs", "root_dir": "/mnt/fs"}],
+            },
+        },
+        {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other"}]}},
+        {},
+    ],
+)
+def test_a_configuration_without_kvtier_is_one_finding(doctor, engine, tmp_path, other):
+    _, findings = doctor(json.dumps(other), "--tier", below(fill(tmp_path / "kv")))
+    assert bad(findings) == ["--kv-transfer-config"]
+    assert next(it["found"] for it in findings if it["level"] == "error").startswith("kvtier is not in it")
 
 
 @pytest.mark.parametrize("version", [None, "0.31.2"])
@@ -435,7 +632,7 @@ def test_a_full_directory_is_found(doctor, engine, tmp_path):
     tier = DirectoryTier(root, capacity_bytes=2 << 20, direct_io="off")
     name = ObjectName(bytes(32))
     identity = Identity(name, MODELS[0], depth=9, tokens=256, group=0)
-    frame = seal(memoryview(bytearray(frame_bytes(big))), big, identity, Raw())
+    frame = pack(memoryview(bytearray(frame_bytes(big))), big, identity, Raw())
     assert tier.write(name, frame, About(depth=9))
     tier.close()
     extra = {"tiers": [below(root, 1 << 20)]}
@@ -546,13 +743,17 @@ def test_without_vllm_the_fingerprint_is_unknown(doctor, engine, tmp_path):
     assert "its fingerprint is unknown" in str(findings)
 
 
+def small_model(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    sizes = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    (folder / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 100}))
+    return folder
+
+
 def test_host_memory_that_holds_hardly_a_prompt_is_found(doctor, engine, tmp_path):
     engine.version = None
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").touch()
-    sizes = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-    (model / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 100}))
+    model = small_model(tmp_path / "model")
     given = {"tiers": [below(tmp_path / "kv")]}
     for host, level in (("32MiB", "error"), ("256MiB", "warning"), ("1GiB", "fine")):
         extra = given | {"host.capacity_bytes": host}
@@ -564,6 +765,27 @@ def test_the_table_says_the_same(capsys, engine, tmp_path):
     assert run(["doctor", "vllm", transfer(fill(tmp_path / "kv"), kv_load_failure_policy="fail")]) == 1
     out, err = capsys.readouterr()
     assert (out.splitlines()[1].split()[:2], err) == (["warning", "--kv-transfer-config"], "")
+
+
+def test_the_flags_of_a_server_are_judged_as_they_are(capsys, engine, tmp_path, monkeypatch):
+    asked: list[list[str]] = []
+    monkeypatch.setattr(vllm_doctor, "ask_program", lambda program, *_: asked.append(program) or {"block_tokens": 16})
+    monkeypatch.setenv("KVTIER_HOST__CAPACITY_BYTES", "64MiB")
+    given = transfer(fill(tmp_path / "kv"))
+    for flags in (
+        ["--kv-transfer-config", given, "--dtype", "float32", "--model", "m"],
+        ["m", "--dtype", "float32", f"--kv_transfer_config={given}"],
+    ):
+        assert run(["doctor", "vllm", "--json", "--", *flags]) == 0
+        found = {it["about"]: it for it in json.loads(capsys.readouterr().out)["findings"]}
+        assert found["--kv-transfer-config"]["found"] == "role and failure policy are right"
+        assert found[str(tmp_path / "kv")]["level"] == "fine"
+        program = asked.pop()
+        assert program[program.index("m") :][:4] == ["m", "--dtype", "float32", "--kv-transfer-config"]
+    assert run(["doctor", "vllm", "--json", "--", "--kv-transfer-config", transfer(kv_role=None)]) == 1
+    assert "kv_role = None" in capsys.readouterr().out
+    assert run(["doctor", "vllm", "--", "m", "--kv-transfer-config"]) == 2
+    assert "expected one argument; allowed: those of `vllm serve`" in capsys.readouterr().err
 
 
 def test_a_command_line_that_no_shell_takes_is_refused(capsys):
@@ -614,7 +836,7 @@ def test_a_check_that_hangs_ends_neither_late_nor_the_others(tmp_path):
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from kvtier.cli import doctor_findings, main
-def hang(loaded, unused):
+def hang(*_):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(threading.Event().wait).result()
 doctor_findings._machine = hang
@@ -643,8 +865,8 @@ def health(**changes: object) -> dict[str, object]:
             health(tiers={"disk": {"reads": False, "writes": True, "detail": "I/O error"}}),
             {"tiers.disk": "reads are stopped in the engine at"},
         ),
-        (health(tiers=None), {"control.socket": "has another form than that of this release"}),
-        ({}, {"control.socket": "has another form than that of this release"}),
+        (health(tiers=None), {"control.socket": "does not have the form of this release"}),
+        ({}, {"control.socket": "does not have the form of this release"}),
     ],
 )
 def test_the_health_of_a_running_engine_is_part_of_the_answer(doctor, engine, tmp_path, answer, wrong):
@@ -750,6 +972,19 @@ def test_without_a_name_the_doctor_finds_the_engines(any_doctor, tmp_path):
     assert any_doctor({}, "--tier", "directory:kv?capacity_bytes=many")["settings"][0] == "error"
 
 
+@pytest.mark.parametrize("arguments", [[], ["transformers"], ["vllm"]])
+def test_a_machine_without_settings_is_no_fault(any_doctor, arguments):
+    found = any_doctor({"torch": "2.13.0", "transformers": "5.23.0", "vllm": "0.32.0"}, *arguments)
+    assert found["tiers"] == ("note", "no tier is configured, so KV is lost when the server ends")
+    assert {level for level, _ in found.values()} == {"fine", "note"}, "so the exit code is 0"
+
+
+def test_only_flags_without_a_tier_are_a_fault(any_doctor):
+    packages = {"vllm": "0.32.0"}
+    assert any_doctor({}, "sglang")["tiers"][0] == "note"
+    assert any_doctor(packages, "vllm", transfer())["tiers"][0] == "warning"
+
+
 def test_the_doctor_of_transformers_reads_the_store(any_doctor, tmp_path):
     (tmp_path / "thesis.tex").touch()
     packages = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
@@ -764,4 +999,4 @@ def test_the_doctor_of_transformers_reads_the_store(any_doctor, tmp_path):
 
 def test_an_option_before_the_engine_is_refused(capsys):
     assert run(["doctor", "--json", "vllm"]) == 2
-    assert "options before the engine; allowed: kvtier doctor vllm OPTIONS" in capsys.readouterr().err
+    assert "options must follow the engine: kvtier doctor vllm OPTIONS" in capsys.readouterr().err

@@ -3,23 +3,32 @@
 import random
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests import simulated_cuda
+from tests import rig, simulated_cuda
+from tests.axes import check_axes, misread, numbered
 from tests.vllm_recorded import Recorded, recorded
-from tests.vllm_world import BLOCKS, PAGE_ORDER, VllmWorld, made, payload_of
+from tests.vllm_world import BLOCKS, PAGE_ORDER, VllmWorld, attended, gathered, made, payload_of
 
-from kvtier.connect.vllm.copier import BlockCopier, open_copier
-from kvtier.connect.vllm.cpu_copy import BlockRun, CpuPageCopy, runs_of
-from kvtier.connect.vllm.cuda_copy import CudaPageCopy
-from kvtier.connect.vllm.geometry import SKIP, DcpShards, Geometry
-from kvtier.connect.vllm.pages import engine_pages
+from kvtier.config.sections import StoreConfig
+from kvtier.connect.vllm.geometry import SKIP, UNDIVIDED, DcpShards, Geometry
+from kvtier.connect.vllm.worker.copier import BlockCopier, open_copier
+from kvtier.connect.vllm.worker.cpu_copy import BlockRun, CpuPageCopy, runs_of
+from kvtier.connect.vllm.worker.cuda_copy import CudaPageCopy
+from kvtier.connect.vllm.worker.pages import engine_pages
 from kvtier.errors import UnsupportedModelError
+from kvtier.keys.chain import Chain
+from kvtier.layout import ALIGNMENT
+from kvtier.runtime.open import open_session
+from kvtier.runtime.session import Session
 from kvtier.testing.copier import CopierContract, CopierWorld
-from kvtier.types import RequestId
+from kvtier.types import Prefix, RequestId
 
 REQUEST = RequestId("S0/x")
 
@@ -101,6 +110,101 @@ def test_every_layout_is_read_and_written_as_it_says(engine, copy):
     contract.test_gather_puts_each_layer_at_its_offset()
     contract.test_scatter_gives_the_engine_each_layer()
     contract.test_scatter_touches_no_other_block()
+
+
+# ---- axes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts"), [*((layout, 1) for layout in PAGE_ORDER), ("LBHNC", 2), ("LBNHC", 4), ("BLNHC", 2)]
+)
+def test_the_axes_find_each_number_in_every_layout(layout, parts):
+    numbers = numbered(3, 2, 256, 9)
+    found, payload = gathered(attended(layout, parts), numbers)
+    group = found.of_class("int4").groups[0]
+    check_axes(group, payload, numbers)
+    with pytest.raises(AssertionError, match=r"tokens of|heads of"):
+        check_axes(misread(group, "head", "token"), payload, numbers)
+
+
+def _change(engine: Recorded, **fields: Any) -> Recorded:
+    vars(engine.config.kv_cache_groups[0].kv_cache_spec).update(fields)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("engine", "shards"),
+    [
+        pytest.param(lambda: attended("LBHNC", backend="CPU_ATTN"), UNDIVIDED, id="pages that a CPU packs"),
+        pytest.param(lambda: attended("LBHNC", backend="OTHER"), UNDIVIDED, id="a backend that nobody has read"),
+        pytest.param(lambda: attended("LHBNC", 2), UNDIVIDED, id="parts of a block within a head"),
+        pytest.param(lambda: _change(attended("LBHNC"), head_size_v=8), UNDIVIDED, id="values of another size"),
+        pytest.param(lambda: _change(attended("LBHNC"), num_kv_heads=4), UNDIVIDED, id="slots that are not heads"),
+        pytest.param(lambda: attended("LBHNC"), DcpShards(2), id="tokens on several ranks"),
+    ],
+)
+def test_an_arrangement_that_is_not_certain_has_no_axes(engine, shards):
+    found = engine()
+    geometry = Geometry.of(found.config, shards=shards)
+    layout = engine_pages(geometry, found.config, found.tensors(), found.layers).layout
+    with pytest.raises(ValueError, match=r"does not define the arrangement of kv in pages '1 \* 3 layers"):
+        layout.of_class("int4")
+    assert layout.of_class("none") == layout
+
+
+class Memory:
+    """The KV memory of an engine with a GPU's backend, and 16 of its blocks: two chunks."""
+
+    def __init__(self, layout: str, seed: int) -> None:
+        engine = attended(layout, channels=64)
+        self.geometry, self.tensors = Geometry.of(engine.config), engine.tensors()
+        self.pages = engine_pages(self.geometry, engine.config, self.tensors, engine.layers)
+        self.ids = random.Random(seed).sample(range(1, BLOCKS), 16)
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """The numbers of these blocks: [side, layer, token, head, channel]."""
+        layers = torch.stack([tensor[self.ids] for tensor in self.tensors.values()])
+        return layers.float().transpose(2, 3).flatten(1, 2).unflatten(-1, (2, 64)).movedim(3, 0)
+
+    @contextmanager
+    def opened(self, directory: Path, loss: Any) -> Iterator[tuple[Session, Prefix]]:
+        """A session, and the prefix of the chunks."""
+        config = replace(rig.config(directory, host_chunks=200), store=StoreConfig(loss=loss))
+        copier = BlockCopier(self.pages, CpuPageCopy(self.pages))
+        kv = open_session(config, self.pages.layout, bytes(32), copier)
+        chain = Chain(kv.root, 256)
+        chain.extend(list(range(512)))
+        yield kv.session, chain.prefix()
+        assert kv.session.close(rig.DEADLINE_S)
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
+@pytest.mark.parametrize(("loss", "keys_off"), [("k8v4", 0.012), ("int4", 0.16)])
+def test_in_a_class_chunks_come_back_near_the_computed_numbers(layout, loss, keys_off, tmp_path):
+    first, second, exact = (Memory(layout, seed) for seed in range(3))
+    for tensor in first.tensors.values():
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
+    with first.opened(tmp_path, loss) as (session, prefix):
+        rig.stored(session, "a", prefix, first.geometry.sources(range(2), [first.ids]))
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.stat().st_size > ALIGNMENT]
+    assert len(sizes) == 2
+    assert sum(sizes) < (0.42 if loss == "k8v4" else 0.31) * 2 * first.pages.layout.groups[0].payload_bytes
+
+    with exact.opened(tmp_path, "none") as (session, prefix):
+        assert rig.looked_up(session, "b", prefix).tokens == 0
+    with second.opened(tmp_path, loss) as (session, prefix):
+        assert rig.looked_up(session, "c", prefix).tokens == 512
+        places = second.geometry.targets(512, [second.ids])
+        assert rig.loaded(session, "c", prefix, 512, places).tokens == 512
+    off = (second.numbers - first.numbers).square().mean((1, 3, 4)).sqrt()  # [side, token]
+    assert not off[:, :4].any(), "the prompt's first tokens stay exact"
+    assert off[:, 4:].amin() > 0
+    assert off[0].amax() < keys_off
+    assert off[1].amax() < 0.16
+    assert (first.numbers.roll(1, 2) - first.numbers).square().mean().sqrt() > 1, (
+        "the control: other tokens are farther"
+    )
 
 
 # ---- shares of the tokens ----------------------------------------------------------------------------------------

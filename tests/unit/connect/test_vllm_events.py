@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.connect.vllm import events as events_module
-from kvtier.connect.vllm.events import CHECKED_REMOTE, CPU, REMOTE_CHECK_S, STORAGE, Events, Source
+from kvtier.connect.vllm.requests import kv_events as events_module
+from kvtier.connect.vllm.requests.kv_events import CHECKED_REMOTE, CPU, REMOTE_CHECK_S, STORAGE, Events, Source
 from kvtier.keys.chain import Chain
 from kvtier.runtime.executor import Completion
 from kvtier.types import ChunkKey, ChunkRecord, Direction, Drop, Outcome, Prefix, Probe, Transfer

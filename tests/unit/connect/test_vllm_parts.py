@@ -12,16 +12,18 @@ from tests.vllm_config import vllm_config
 from tests.vllm_recorded import recorded
 
 from kvtier.config import sections
+from kvtier.config.loader import load
 from kvtier.config.sections import Config, StoreConfig
 from kvtier.connect import local_files
-from kvtier.connect.vllm import sides
+from kvtier.connect.vllm import engine_setup
+from kvtier.connect.vllm.engine_setup import settings_of
 from kvtier.connect.vllm.geometry import Geometry
-from kvtier.connect.vllm.loads import Loads, shared_chunks
-from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
-from kvtier.connect.vllm.sides import settings_of
-from kvtier.connect.vllm.step_timer import StepTimer
-from kvtier.connect.vllm.stores import StoreSelection
-from kvtier.connect.vllm.worker import LOADED_NOTE, LoadReport
+from kvtier.connect.vllm.requests.tracked import PrefixMatch, TrackedRequest, shared_chunks
+from kvtier.connect.vllm.scheduler import scheduler_side
+from kvtier.connect.vllm.scheduler.loads import Loads
+from kvtier.connect.vllm.scheduler.step_timer import StepTimer
+from kvtier.connect.vllm.scheduler.stores import StoreSelection
+from kvtier.connect.vllm.step_metadata import LOADED_NOTE, LoadReport
 from kvtier.core.planner import LoadPlan, Planner
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.keys.chain import Chain
@@ -335,8 +337,8 @@ def test_a_clock_that_stands_still_while_the_engine_computes():
 
 def test_settings_come_in_sections_or_flat():
     found = settings_of(
-        {"host": {"capacity_bytes": "1GiB"}, "tiers": ["directory:kv"], "planner.enabled": False}, Config()
-    )
+        {"host": {"capacity_bytes": "1GiB"}, "tiers": ["directory:kv"], "planner.enabled": False}, load(environ={})
+    ).config
     assert found.host.capacity_bytes == 1 << 30
     assert [tier.path.name for tier in found.tiers] == ["kv"]
     assert not found.planner.enabled
@@ -354,7 +356,7 @@ def test_settings_come_in_sections_or_flat():
 )
 def test_a_wrong_setting_is_named(extra, message):
     with pytest.raises(ConfigError, match=message):
-        settings_of(extra, Config())
+        settings_of(extra, load(environ={}))
 
 
 def test_a_model_that_cannot_be_identified_uses_no_tier_that_persists_or_is_shared(monkeypatch, tmp_path):
@@ -372,20 +374,20 @@ def test_a_model_that_cannot_be_identified_uses_no_tier_that_persists_or_is_shar
     monkeypatch.setattr(local_files, "kind_of", lambda tier: declared[tier.name])
     monkeypatch.setattr(sections.registry, "kind_of", lambda tier: declared[tier.name])
     config = Config(tiers=tuple(TierSettings(name=name) for name in declared), store=StoreConfig(secret=bytes(32)))
-    monkeypatch.setattr(sides, "check_start", lambda _: (config, "0.32.0"))
+    monkeypatch.setattr(engine_setup, "check_start", lambda _: (config, "0.32.0"))
     for name in ("follow_engine", "Geometry", "DcpShards", "installed"):
-        monkeypatch.setattr(sides, name, MagicMock())
+        monkeypatch.setattr(engine_setup, name, MagicMock())
     for is_private, names in ((True, ["passing"]), (False, [*declared])):
-        monkeypatch.setattr(sides, "identify", MagicMock())
-        setup = sides.EngineSetup.of(MagicMock(), MagicMock()).identified_as(MagicMock(is_private=is_private))
+        monkeypatch.setattr(engine_setup, "identify", MagicMock())
+        setup = engine_setup.EngineSetup.of(MagicMock(), MagicMock()).identified_as(MagicMock(is_private=is_private))
         assert [tier.name for tier in setup.config.tiers] == names
 
 
 def test_a_worker_that_holds_other_tokens_than_its_number_says_stops_the_start():
     config = vllm_config(parallel__tensor_parallel_size=4, parallel__decode_context_parallel_size=2)
     identity = MagicMock(is_private=False)
-    setup = sides.EngineSetup(config, MagicMock(), Config(), MagicMock(), identity, "kv_both")
-    workers = [sides.WorkerFacts(bytes(32), "", "chunks", (1,), (rank % 2, 2)) for rank in range(4)]
+    setup = engine_setup.EngineSetup(config, MagicMock(), Config(), MagicMock(), identity, "kv_both")
+    workers = [engine_setup.WorkerFacts(bytes(32), "", "chunks", (1,), (rank % 2, 2)) for rank in range(4)]
     assert setup.agreed(workers).workers == tuple(workers)
     for wrong in ((1, 2), (0, 1), (2, 4)):
         workers[2] = workers[2]._replace(token_share=wrong)
@@ -403,13 +405,15 @@ def test_a_worker_that_holds_other_tokens_than_its_number_says_stops_the_start()
 )
 def test_the_line_at_the_start_names_each_configured_tier_with_its_path(monkeypatch, caplog, settings, end):
     for name in ("open_core", "KeyMaker", "StatsReader", "Scheduler"):
-        monkeypatch.setattr(sides, name, MagicMock())
-    monkeypatch.setattr(sides, "connect", MagicMock())
-    monkeypatch.setattr(sides.support, "warnings", lambda *_, **__: ())
-    setup = MagicMock(config=settings_of(settings, Config()), ranks=1, geometry=MagicMock(chunk_tokens=256, groups=()))
+        monkeypatch.setattr(scheduler_side, name, MagicMock())
+    monkeypatch.setattr(scheduler_side, "connect", MagicMock())
+    monkeypatch.setattr(scheduler_side.support, "transfer_warnings", lambda *_, **__: ())
+    setup = MagicMock(
+        config=settings_of(settings, load(environ={})).config, ranks=1, geometry=MagicMock(chunk_tokens=256, groups=())
+    )
     setup.identity.is_private = False
     with caplog.at_level(logging.INFO, logger="kvtier"):
-        sides.SchedulerSide(
+        scheduler_side.SchedulerSide(
             setup,
             [],
             [MagicMock(groups=())],

@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
-from kvtier.connect.vllm.installed import config_being_made
+from kvtier.connect.vllm.engine_hooks import config_being_made
 
 
 def test_the_configuration_is_seen_only_while_it_is_made():

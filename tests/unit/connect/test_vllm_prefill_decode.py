@@ -4,11 +4,17 @@ import pytest
 from tests.vllm_engine import SmallEngine
 from tests.vllm_engine_parts import Request
 
-from kvtier.connect.vllm.requests import announced_tokens, announcement_of, wants_announcement
+from kvtier.connect.vllm.requests.transfer_params import (
+    Announces,
+    announced_tokens,
+    announcement_of,
+    wants_announcement,
+)
 from kvtier.types import StoreDone
 
 PROMPT = list(range(1000))
 WHOLE = 768
+ALWAYS, NEVER = {"announces": Announces.ALWAYS}, {"announces": Announces.NEVER}
 
 
 def asked(params: object, tokens: int = 1000) -> Request:
@@ -50,7 +56,7 @@ def run(engine: SmallEngine, **said: object) -> object:
 
 
 def test_a_prefill_engine_announces_the_whole_chunks_of_the_prompt(start):
-    engine = start(announces=True)
+    engine = start(params=ALWAYS)
     wanted = {"do_remote_prefill": True, "do_remote_decode": False, "kvtier": {"tokens": WHOLE}}
     assert run(engine) == wanted
     assert run(engine) == wanted, "what it loaded is there, too"
@@ -66,17 +72,17 @@ def test_any_other_engine_announces_when_a_request_wants_it(start):
 
 
 def test_an_engine_whose_stores_no_other_engine_finds_announces_nothing(start):
-    engine = start(announces=None)
+    engine = start(params=NEVER)
     assert run(engine) is None
     assert run(engine, kv_transfer_params={"do_remote_decode": True}) is None
 
 
 def test_beside_another_connector_requests_are_handed_over_by_the_other(start):
     """vLLM's `MultiConnector` refuses responses in which two connectors name the same field."""
-    engine = start(announces=True, is_alone=False)
+    engine = start(params={"announces": Announces.ALWAYS, "is_alone": False})
     assert run(engine, kv_transfer_params={"do_remote_decode": True, "remote_port": 5}) is None
     request = engine.add(PROMPT, 1, kv_transfer_params=announcement_of(WHOLE))
-    assert engine.scheduler._requests[request.request_id].announced_tokens == 0
+    assert engine.scheduler.requests[request.request_id].announced_tokens == 0
     engine.run()
     assert engine.loaded_tokens == 0, "the other loads"
     engine.forget()
@@ -85,7 +91,9 @@ def test_beside_another_connector_requests_are_handed_over_by_the_other(start):
 
 
 @pytest.mark.parametrize("said", [{"store": False}, {"max_offload_tokens": 0}, {"store": "no"}, {"store": True}])
-@pytest.mark.parametrize("fields", [{"announces": True}, {"announces": None}, {"is_alone": False}, {"stores": False}])
+@pytest.mark.parametrize(
+    "fields", [{"params": ALWAYS}, {"params": NEVER}, {"params": {"is_alone": False}}, {"stores": False}]
+)
 def test_the_decode_engine_hears_that_a_request_opts_out(start, said, fields):
     """A proxy passes on what the response says, and perhaps nothing that the client has said."""
     prefill, decode = start(**fields), start(seed=1)
@@ -96,28 +104,49 @@ def test_the_decode_engine_hears_that_a_request_opts_out(start, said, fields):
         decode.settle()
         decode.forget()
     assert decode.loaded_tokens == (WHOLE if said == {"store": True} else 0)
-    assert run(start(announces=False), kv_transfer_params=said) is None
+    assert run(start(), kv_transfer_params=said) is None
+
+
+LOSSY = {"loss": "int4"}
+
+
+def test_a_response_of_a_lossy_class_has_the_class_and_the_loaded_tokens(start):
+    """In an exact engine, responses stay as they are: see the tests above."""
+    engine = start(params=LOSSY)
+    assert run(engine) == {"kvtier": {"loss": "int4", "loaded_tokens": 0}}
+    assert run(engine) == {"kvtier": {"loss": "int4", "loaded_tokens": WHOLE}}
+    assert run(engine, kv_transfer_params={"store": False})["kvtier"]["loaded_tokens"] == WHOLE
+    assert run(engine, cache_salt="exact:one")["kvtier"]["loss"] == "none", "this engine's keys know no salts"
+
+
+def test_a_proxy_may_pass_on_what_a_lossy_class_says(start):
+    said = run(start(params=LOSSY), kv_transfer_params={"do_remote_decode": True})
+    assert announced_tokens(asked(said)) == (WHOLE, "")
+    assert said["kvtier"] == {"tokens": WHOLE, "loss": "int4", "loaded_tokens": 0}
+    opted_out = run(start(params=LOSSY), kv_transfer_params={"do_remote_decode": True, "store": False})
+    assert opted_out == {"store": False, "kvtier": {"loss": "int4", "loaded_tokens": 0}}
+    assert announced_tokens(asked(opted_out)) == (0, "")
 
 
 def test_a_cache_reset_ends_announcements_because_other_engines_have_other_keys(start):
-    engine = start(announces=True)
+    engine = start(params=ALWAYS)
     assert run(engine) is not None
     waits = [engine.add(PROMPT, 1, kv_transfer_params=announcement_of(WHOLE))]
-    engine.scheduler.reset()
+    engine.scheduler.invalidation.reset()
     waits.append(engine.add(PROMPT, 1, kv_transfer_params=announcement_of(WHOLE)))
-    assert [engine.scheduler._requests[it.request_id].announced_tokens for it in waits] == [0, 0]
+    assert [engine.scheduler.requests[it.request_id].announced_tokens for it in waits] == [0, 0]
     engine.run()
     assert [engine.announced[it.request_id] for it in waits] == [None, None]
 
 
 def test_generated_tokens_are_not_announced(start):
-    engine = start(announces=True)
+    engine = start(params=ALWAYS)
     request = engine.ask(PROMPT, 600)
     assert engine.announced[request.request_id] == announcement_of(1000), "some chunk ends past the prompt"
 
 
 def test_a_request_that_is_aborted_announces_what_was_stored_until_then(start):
-    engine = start(announces=True, step_tokens=256)
+    engine = start(params=ALWAYS, step_tokens=256)
     request = engine.add(PROMPT, 1)
     for _ in range(2):
         engine.step()
@@ -127,7 +156,7 @@ def test_a_request_that_is_aborted_announces_what_was_stored_until_then(start):
 
 
 def test_stores_of_a_request_that_has_gone_go_on(start):
-    engine = start(announces=True, rest=0.0)  # no copy is made before `settle`
+    engine = start(params=ALWAYS, rest=0.0)  # no copy is made before `settle`
     request = engine.add(PROMPT, 1)
     while request.request_id in engine.requests:
         engine.step()
@@ -135,7 +164,7 @@ def test_stores_of_a_request_that_has_gone_go_on(start):
     assert not engine.opened.session._cache.host.readable[0], "nothing has left the engine's blocks yet"
     engine.settle()
     done = [it for it in engine.scheduler._loads.take_events() if isinstance(it, StoreDone)]
-    assert [(it.held, it.dropped) for it in done] == [(WHOLE // 256, 0)]
+    assert [(it.stored, it.dropped) for it in done] == [(WHOLE // 256, 0)]
 
 
 def test_a_decode_engine_loads_and_stores_nothing(start):
@@ -161,7 +190,7 @@ def test_a_load_that_ends_early_ends_the_wait_for_announced_chunks(start):
     for failing in (0.0, 1.0):
         engine.copier.failing = failing
         request = engine.add(PROMPT, 1, kv_transfer_params=announcement_of(WHOLE))
-        tracked.append(engine.scheduler._requests[request.request_id])
+        tracked.append(engine.scheduler.requests[request.request_id])
         engine.run()
         engine.forget()
     assert [it.announced_tokens for it in tracked] == [WHOLE, 0]

@@ -11,10 +11,10 @@ from tests.vllm_engine import SmallEngine
 from tests.vllm_engine_parts import Pool, Request
 
 from kvtier.config.sections import VllmConfig
-from kvtier.connect.vllm import prefix_protection as module
-from kvtier.connect.vllm.block_pool import BlockContent, BlockPins
-from kvtier.connect.vllm.prefix_protection import PrefixProtection
-from kvtier.connect.vllm.requests import TrackedRequest
+from kvtier.connect.vllm.requests.tracked import TrackedRequest
+from kvtier.connect.vllm.scheduler import prefix_protection as module
+from kvtier.connect.vllm.scheduler.block_pool import BlockContent, BlockPins
+from kvtier.connect.vllm.scheduler.prefix_protection import PrefixProtection
 
 TOP = Path(__file__).parents[3]
 ARMS = ("protected", "kvtier")

@@ -6,11 +6,11 @@ import pytest
 from tests.vllm_engine import SmallEngine
 from tests.waiting import wait_until
 
-from kvtier.connect.vllm.request_history import RequestHistory, RequestRecord, reasons_of
-from kvtier.connect.vllm.request_journal import RequestAccount
+from kvtier.connect.vllm.requests.account import RequestAccount
+from kvtier.connect.vllm.requests.history import RequestHistory, RequestRecord, reasons_of
 from kvtier.keys.chain import Chain, Extra
 from kvtier.runtime.control_socket import ControlError
-from kvtier.runtime.journal import Planned
+from kvtier.runtime.observers.journal import Planned
 from kvtier.types import ChunkKey, LoadDone, RequestId
 
 SIZE = 256
@@ -96,14 +96,42 @@ def test_the_history_is_bounded_and_takes_both_ids():
         request = SimpleNamespace(request_id=name, num_prompt_tokens=9, skip_reading_prefix_cache=False)
         tracked = SimpleNamespace(id=name, request=request, keys=None, account=RequestAccount(), announced_tokens=0)
         tracked.hints = SimpleNamespace(max_load_tokens=None)
-        history.arrived(tracked, is_off=number == 299)
+        history.arrived(tracked, "vLLM sleeps" if number == 299 else "")
         if number == 299:
             assert history.why("c299")["ended_ago_s"] is None
         history.ended(tracked)
     assert history.why("c298")["reasons"] == [{"code": "not_cached", "text": "no"}]
-    assert "weights have changed" in history.why("chatcmpl-c299-0a1b2c3d")["reasons"][0]["text"]
+    assert history.why("chatcmpl-c299-0a1b2c3d")["reasons"] == [{"code": "not_cached", "text": "vLLM sleeps"}]
     with pytest.raises(ControlError, match=r"request 'c1' is unknown; the last 256 ended requests and 0 open ones"):
         history.why("c1")
+
+
+def test_a_request_that_arrives_while_kvtier_is_off_is_explained_by_what_stops_it_and_later_by_its_load():
+    engine = SmallEngine(remembers=True)
+    invalidation = engine.scheduler.invalidation
+
+    def reasons(name: str) -> list[dict[str, str]]:
+        return engine.history.why(name)["reasons"]
+
+    try:
+        prompt = [engine.draw.randrange(1000) for _ in range(1000)]
+        engine.ask(prompt, 1)
+        engine.settle()
+        engine.forget()
+        invalidation.stop("vLLM sleeps")
+        request = engine.add(prompt, 1)
+        assert reasons(request.request_id) == [{"code": "not_cached", "text": "vLLM sleeps"}]
+        invalidation.go_on(has_own_keys=False, cleared_salts=())
+        engine.run()
+        assert engine.loaded_tokens == 768
+        assert [it["code"] for it in reasons(request.request_id)] == ["complete"]
+        invalidation.stop("vLLM sleeps")
+        invalidation.weights_change("apply_model()")
+        request = engine.add(prompt, 1)
+        (reason,) = reasons(request.request_id)
+        assert "the weights have changed" in reason["text"]
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("salt", [None, "", "a"])
@@ -117,7 +145,7 @@ def test_clearing_while_requests_run_finds_nothing_from_before_and_leaves_nothin
         own = request.cache_salt or ""
         return Chain(bytes(32), engine.geometry.chunk_tokens, [Extra("salt", f"{own} {epochs[own]}".encode())])
 
-    engine.scheduler._begin_keys = keys
+    engine.scheduler._keys.begin = keys
     try:
         prompts = [[engine.draw.randrange(1000) for _ in range(700)] for _ in range(3)]
         for round_ in range(6):
@@ -126,7 +154,7 @@ def test_clearing_while_requests_run_finds_nothing_from_before_and_leaves_nothin
                 engine.step()
             for own in epochs if salt is None else [salt]:
                 epochs[own] += 1
-            engine.scheduler.clear(salt)
+            engine.scheduler.invalidation.clear(salt)
             engine.run()
             if round_ % 2:
                 engine.forget()
@@ -143,7 +171,7 @@ def test_clearing_while_requests_run_finds_nothing_from_before_and_leaves_nothin
             engine.add(prompt, 1, cache_salt="a" if prompt is prompts[1] else None)
         for own in epochs if salt is None else [salt]:
             epochs[own] += 1
-        engine.scheduler.clear(salt)
+        engine.scheduler.invalidation.clear(salt)
         engine.run()
         assert engine.loaded_tokens - before == {None: 0, "": loaded, "a": 2 * loaded}[salt]
         wait_until(lambda: not engine.opened.session._cache.in_flight, "rest")
@@ -162,7 +190,7 @@ def test_a_salt_that_is_cleared_ends_the_hints_before_it_and_no_pin_after_it():
         engine.settle()
         session.retain(prefix, 500.0)
         assert session.host_tokens(prefix, is_retained=True) == 768
-        engine.scheduler.clear("other")
+        engine.scheduler.invalidation.clear("other")
         assert session.host_tokens(prefix, is_retained=True) == 0
         session.retain(prefix, 500.0)
         assert engine.scheduler.has_news, "the engine is idle: it has not taken a step since"

@@ -15,11 +15,11 @@ import torch
 from tests.vllm_config import request, vllm_config
 
 from kvtier.connect.local_files import adapter_versions
-from kvtier.connect.vllm import request_items as items_module
-from kvtier.connect.vllm import request_keys as module
 from kvtier.connect.vllm.files_read import AdapterRead
-from kvtier.connect.vllm.request_keys import KeyMaker
-from kvtier.connect.vllm.requests import TrackedRequest
+from kvtier.connect.vllm.requests import items as items_module
+from kvtier.connect.vllm.requests import keys as module
+from kvtier.connect.vllm.requests.keys import KeyMaker
+from kvtier.connect.vllm.requests.tracked import TrackedRequest
 from kvtier.keys.chain import Extra, chunk_keys
 from kvtier.types import ChunkKey
 
@@ -492,6 +492,26 @@ def test_a_chain_by_salt_and_adapter_is_that_of_a_request():
         assert chain.prefix().keys == keys(request(TOKENS, cache_salt=salt or None), requests)
     with pytest.raises(module.NotCacheableError, match="no request has used an adapter of the name 'poet'"):
         requests.chain_of("", "poet")
+
+
+@pytest.mark.parametrize(("loss", "salt"), [("int4", "exact:"), ("k8v4", "exact:one"), ("int4", "exact:\udc80")])
+def test_with_a_lossy_class_a_salt_can_demand_exact_kv(caplog, loss, salt):
+    """Then kvtier has no name for the request's KV. In an exact engine the salt is one like any other."""
+    lossy, asked = KeyMaker(ROOT, 256, vllm_config(), loss=loss), request(TOKENS, cache_salt=salt)
+    assert lossy.begin(asked) is None
+    assert lossy.extras(asked) is None, "nor has it below vLLM's own tiering"
+    with pytest.raises(module.NotCacheableError, match=f"stores KV with loss .{loss}"):
+        lossy.chain_of(salt, "")
+    (told,) = caplog.messages
+    assert told.startswith("request r is not cached: its cache_salt begins with 'exact:', and this engine")
+    assert keys(asked) == chunk_keys(ROOT, TOKENS, 256, [Extra("salt", salt.encode("utf-8", "surrogatepass"))])
+
+
+@pytest.mark.parametrize("salt", ["", "exact", "Exact:", " exact:", "one:exact:"])
+def test_with_a_lossy_class_other_salts_change_nothing_and_neither_do_hints(salt):
+    lossy = KeyMaker(ROOT, 256, vllm_config(), loss="int4")
+    hinted = request(TOKENS, cache_salt=salt or None, kv_transfer_params={"cache_salt": "exact:", "loss": "none"})
+    assert keys(hinted, lossy) == keys(request(TOKENS, cache_salt=salt or None))
 
 
 def test_clearing_a_salt_separates_its_later_requests_and_no_others():

@@ -8,10 +8,10 @@ import pytest
 from tests.vllm_recorded import recorded
 from tests.vllm_world import BLOCKS, VllmWorld, payload_of
 
-from kvtier.connect.vllm import copier as module
-from kvtier.connect.vllm.copier import RevokedError
-from kvtier.connect.vllm.cpu_copy import CpuPageCopy
-from kvtier.connect.vllm.pages import BlockIds, EnginePages
+from kvtier.connect.vllm.worker import copier as module
+from kvtier.connect.vllm.worker.copier import RevokedError
+from kvtier.connect.vllm.worker.cpu_copy import CpuPageCopy
+from kvtier.connect.vllm.worker.pages import BlockIds, EnginePages
 from kvtier.device.copier import Fence
 from kvtier.types import RequestId
 

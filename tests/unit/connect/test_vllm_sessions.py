@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.config.sections import Config, HostConfig, LimitsConfig
-from kvtier.connect.vllm.request_hints import (
+from kvtier.connect.vllm.requests.hints import (
     NO_HINTS,
     OPTED_OUT,
     RequestHints,
@@ -26,7 +26,7 @@ from kvtier.connect.vllm.request_hints import (
     unknown_hints,
 )
 from kvtier.observe.metric_definitions import REFUSED_HINTS, RETAINED_BYTES
-from kvtier.policy.base import Held
+from kvtier.policy.base import Use
 from kvtier.policy.lru import Lru
 from kvtier.policy.registry import EVICTORS
 from kvtier.types import NextTurn, Priority
@@ -324,7 +324,7 @@ def test_nothing_of_a_request_that_opts_out_is_stored_though_it_is_preempted_or_
     again = engine.ask([*prompts[0], *prompts[2][:300]], 1)
     assert stored == {it.request_id for it in (*asked[1::2], again)}
     engine.settle()
-    chain = engine.scheduler._begin_keys(again)
+    chain = engine.scheduler._keys.begin(again)
     chain.extend(again.tokens)
     assert engine.opened.session.host_tokens(chain.prefix()) == 768
 
@@ -375,7 +375,7 @@ def test_what_one_request_may_not_retain_is_counted_and_named_once(start, caplog
 @pytest.mark.parametrize("is_allowed", [True, False])
 @pytest.mark.parametrize("in_envelope", [True, False])
 def test_a_high_priority_counts_only_where_the_settings_allow_it(start, caplog, is_allowed, in_envelope):
-    engine = start(allows_high_priority=is_allowed)
+    engine = start(params={"allows_high_priority": is_allowed})
     said = {"kv_hint": envelope({"priority": "high"})} if in_envelope else {"priority": "high"}
     for _ in range(2):
         engine.ask([1] * 600, 1, kv_transfer_params=said)
@@ -397,7 +397,7 @@ def test_a_reset_ends_all_hints(start, monkeypatch):
     ended: list[bool] = []
     monkeypatch.setattr(engine.scheduler._session, "forget_hints", lambda: ended.append(True))
     engine.ask([1] * 600, 1, kv_transfer_params={"retain_s": 600})
-    assert engine.scheduler.reset()
+    assert engine.scheduler.invalidation.reset()
     assert ended == [True]
 
 
@@ -407,9 +407,9 @@ class Heard(Lru):
     owners: ClassVar[list[str | None]] = []
     said: ClassVar[list[tuple[str, NextTurn | None]]] = []
 
-    def added(self, held: Held) -> None:
-        self.owners.append(held.conversation)
-        super().added(held)
+    def added(self, use: Use) -> None:
+        self.owners.append(use.conversation)
+        super().added(use)
 
     touched = added
 
@@ -418,7 +418,7 @@ class Heard(Lru):
 
 
 def test_an_engine_passes_on_the_session_of_its_chunks_and_the_next_turn(start, monkeypatch):
-    monkeypatch.setitem(EVICTORS, "heard", Heard)
+    monkeypatch.setitem(EVICTORS, "heard", (__name__, "Heard"))
     engine = start(config=Config(host=HostConfig(capacity_bytes="64MiB", evictor="heard")))
     prompt = [engine.draw.randrange(1000) for _ in range(1000)]
     for params in ({"session": "a", "next_turn": "user"}, {"session": "b"}, None, {"session": 5}):

@@ -6,16 +6,15 @@ from types import SimpleNamespace
 import pytest
 from tests import rig
 
-from kvtier.connect.vllm import stats
-from kvtier.connect.vllm.scheduler import Scheduler
-from kvtier.connect.vllm.stats import (
+from kvtier.connect import engine_metrics
+from kvtier.connect.engine_metrics import (
     LABEL_SEPARATOR,
-    UNKNOWN_PLACE,
     PromMetrics,
     Stats,
     StatsReader,
     observations,
 )
+from kvtier.connect.vllm.scheduler.lookups import UNKNOWN_PLACE, hit_sources
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.types import LoadOption, Lookup, Presence
@@ -62,7 +61,7 @@ class Histogram(Shown): ...
 
 @pytest.fixture
 def meters(monkeypatch):
-    monkeypatch.setattr(stats, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(engine_metrics, "INTERVAL_S", 0.0)
     return StatsReader(Metrics())
 
 
@@ -152,7 +151,7 @@ def test_an_engine_that_has_started_takes_steps_until_its_gauges_are_there(monke
     meters._metrics.set(table.CAPACITY_BYTES, 7, place="host")
     assert meters.take().data["kvtier_capacity_bytes"] == {"host": [7]}
     assert not meters.hurry()
-    monkeypatch.setattr(stats, "FIRST_S", -1.0)
+    monkeypatch.setattr(engine_metrics, "FIRST_S", -1.0)
     assert not StatsReader(Metrics()).hurry(), "not for ever"
 
 
@@ -195,8 +194,7 @@ def test_each_token_of_a_hit_has_the_slowest_place_that_it_needs(end, resident, 
     match = SimpleNamespace(plan=SimpleNamespace(tokens=end))
     answer = SimpleNamespace(lookup=Lookup(1024, 512, Presence.ARRIVING, options=tuple(options)))
     tracked = SimpleNamespace(match=match, answer=answer)
-    side = SimpleNamespace(_requests={"r": tracked})
-    request, tokens = SimpleNamespace(request_id="r"), end - resident
-    assert Scheduler.hit_sources(side, request, tokens, {"fast": "disk"}) == found
+    tokens = end - resident
+    assert hit_sources(tracked, tokens, {"fast": "disk"}) == found
     tracked.answer = None
-    assert Scheduler.hit_sources(side, request, tokens, {}) == {UNKNOWN_PLACE: tokens}
+    assert hit_sources(tracked, tokens, {}) == {UNKNOWN_PLACE: tokens}

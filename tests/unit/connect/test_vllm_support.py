@@ -7,11 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.refusals import refuses
 from tests.vllm_config import vllm_config
 
 from kvtier.connect.sglang.identity import REFUSED, REFUSED_VARIABLES
-from kvtier.connect.vllm import sides, support, tiering_setup
-from kvtier.errors import ConfigError, UnsupportedModelError
+from kvtier.connect.vllm import engine_setup, support
+from kvtier.connect.vllm.tiering import setup as tiering_setup
+from kvtier.errors import UnsupportedModelError
 
 TOP = Path(__file__).parents[3]
 CONNECT = TOP / "src" / "kvtier" / "connect"
@@ -74,9 +76,9 @@ def test_engines_that_are_refused(change, message):
 
 def test_the_failure_policy_is_warned_of_by_name():
     transfer = vllm_config().kv_transfer_config
-    assert support.warnings(transfer, "kv_both", has_shared=False) == []
+    assert support.transfer_warnings(transfer, "kv_both", has_shared=False) == []
     transfer.kv_load_failure_policy = "fail"
-    (result,) = support.warnings(transfer, "kv_both", has_shared=False)
+    (result,) = support.transfer_warnings(transfer, "kv_both", has_shared=False)
     assert '"kv_load_failure_policy": "recompute"' in result
 
 
@@ -87,20 +89,20 @@ def test_a_prefill_engine_must_store_at_once(monkeypatch, role, policy):
     config = vllm_config()
     config.kv_transfer_config.kv_role = role
     config.kv_transfer_config.kv_connector_extra_config = {"store.write_policy": policy}
-    monkeypatch.setattr(sides.installed, "check_engine", lambda: "0.32.0")
+    monkeypatch.setattr(engine_setup.installed, "check_release", lambda: "0.32.0")
     if role == "kv_both":
-        assert sides.check_start(config)[1] == "0.32.0"
+        assert engine_setup.check_start(config)[1] == "0.32.0"
         return
-    with pytest.raises(ConfigError, match=f"store.write_policy = '{policy}'.*kv_producer.*allowed: 'through'"):
-        sides.check_start(config)
+    with refuses("store.write_policy", "kv_producer", value=repr(policy), allowed="'through'"):
+        engine_setup.check_start(config)
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_a_prefill_or_decode_engine_without_a_shared_tier_is_warned_of(role):
     transfer = vllm_config().kv_transfer_config
-    (result,) = support.warnings(transfer, role, has_shared=False)
+    (result,) = support.transfer_warnings(transfer, role, has_shared=False)
     assert result.startswith(f"kv_role is '{role}', but no other engine")
-    assert support.warnings(transfer, role, has_shared=True) == []
+    assert support.transfer_warnings(transfer, role, has_shared=True) == []
 
 
 def test_items_have_identifiers_of_their_content_unless_both_caches_are_off():
@@ -123,7 +125,7 @@ def test_the_length_at_which_vllm_stops_drafting_is_that_of_the_shorter_model():
 
 @pytest.mark.parametrize("way", ["pipeline", "decode_context", "prefill_context"])
 def test_stages_and_shares_of_tokens_below_vllms_offloading_are_refused(monkeypatch, tmp_path, way):
-    monkeypatch.setattr(tiering_setup.installed, "check_engine", lambda: "0.32.0")
+    monkeypatch.setattr(tiering_setup.installed, "check_release", lambda: "0.32.0")
     config = vllm_config(**{f"parallel__{way}_parallel_size": 2})
     with pytest.raises(
         UnsupportedModelError, match=f"{way}_parallel_size = 2 below vLLM's offloading is not supported"
@@ -131,23 +133,47 @@ def test_stages_and_shares_of_tokens_below_vllms_offloading_are_refused(monkeypa
         tiering_setup.setup_of({"tiers": [f"directory:{tmp_path}"]}, None, config, None, 1 << 20, [])
 
 
+@pytest.mark.parametrize("loss", ["int4", "k8v4", "none"])
+def test_a_class_below_vllms_offloading_is_refused(monkeypatch, tmp_path, loss):
+    """vLLM passes each chunk of its host memory to all secondary tiers, under names that lack the class."""
+    monkeypatch.setattr(tiering_setup.installed, "check_release", lambda: "0.32.0")
+    config = vllm_config(parallel__pipeline_parallel_size=2)
+    settings = {"tiers": [f"directory:{tmp_path}"], "store.loss": loss}
+    with (
+        pytest.raises(UnsupportedModelError, match="pipeline_parallel_size")  # which is checked next
+        if loss == "none"
+        else refuses("store.loss", "does not define the arrangement", value=loss, allowed="kvtier as the connector")
+    ):
+        tiering_setup.setup_of(settings, None, config, None, 1 << 20, [])
+
+
+@pytest.mark.parametrize("others", [["NixlConnector"], ["LMCacheConnectorV1"], []])
+def test_a_class_is_refused_beside_another_connector(others):
+    support.check_alone(others, "none")
+    if not others:
+        support.check_alone(others, "int4")
+        return
+    with refuses("store.loss", f"{others[0]} beside kvtier", value="int4", allowed="none; or kvtier alone"):
+        support.check_alone(others, "int4")
+
+
 TABLE = (TOP / "docs" / "internals" / "shapes.md").read_text(encoding="utf-8")
 ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLE.splitlines() if line.count("|") == 5]
 SOURCES = {
-    "vLLM": ("vllm/support.py", "vllm/geometry.py", "vllm/tiering_setup.py"),
-    "SGLang": ("sglang/storage.py", "sglang/pools.py", "sglang/identity.py"),
+    "vLLM": ("vllm/support.py", "vllm/geometry.py", "vllm/tiering/setup.py"),
+    "SGLang": ("sglang/storage.py", "sglang/host_pools.py", "sglang/identity.py"),
     "Transformers": ("transformers/support.py",),
 }
 OTHER = (
     *(
-        "fits no block size",
+        "store.chunk_tokens",
         "sleep_frees_host",
-        "kv_role = ",
-        "store.write_policy = ",
-        "no tier; allowed",
-        "interface_v1 = ",
+        "kv_role",
+        "store.write_policy",
+        "tiers: none",
+        "interface_v1",
     ),
-    *("prefix_caching_hash_algo = ", "names no model", "no local folder", "not files of a folder", "MODELSCOPE"),
+    *("prefix_caching_hash_algo", "names no model", "no local folder", "not files of a folder", "MODELSCOPE"),
     *("has no server argument", "cannot be read as JSON", "has no description of its model"),
     *("published no server arguments", "no host pool with bytes"),
 )
@@ -181,7 +207,8 @@ def refusals(node: ast.AST, names: dict[str, str]) -> Iterator[str]:
         "_refuse_if",
         *(("ConfigError", "UnsupportedModelError") if is_raised else ()),
     }:
-        yield words_of(call.args[-1], names)
+        setting = [it.value for it in call.keywords if it.arg == "setting"]
+        yield ": ".join(words_of(it, names) for it in (*setting, *call.args[-1:]))
         return
     for inner in ast.iter_child_nodes(node):
         yield from refusals(inner, names)

@@ -7,10 +7,13 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 
-from kvtier.connect.vllm import sides
-from kvtier.connect.vllm import weights as module
-from kvtier.connect.vllm.own_cache import OwnCache
-from kvtier.connect.vllm.weights import WeightSample, WorkerCall, digest_of, on_stack, watch_calls
+from kvtier.connect.vllm import engine_hooks
+from kvtier.connect.vllm.engine_hooks import WorkerCall, on_stack, watch_calls
+from kvtier.connect.vllm.scheduler import scheduler_side
+from kvtier.connect.vllm.scheduler.own_cache import OwnCache
+from kvtier.connect.vllm.worker import weight_sample as module
+from kvtier.connect.vllm.worker import worker_side
+from kvtier.connect.vllm.worker.weight_sample import WeightSample, digest_of
 from kvtier.errors import ConfigError
 
 
@@ -19,7 +22,7 @@ class Executor:
 
     def __init__(self):
         self.made, self.called = [], []
-        watch_calls(self, self.around)
+        watch_calls(self, self.around, ["add_lora"])
 
     @contextmanager
     def around(self, call):
@@ -58,10 +61,11 @@ def test_each_call_that_may_change_weights_is_surrounded():
 
 def test_calls_that_change_no_weights_are_not_reported():
     executor = Executor()
-    for method in sorted(module.HARMLESS - module.NOTED):
+    unseen = sorted(engine_hooks.HARMLESS - {"add_lora"})
+    for method in unseen:
         executor.collective_rpc(method)
     assert executor.called == []
-    assert len(executor.made) == len(module.HARMLESS) - 2
+    assert [method for method, _ in executor.made] == unseen
     executor.collective_rpc("add_lora", args=("adapter",))
     executor.collective_rpc("add_lora", None, ("adapter",), None)
     assert [it.args for it in executor.called[::2]] == [("adapter",)] * 2
@@ -83,13 +87,13 @@ def test_a_call_with_other_arguments_is_made_all_the_same():
 
 
 @pytest.fixture
-def side(monkeypatch):
+def open_side(monkeypatch):
     for name in ("connect", "open_core", "KeyMaker", "StatsReader", "Scheduler"):
-        monkeypatch.setattr(sides, name, MagicMock())
-    monkeypatch.setattr(sides.support, "warnings", lambda *_, **__: ())
+        monkeypatch.setattr(scheduler_side, name, MagicMock())
+    monkeypatch.setattr(scheduler_side.support, "transfer_warnings", lambda *_, **__: ())
     setup = MagicMock(ranks=1, geometry=MagicMock(chunk_tokens=256, groups=()), identity=MagicMock(is_private=False))
     setup.config.tiers, setup.config.control.socket, setup.config.vllm.sleep_frees_host = (), None, False
-    return sides.SchedulerSide(
+    return lambda: scheduler_side.SchedulerSide(
         *(setup, [], [MagicMock(groups=())]),
         *(MagicMock(),) * 3,
         extras_of=MagicMock(),
@@ -99,14 +103,35 @@ def side(monkeypatch):
     )
 
 
+@pytest.fixture
+def side(open_side):
+    return open_side()
+
+
+@pytest.mark.parametrize("part", ["KeyMaker", "Scheduler", "WeightCalls"])
+def test_a_scheduler_side_that_does_not_open_closes_its_session(open_side, monkeypatch, part):
+    monkeypatch.setattr(scheduler_side, part, MagicMock(side_effect=ConfigError("wrong")))
+    with pytest.raises(ConfigError, match="wrong"):
+        open_side()
+    assert scheduler_side.open_core.return_value.session.close.call_count == 1
+
+
+def test_a_reset_of_the_encoder_stops_nothing_and_is_trusted_only_once_it_is_over(side):
+    side.calls = MagicMock()
+    for is_plain in (False, True):
+        with side.around(WorkerCall("reset_encoder_cache", (), {}, is_plain)):
+            assert side.calls.mock_calls == []
+        assert side.calls.mock_calls == [call.encoder_was_reset()] * is_plain
+
+
 def test_a_call_stops_everything_and_an_adapter_is_identified(side):
     with side.around(WorkerCall("add_lora", ("adapter",), {}, is_plain=True)):
         assert side._keys.mock_calls[-1] == call.loaded("adapter")
-    assert side.scheduler.weights_change.mock_calls == []
+    assert side.scheduler.invalidation.weights_change.mock_calls == []
     for name, is_plain in (("apply_model", True), ("reload_weights", False)):
         with side.around(WorkerCall(name, (), {}, is_plain)):
-            assert side.scheduler.weights_change.mock_calls[-1] == call(f"{name}()")
-    assert side.scheduler.go_on.mock_calls == [], "until a reset"
+            assert side.scheduler.invalidation.weights_change.mock_calls[-1] == call(f"{name}()")
+    assert side.scheduler.invalidation.go_on.mock_calls == [], "until a reset"
 
 
 def test_known_changes_go_on_when_they_are_complete(side):
@@ -117,8 +142,8 @@ def test_known_changes_go_on_when_they_are_complete(side):
 
     def make(name, **given):
         with side.around(WorkerCall(name, (), given, is_plain=True)):
-            assert side.scheduler.stop.called
-        return side._keys.weights, side.scheduler.go_on.call_count
+            assert side.scheduler.invalidation.stop.called
+        return side._keys.weights, side.scheduler.invalidation.go_on.call_count
 
     assert make("start_weight_update") == make("update_weights") == (b"", 0)
     new, went_on = make("finish_weight_update")
@@ -129,9 +154,9 @@ def test_known_changes_go_on_when_they_are_complete(side):
     assert side._keys.are_weights_private
     with suppress(ValueError), side.around(WorkerCall("reload_weights", (), {}, is_plain=True)):
         raise ValueError
-    assert side.scheduler.go_on.call_count == 3, "the weights are unknown"
+    assert side.scheduler.invalidation.go_on.call_count == 3, "the weights are unknown"
     side.reset()
-    assert side.scheduler.go_on.call_count == 4, "a user says that they are complete"
+    assert side.scheduler.invalidation.go_on.call_count == 4, "a user says that they are complete"
 
 
 def test_sleep_goes_on_when_all_of_the_engine_is_awake(side):
@@ -142,7 +167,7 @@ def test_sleep_goes_on_when_all_of_the_engine_is_awake(side):
     def make(name, **given):
         with side.around(WorkerCall(name, (), given, is_plain=True)):
             pass
-        return side.scheduler.go_on.call_count
+        return side.scheduler.invalidation.go_on.call_count
 
     assert make("sleep", level=1) == make("wake_up", tags=["kv_cache"]) == 0
     assert asked == ["sleep"], "before the weights are awake no copy is made"
@@ -164,12 +189,12 @@ def test_host_memory_that_stays_is_counted_once(side, caplog):
             with side.around(WorkerCall(name, (), {"level": 1}, is_plain=True)):
                 pass
     (message,) = caplog.messages
-    assert "70 bytes that ranks share, and 5 bytes that may still be page-locked" in message
+    assert "70 bytes of host memory that ranks share, and 5 bytes that may still be page-locked" in message
 
 
 def test_a_reset_that_the_scheduler_refuses_is_none(side):
     for answer in (False, True):
-        side.scheduler.reset.return_value = answer
+        side.scheduler.invalidation.reset.return_value = answer
         assert side.reset() is answer
 
 
@@ -177,7 +202,7 @@ def test_a_scheduler_of_another_kind_is_refused():
     engine = SimpleNamespace(kv_cache_manager=None, requests={}, running=[])
     names = "finished_recving_kv_req_ids, failed_recving_kv_req_ids"
     with pytest.raises(ConfigError, match=rf"SimpleNamespace has no {names}: .*allowed: vLLM's schedulers"):
-        OwnCache(engine, is_alone=True)
+        OwnCache(engine, is_alone=True, has_prefix_caching=True, protects_prefixes=True, guarded=lambda act: act)
 
 
 def test_the_model_is_found_on_the_stack():
@@ -198,8 +223,8 @@ def test_the_model_is_found_on_the_stack():
 
 @pytest.mark.parametrize("model", [None, object(), SimpleNamespace(named_modules=lambda: [("", None)])])
 def test_a_model_that_cannot_be_sampled_stops_no_engine(model, monkeypatch, caplog):
-    monkeypatch.setattr(module, "on_stack", lambda _: lambda: model)
-    models, look = sides.look_at_weights(has_moving_experts=False)
+    monkeypatch.setattr(engine_hooks, "on_stack", lambda _: lambda: model)
+    models, look = worker_side.look_at_weights(has_moving_experts=False)
     assert (models, look(is_reset=True)) == ([], "")
     assert caplog.messages[0].startswith("kvtier cannot look at the model's weights")
 

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.connect.vllm import worker as module
 from kvtier.connect.vllm.files_read import AdapterRead
-from kvtier.connect.vllm.worker import LOADED_NOTE, LoadReport, StepDone, StepOrders, Worker
+from kvtier.connect.vllm.step_metadata import LOADED_NOTE, LoadReport, StepDone, StepOrders
+from kvtier.connect.vllm.worker import worker as module
+from kvtier.connect.vllm.worker.worker import Worker
 from kvtier.runtime.protocol import Note
 from kvtier.types import RequestId
 

@@ -270,7 +270,9 @@ def test_a_local_drive_is_asked_once_and_the_remote_tier_again() -> None:
 
 def publisher(slots: int = 64, *, publishes: bool = True) -> Driver:
     """Of two stores of six chunks each a fast drive has the first. A slow remote tier takes one at a time."""
-    core = Driver(tiers=(rules("disk"), rules("far", is_remote=True, demotes=1)), slots=slots, publishes=publishes)
+    core = Driver(
+        tiers=(rules("disk"), rules("far", is_remote=True, writes_in_flight=1)), slots=slots, publishes=publishes
+    )
     for first, hung in ((0, "far"), (6, "disk")):
         core.store(f"s{first}", long_prefix(12), *((0, chunk) for chunk in range(first, first + 6)))
         core.run(keep=lambda one, hung=hung: one.tier in ("far", hung))

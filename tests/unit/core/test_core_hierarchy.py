@@ -33,7 +33,7 @@ def store_near(core: Driver, request: str, prefix: Prefix) -> None:
 
 def relaying(chunks: int, **values: object) -> Driver:
     """One write to the far tier hangs. Three objects of `a` wait for it, and all of `b`, which has `chunks`."""
-    core = near_and_far(slots=32, demotes=1, **values)
+    core = near_and_far(slots=32, writes_in_flight=1, **values)
     store_near(core, "a", long_prefix(4, "a"))
     store_near(core, "b", long_prefix(chunks, "b"))
     return core
@@ -235,10 +235,10 @@ def test_a_read_that_fails_tries_the_slower_tier_though_it_was_not_asked() -> No
 
 
 def test_an_object_that_waits_for_a_slow_tier_holds_no_slot_once_the_disk_has_it() -> None:
-    core = near_and_far(slots=32, demotes=1)
+    core = near_and_far(slots=32, writes_in_flight=1)
     for number in range(8):
         store_near(core, f"r{number}", long_prefix(8, f"{number}-"))
-    assert [done.held for done in core.stored()] == [8] * 8, "twice as many objects as slots, while one write hangs"
+    assert [done.stored for done in core.stored()] == [8] * 8, "twice as many objects as slots, while one write hangs"
     assert len(core.held["disk"]) == 64
     core.run()
     assert len(core.held["far"]) == 64
@@ -246,14 +246,14 @@ def test_an_object_that_waits_for_a_slow_tier_holds_no_slot_once_the_disk_has_it
 
 
 def test_without_a_faster_tier_that_persists_the_slot_is_held() -> None:
-    core = Driver(tiers=(rules("memory", persists=False), rules("far", is_remote=True, demotes=1)), slots=8)
+    core = Driver(tiers=(rules("memory", persists=False), rules("far", is_remote=True, writes_in_flight=1)), slots=8)
     store_near(core, "a", long_prefix(8, "a"))
     store_near(core, "b", long_prefix(8, "b"))
     assert core.cache.pending_count == 8
 
 
 def test_a_relay_writes_from_host_memory_while_the_object_is_there() -> None:
-    core = near_and_far(slots=32, demotes=1)
+    core = near_and_far(slots=32, writes_in_flight=1)
     core.store_and_run("a", long_prefix(4))
     assert not [one for one in core.sent if one.direction is Direction.PROMOTE]
     assert len(core.held["far"]) == 4
@@ -279,7 +279,7 @@ def test_without_a_relay_requests_use_all_slots() -> None:
 
 
 def test_a_relay_takes_no_slot_that_is_in_use() -> None:
-    core = near_and_far(slots=32, demotes=1)
+    core = near_and_far(slots=32, writes_in_flight=1)
     store_near(core, "a", long_prefix(4, "a"))
     core.store("b", long_prefix(32, "b"))
     core.run(keep=lambda one: one.direction is Direction.DEMOTE)  # the disk is slow: all objects wait for it
@@ -326,7 +326,7 @@ def test_relays_wait_for_a_tier_that_is_away_and_take_no_staging() -> None:
 
 
 def test_an_object_that_is_relayed_from_host_memory_is_not_written_a_second_time() -> None:
-    core = near_and_far(slots=32, demotes=1, failures=1, retry_s=5.0)
+    core = near_and_far(slots=32, writes_in_flight=1, failures=1, retry_s=5.0)
     store_near(core, "a", long_prefix(3, "a"))
     (hung,) = core.going(Direction.DEMOTE)
     core.answer(hung, Outcome.FAILED, is_fault=True)
@@ -348,17 +348,17 @@ def test_an_object_that_is_relayed_from_host_memory_is_not_written_a_second_time
 
 def test_only_so_many_objects_wait_to_be_relayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending_writes, "RELAYS_MAX", 3)
-    core = near_and_far(slots=32, demotes=1)
+    core = near_and_far(slots=32, writes_in_flight=1)
     store_near(core, "a", long_prefix(8))
     assert len(core.cache._pending_writes.queues["far"].relays) == 3
     assert core.cache.counters.relays_dropped == 4
 
 
 def test_write_back_relays_too() -> None:
-    core = near_and_far(slots=8, demotes=1, write_policy=WritePolicy.BACK)
+    core = near_and_far(slots=8, writes_in_flight=1, write_policy=WritePolicy.BACK)
     core.store_and_run("a", long_prefix(8, "a"))
     store_near(core, "b", long_prefix(8, "b"))
-    assert core.stored()[-1].held == 8
+    assert core.stored()[-1].stored == 8
 
 
 # ---- fill ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from tests.core_driver import Driver, prefix_of
 
 from kvtier.layout import History
-from kvtier.policy.base import Held
+from kvtier.policy.base import Use
 from kvtier.policy.lru import Lru
 from kvtier.types import Direction, NextTurn, Tell
 
@@ -17,13 +17,13 @@ class Listening(Lru):
         super().__init__()
         self.heard: list[tuple] = []
 
-    def added(self, held: Held) -> None:
-        self.heard.append(("added", held.name.decode(), held.conversation))
-        super().added(held)
+    def added(self, use: Use) -> None:
+        self.heard.append(("added", use.name.decode(), use.conversation))
+        super().added(use)
 
-    def touched(self, held: Held) -> None:
-        self.heard.append(("touched", held.name.decode(), held.conversation))
-        super().touched(held)
+    def touched(self, use: Use) -> None:
+        self.heard.append(("touched", use.name.decode(), use.conversation))
+        super().touched(use)
 
     def expects(self, conversation, next_turn) -> None:
         self.heard.append((conversation, next_turn))

@@ -66,7 +66,7 @@ def test_the_simulator_takes_every_step_of_the_tables(monkeypatch: pytest.Monkey
 
 def open_driver() -> tuple[Driver, OpenOperations]:
     """Store `s` copies "a"; "b" is wanted because one gather at a time is allowed; load `r` waits for "a"."""
-    core = Driver(gathers=1)
+    core = Driver(stores_in_flight=1)
     core.store("s", prefix_of("ab"))
     core.load("r", PREFIX)
     core.cache.check()

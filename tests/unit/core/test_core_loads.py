@@ -59,7 +59,7 @@ def test_a_prefix_larger_than_host_memory_streams_despite_pending_writes(policy:
 
 
 def test_loads_come_before_stores() -> None:
-    core = Driver(slots=4, promotes=1)
+    core = Driver(slots=4, loads_in_flight=1)
     core.store("a", prefix_of("0123"))
     core.run(directions=[Direction.GATHER])  # every slot is owed to the disk, or being written to it
     prompt = prefix_of("ab")
@@ -71,11 +71,11 @@ def test_loads_come_before_stores() -> None:
     )
     core.run()
     assert core.loaded()[0].tokens == 8
-    assert [one.held for one in core.stored()] == [4, 4]
+    assert [one.stored for one in core.stored()] == [4, 4]
 
 
 def test_a_starving_load_holds_back_the_stores() -> None:
-    core = Driver(slots=(2, 8), groups=(History(), Window(4)), gathers=8)
+    core = Driver(slots=(2, 8), groups=(History(), Window(4)), stores_in_flight=8)
     core.store("a", prefix_of("01"), (0, 0), (0, 1))
     assert len(core.going(Direction.GATHER)) == 2  # group 0 has no slot to give while these are out
     prompt = prefix_of("ab")
@@ -85,11 +85,11 @@ def test_a_starving_load_holds_back_the_stores() -> None:
     assert len(core.going(Direction.GATHER)) == 2
     core.run()
     assert core.loaded()[0].tokens == 8
-    assert core.stored()[-1].held == 1
+    assert core.stored()[-1].stored == 1
 
 
 def test_a_chunk_that_no_tier_has_ends_the_load_short() -> None:
-    core = Driver(promotes=1)
+    core = Driver(loads_in_flight=1)
     prompt = prefix_of("abcd")
     core.fill("disk", prefix_of("ab"))
     core.load_and_run("r", prompt)
@@ -231,7 +231,7 @@ def test_an_empty_load_ends_at_once() -> None:
 
 
 def test_stop_ends_everything_and_begins_nothing() -> None:
-    core = Driver(slots=2, gathers=1)
+    core = Driver(slots=2, stores_in_flight=1)
     core.fill("disk", prefix_of("ab"))
     core.load("x", prefix_of("ab"))
     core.store("y", prefix_of("yz"))
@@ -247,7 +247,7 @@ def test_stop_ends_everything_and_begins_nothing() -> None:
 
 def test_one_load_goes_on_with_what_another_one_promotes() -> None:
     """A load whose next object waits for the tier's budget takes it from a load that got it first."""
-    core = Driver(tiers=("disk", "shared"), promotes=1, slots=16)
+    core = Driver(tiers=("disk", "shared"), loads_in_flight=1, slots=16)
     core.fill("shared", prefix_of("a"))
     core.fill("disk", prefix_of("b"))
     core.lookup_and_run("x", prefix_of("a"))

@@ -4,6 +4,7 @@ Each of them is bounded, and none changes what a load delivers.
 """
 
 from collections import Counter
+from functools import partial
 
 import pytest
 from tests.core_driver import LONG_S, Driver, key, prefix_of
@@ -11,7 +12,7 @@ from tests.core_driver import LONG_S, Driver, key, prefix_of
 from kvtier.core import hints
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.layout import History, State
-from kvtier.policy.registry import EVICTORS
+from kvtier.policy.registry import EVICTORS, make_evictor
 from kvtier.types import Direction, Outcome, Priority
 
 DOCUMENT, OTHER = prefix_of("abc"), prefix_of("xyz")
@@ -33,7 +34,7 @@ def stored(**options) -> Driver:
 # ---- retain ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("evictor", EVICTORS.values(), ids=EVICTORS)
+@pytest.mark.parametrize("evictor", [partial(make_evictor, name) for name in EVICTORS], ids=EVICTORS)
 @pytest.mark.parametrize("is_retained", [True, False])
 def test_a_retained_prefix_survives_a_scan_until_its_time(evictor, is_retained):
     core = stored(evictor=evictor, tiers=())
@@ -180,7 +181,7 @@ def test_a_store_and_a_load_find_room_while_half_of_a_small_host_memory_is_retai
     assert [done.tokens for done in core.loaded()] == [OTHER.tokens]
     core.stored()
     core.store_and_run("s", prefix_of("pq"))
-    assert [done.held for done in core.stored()] == [2]
+    assert [done.stored for done in core.stored()] == [2]
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.BACK, WritePolicy.SELECTIVE])
@@ -264,7 +265,7 @@ def test_all_hints_end_at_once():
 # ---- lower -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("evictor", EVICTORS.values(), ids=EVICTORS)
+@pytest.mark.parametrize("evictor", [partial(make_evictor, name) for name in EVICTORS], ids=EVICTORS)
 @pytest.mark.parametrize("is_over", [True, False])
 def test_what_an_ended_conversation_used_alone_goes_first(evictor, is_over):
     core = Driver(slots=8, tiers=(), evictor=evictor)
@@ -362,7 +363,7 @@ def test_a_conversation_that_waits_leaves_and_is_back_at_its_time():
 
 
 def test_a_prefetch_yields_to_loads():
-    core = Driver(promotes=1, slots=24)
+    core = Driver(loads_in_flight=1, slots=24)
     core.fill("disk", DOCUMENT)
     core.fill("disk", OTHER)
     core.prefetch("p", DOCUMENT)
@@ -378,7 +379,7 @@ def test_a_prefetch_yields_to_loads():
 
 
 def test_a_prefetch_from_another_tier_yields_to_loads_as_well():
-    core = Driver(tiers=("disk", "far"), promotes=1, slots=24)
+    core = Driver(tiers=("disk", "far"), loads_in_flight=1, slots=24)
     core.fill("disk", OTHER)
     core.fill("far", DOCUMENT)
     core.lookup_and_run("l", OTHER)
@@ -407,7 +408,7 @@ def test_a_load_uses_what_a_prefetch_is_bringing():
 
 
 def test_a_prefetch_takes_half_of_what_a_tier_may_have_in_flight():
-    core = Driver(promotes=4, slots=40)
+    core = Driver(loads_in_flight=4, slots=40)
     core.fill("disk", prefix_of("abcdefgh"))
     core.prefetch("p", prefix_of("abcdefgh"))
     core.run(directions=[])
@@ -424,7 +425,7 @@ def test_a_prefetch_is_no_longer_than_the_retained_share():
 
 @pytest.mark.parametrize("how", ["release", "deadline"])
 def test_a_prefetch_that_hangs_is_cancelled(how):
-    core = Driver(promotes=2)
+    core = Driver(loads_in_flight=2)
     core.fill("disk", DOCUMENT)
     core.prefetch("p", DOCUMENT)
     core.run(directions=[])
@@ -516,7 +517,7 @@ def test_a_prefetch_whose_tiers_are_asked_gives_up_its_place(monkeypatch):
 @pytest.mark.parametrize("priority", Priority)
 def test_the_operators_prefetches_have_places_of_their_own_and_come_first(monkeypatch, priority):
     monkeypatch.setattr(hints, "PREFETCHES_MAX", 1)
-    core = Driver(slots=40, promotes=2)
+    core = Driver(slots=40, loads_in_flight=2)
     core.fill("disk", prefix_of("abcdefgh"))
     core.fill("disk", OTHER)
     core.prefetch("p", prefix_of("abcdefgh"))

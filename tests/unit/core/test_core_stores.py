@@ -16,7 +16,7 @@ def test_what_is_there_already_is_held_without_moving() -> None:
     assert len(core.going(Direction.GATHER)) == 3, "two are on their way, one is new"
     core.run()
     core.store("c", prefix_of("abc"))
-    assert [one.held for one in core.stored()] == [2, 3, 3]
+    assert [one.stored for one in core.stored()] == [2, 3, 3]
 
 
 def test_an_empty_store_ends_at_once() -> None:
@@ -48,12 +48,12 @@ def test_after_a_failed_gather_another_store_gathers_the_object() -> None:
 
 def test_a_joined_store_drops_the_object_when_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "WAITING_MAX", 1)
-    core = Driver(tiers=(), gathers=1)
+    core = Driver(tiers=(), stores_in_flight=1)
     core.store("a", prefix_of("a"))
     core.store("b", prefix_of("a"))
     core.store("c", prefix_of("z"))  # waits for the gather's budget
     core.answer(core.going(Direction.GATHER)[0], Outcome.FAILED)
-    done = {one.request: (one.held, one.dropped) for one in core.stored()}
+    done = {one.request: (one.stored, one.dropped) for one in core.stored()}
     assert done == {"a": (0, 1), "b": (0, 1)}
 
 
@@ -112,7 +112,7 @@ def test_a_group_without_room_does_not_keep_others_waiting() -> None:
 
 
 def test_a_released_store_begins_nothing_more() -> None:
-    core = Driver(gathers=1, tiers=())
+    core = Driver(stores_in_flight=1, tiers=())
     core.store("a", prefix_of("ab"))
     core.store("b", prefix_of("abc"))
     core.release("b")
@@ -123,7 +123,7 @@ def test_a_released_store_begins_nothing_more() -> None:
 
 
 def test_a_released_store_ends_when_its_gathers_have() -> None:
-    core = Driver(gathers=1, tiers=())
+    core = Driver(stores_in_flight=1, tiers=())
     core.store("a", prefix_of("xy"))
     core.release("a")
     assert not core.stored(), "the blocks are still being read"
@@ -152,7 +152,7 @@ def test_a_session_reaches_the_transfer() -> None:
 def test_small_objects_go_beyond_the_counts_within_their_bytes(
     slots: int, small_objects: int, promotions: int, demotions: int
 ) -> None:
-    core = Driver(slots=slots, promotes=2, demotes=3, small_bytes=small_objects * 4096)
+    core = Driver(slots=slots, loads_in_flight=2, writes_in_flight=3, small_bytes_in_flight=small_objects * 4096)
     assert {group.payload_bytes for group in core.layout.groups} == {4096}
     core.store_and_gather("a", prefix_of("abcdefghijkl"))
     core.fill("disk", prefix_of("mnopqrstuvwxyz"))
@@ -166,7 +166,13 @@ def test_small_objects_go_beyond_the_counts_within_their_bytes(
 
 
 def test_a_large_object_does_not_go_beyond_the_counts() -> None:
-    core = Driver(groups=(History(), Window(99)), payloads=(4096, 16384), slots=64, demotes=2, small_bytes=5 * 4096)
+    core = Driver(
+        groups=(History(), Window(99)),
+        payloads=(4096, 16384),
+        slots=64,
+        writes_in_flight=2,
+        small_bytes_in_flight=5 * 4096,
+    )
     core.store_and_gather("a", prefix_of("abcd"), (0, 0), (0, 1), (0, 2), (1, 3), (0, 3))
     assert [one.group for one in core.going(Direction.DEMOTE)] == [0, 0, 0]
     core.answer(core.going(Direction.DEMOTE)[0])
@@ -180,7 +186,7 @@ def test_a_large_object_does_not_go_beyond_the_counts() -> None:
 
 
 def test_write_back_lets_as_many_small_objects_leave_as_may_be_on_their_way() -> None:
-    core = Driver(slots=32, demotes=2, small_bytes=6 * 4096, write_policy=WritePolicy.BACK)
+    core = Driver(slots=32, writes_in_flight=2, small_bytes_in_flight=6 * 4096, write_policy=WritePolicy.BACK)
     core.store_and_run("a", prefix_of("".join(chr(65 + n) for n in range(32))))
     core.store("b", prefix_of("0123456789"))
     assert len(core.going(Direction.DEMOTE)) == 6
@@ -221,18 +227,18 @@ def test_write_back_keeps_a_victim_that_is_wanted_again() -> None:
     assert core.present() == {"a", "ab"}, "it is being read"
     core.run()
     assert core.loaded()[0].tokens == 8
-    assert core.stored()[-1].held == 1
+    assert core.stored()[-1].stored == 1
 
 
 def test_write_back_lets_go_as_many_as_are_waited_for() -> None:
-    core = Driver(slots=16, demotes=3, write_policy=WritePolicy.BACK)
+    core = Driver(slots=16, writes_in_flight=3, write_policy=WritePolicy.BACK)
     core.store_and_run("a", prefix_of("abcdefghijklmnop"))
     core.store("b", prefix_of("yz"))
     assert len(core.going(Direction.DEMOTE)) == 2
     core.store("c", prefix_of("stuvw"))
     assert len(core.going(Direction.DEMOTE)) == 3, "as many as the budget allows"
     core.run()
-    assert core.stored()[-1].held == 5
+    assert core.stored()[-1].stored == 5
 
 
 def test_write_back_to_a_tier_that_is_down_makes_room_at_once() -> None:
@@ -246,7 +252,7 @@ def test_write_back_to_a_tier_that_is_down_makes_room_at_once() -> None:
 
 
 def test_a_victim_that_is_on_its_way_does_not_shield_its_parents() -> None:
-    core = Driver(slots=8, demotes=2, write_policy=WritePolicy.BACK)
+    core = Driver(slots=8, writes_in_flight=2, write_policy=WritePolicy.BACK)
     core.store_and_run("a", prefix_of("abcdefgh"))
     core.store("b", prefix_of("yz"))
     assert {one.key.decode() for one in core.going(Direction.DEMOTE)} == {"abcdefgh", "abcdefg"}
@@ -278,7 +284,7 @@ def test_a_use_before_the_copy_is_there_counts() -> None:
 
 
 def test_flush_demotes_pending_writes_parents_first() -> None:
-    core = Driver(write_policy=WritePolicy.BACK, demotes=1)
+    core = Driver(write_policy=WritePolicy.BACK, writes_in_flight=1)
     core.store_and_run("a", prefix_of("abc"))
     assert core.cache.pending_count == 3
     core.flush()
@@ -290,7 +296,7 @@ def test_flush_demotes_pending_writes_parents_first() -> None:
 
 
 def test_a_load_does_not_wait_for_a_demotion() -> None:
-    core = Driver(slots=8, demotes=1)
+    core = Driver(slots=8, writes_in_flight=1)
     core.store_and_gather("a", prefix_of("abcdefgh"))
     assert len(core.going(Direction.DEMOTE)) == 1
     core.fill("disk", prefix_of("z"))
@@ -308,7 +314,9 @@ def test_a_copy_that_is_not_new_is_not_demoted_again() -> None:
     assert not [one for one in core.sent if one.direction is Direction.DEMOTE]
 
 
-@pytest.mark.parametrize("name", ["gathers", "scatters", "promotes", "demotes", "failures", "selective_uses"])
+@pytest.mark.parametrize(
+    "name", ["stores_in_flight", "scatters", "loads_in_flight", "writes_in_flight", "failures", "selective_uses"]
+)
 def test_a_budget_below_one_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         Driver(**{name: 0})

@@ -145,7 +145,7 @@ def test_a_tier_that_is_down_is_neither_probed_nor_believed() -> None:
 
 
 def test_what_a_load_did_not_read_behind_a_bad_copy_is_replaced_when_it_is_stored() -> None:
-    core = Driver(slots=32, promotes=2)
+    core = Driver(slots=32, loads_in_flight=2)
     prompt = prefix_of("abcdef")
     core.fill("disk", prompt)
     core.lookup_and_run("r", prompt)
@@ -169,7 +169,7 @@ def test_what_a_load_did_not_read_behind_a_bad_copy_is_replaced_when_it_is_store
 
 def test_a_doubt_ends_when_the_copy_is_read_and_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_state, "SUSPECT_MAX", 2)
-    core = Driver(slots=16, promotes=1)
+    core = Driver(slots=16, loads_in_flight=1)
     core.fill("disk", prefix_of("abcde"))
     core.load("r", prefix_of("abcde"))
     core.answer(core.going(Direction.PROMOTE)[0], Outcome.CORRUPT)  # `ab` and `abc` are trusted again at once
@@ -184,7 +184,7 @@ def test_a_doubt_ends_when_the_copy_is_read_and_only_so_many_are_kept(monkeypatc
 
 
 def test_a_doubt_outlives_a_read_that_was_cancelled() -> None:
-    core = Driver(slots=16, promotes=1)
+    core = Driver(slots=16, loads_in_flight=1)
     core.fill("disk", prefix_of("ab"))
     core.load("r", prefix_of("ab"))
     core.answer(core.going(Direction.PROMOTE)[0], Outcome.CORRUPT)
@@ -346,7 +346,7 @@ def test_what_a_tier_missed_is_written_at_its_next_use_and_the_rest_at_a_flush()
 
 
 def test_writes_that_waited_when_the_breaker_opened_are_written_at_the_next_use() -> None:
-    core = Driver(slots=16, failures=1, retry_s=5.0, demotes=1)
+    core = Driver(slots=16, failures=1, retry_s=5.0, writes_in_flight=1)
     core.store_and_gather("a", prefix_of("abcd"))
     core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED, is_fault=True)
     core.run()
@@ -369,7 +369,7 @@ def test_a_write_that_a_tier_refuses_is_not_repeated() -> None:
 
 
 def test_what_a_tier_took_and_did_not_keep_is_written_again_with_the_rest_of_its_prefix() -> None:
-    core = Driver(tiers=(TierRules(name="far", is_remote=True, promotes=1),), slots=32)
+    core = Driver(tiers=(TierRules(name="far", is_remote=True, loads_in_flight=1),), slots=32)
     prompt = prefix_of("abcdef")
     core.store_and_run("a", prompt)
     assert len(core.held["far"]) == 6
@@ -440,7 +440,7 @@ def reads_stop(core: Driver, tier: str) -> None:
 
 
 def test_a_load_goes_on_when_the_tier_that_it_waits_for_is_down() -> None:
-    core = Driver(tiers=("disk", "shared"), promotes=2, slots=16)
+    core = Driver(tiers=("disk", "shared"), loads_in_flight=2, slots=16)
     core.fill("shared", prefix_of("ab"))
     core.load("r", prefix_of("abc"))
     stuck = core.going(Direction.PROMOTE)
@@ -488,7 +488,7 @@ def test_an_object_that_is_relayed_is_not_given_up() -> None:
 
 
 def test_demotions_wait_for_the_answer_of_a_trial() -> None:
-    core = Driver(slots=16, demotes=2, failures=1, retry_s=5.0)
+    core = Driver(slots=16, writes_in_flight=2, failures=1, retry_s=5.0)
     core.store_and_gather("a", prefix_of("abcde"))
     core.answer(core.going(Direction.DEMOTE)[0], Outcome.FAILED, is_fault=True)
     (before,) = core.going(Direction.DEMOTE)
@@ -514,7 +514,7 @@ def test_a_demotion_that_waits_goes_out_when_the_trial_succeeds() -> None:
 
 
 def test_stores_go_on_while_their_tier_hangs() -> None:
-    core = Driver(slots=8, demotes=1, transfer_deadline_s=2.0, failures=9)
+    core = Driver(slots=8, writes_in_flight=1, transfer_deadline_s=2.0, failures=9)
     core.store_and_gather("a", prefix_of("abcdefgh"))
     (stuck,) = core.going(Direction.DEMOTE)
     core.store_and_gather("b", prefix_of("stuvwxyz"))
@@ -528,7 +528,7 @@ def test_stores_go_on_while_their_tier_hangs() -> None:
 
 
 def test_a_leaf_that_hangs_does_not_shield_its_parents() -> None:
-    core = Driver(tiers=("disk", "shared"), slots=8, demotes=1, transfer_deadline_s=2.0, failures=1)
+    core = Driver(tiers=("disk", "shared"), slots=8, writes_in_flight=1, transfer_deadline_s=2.0, failures=1)
     core.store("a", prefix_of("ab"))
     core.run(keep=lambda one: one.direction is Direction.DEMOTE and one.key == key("ab"))
     core.wait(2.0)
@@ -536,7 +536,7 @@ def test_a_leaf_that_hangs_does_not_shield_its_parents() -> None:
     assert len(stuck) == 2
     core.store("b", prefix_of("1234567"))
     core.run(keep=lambda one: one in stuck)
-    assert core.stored()[-1].held == 7
+    assert core.stored()[-1].stored == 7
     assert core.present() == {"ab", *("1234567"[: end + 1] for end in range(7))}
     core.answer(stuck[0])
     core.store("c", prefix_of("x"))
@@ -558,7 +558,7 @@ def test_a_leaving_object_whose_demotion_is_late_stays_readable_until_it_ends() 
     core.answer(stuck)
     assert core.cache.presence(key("ab"), 0) is Presence.ABSENT
     core.run()
-    assert core.stored()[-1].held == 1
+    assert core.stored()[-1].stored == 1
 
 
 def test_a_hanging_tier_leaves_half_of_host_memory() -> None:
@@ -570,7 +570,7 @@ def test_a_hanging_tier_leaves_half_of_host_memory() -> None:
     assert len(stuck) <= 4
     core.store("b", prefix_of("1234"))
     core.run(keep=lambda one: one in stuck)
-    assert core.stored()[-1].held == 4
+    assert core.stored()[-1].stored == 4
 
 
 def test_sources_of_a_load_name_the_slowest_group_of_each_chunk() -> None:

@@ -12,15 +12,16 @@ from tests.system import until
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.limits import TierRules
 from kvtier.core.object_cache import ObjectCache
+from kvtier.layout import KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.object_store import ObjectStore
+from kvtier.runtime.tiered_object_store import ObjectStore
 from kvtier.types import Direction, Drop, ObjectId, Origin, Outcome, RequestId, Transfer
 
 
-def opened(tier):
+def opened(tier, layout=LAYOUT):
     return ObjectStore(
-        layout=LAYOUT,
+        layout=layout,
         name_root=bytes(32),
         model=bytes(16),
         tiers={tier.name: tier},
@@ -174,7 +175,7 @@ def test_the_run_of_a_remote_tier_counts_objects_of_every_group(by_key):
     objects = objects if by_key else sorted(objects, key=lambda it: it.group)
     there = {each for each in objects if each.group == 0 or each == objects[1] or each.key == objects[0].key}
     find = RequestId("find")
-    core.cache.find(find, objects, 0.0, is_run=True)
+    core.cache.lookup_objects(find, objects, 0.0, is_run=True)
     while probes := core.commands():
         for probe in probes:
             core.cache.probed(probe.id, [each in there for each in probe.objects], 0.0)
@@ -194,7 +195,7 @@ def test_what_is_corrupt_stays_suspect_until_it_is_written_again():
     assert core.outcomes(get) == [Outcome.CORRUPT]
     core.cache.dropped(drop, Outcome.DONE)
     find = RequestId("find")
-    core.cache.find_for_put(find, [bad], 0.0)
+    core.cache.lookup_for_put(find, [bad], 0.0)
     assert core.outcomes(find) == [Outcome.ABSENT]
     assert core.commands() == [], "no tier is asked"
     put = core.begin("put", bad)
@@ -223,6 +224,18 @@ def test_metrics_are_those_of_a_session():
     assert metrics.get(table.CAPACITY_BYTES, place="host") == STAGING_BYTES
     assert metrics.get(table.HELD_BYTES, place="host") == 0
     assert "kvtier_objects_total" in str(values_of(metrics))
+    assert metrics.get(table.LOSSY_LOAD_TOKENS, loss="int4") == 0
+    store.close()
+
+
+def test_tokens_that_were_loaded_are_counted_by_class():
+    layout = KvLayout(LAYOUT.chunk_tokens, tuple(replace(group, loss="int4") for group in LAYOUT.groups))
+    store = opened(MemoryTier("memory", capacity_bytes=64 << 20), layout)
+    put(store, range(4))
+    put(store, range(4), group=1)
+    got(store, range(6))
+    got(store, range(4), group=1)
+    assert store.metrics.get(table.LOSSY_LOAD_TOKENS, loss="int4") == 4 * LAYOUT.chunk_tokens, "of the first group"
     store.close()
 
 

@@ -1,5 +1,7 @@
 """Load or compute: what is chosen, how patient a load is, when a source is left alone, and what is learned."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvtier.core.load_budget import LoadBudget
@@ -210,6 +212,20 @@ def test_who_waits_behind_other_loads_may_wait_as_long_as_they_spare() -> None:
     assert budget_of(second).allowance_s == pytest.approx(SLACK + 0.9, rel=0.01)
     planner.dropped(first)
     assert planner.plan(lookup, TOTAL, now_s=0.0).saved_by_loads_s == 0.0
+
+
+@pytest.mark.parametrize("end", ["dropped", "ended"])
+def test_a_load_is_known_by_its_plan_s_number_and_not_by_the_object(end: str) -> None:
+    planner, slow = taught(), lookup_of(option(900, 1.1))
+    plans = [planner.plan(lookup_of(option(900, 0.1)), TOTAL, now_s=0.0) for _ in range(2)]
+    assert plans[0] == plans[1]
+    for plan in plans:
+        planner.begun(plan, 0.0)
+    for plan in map(replace, plans):  # another object with the same content
+        assert not planner.plan(slow, TOTAL, now_s=0.0).is_trial
+        done = LoadDone(RequestId("r"), plan.tokens, plan.tokens, (), (), was_cut=False)
+        planner.dropped(plan) if end == "dropped" else planner.ended(plan, done, 0.1, 0.1)
+    assert planner.plan(slow, TOTAL, now_s=0.0).is_trial
 
 
 # ---- the account -----------------------------------------------------------------------------------------------------

@@ -33,9 +33,6 @@ def test_failures_begin_anew_ever_later_and_end():
         assert recalls.due(lambda _: True, now_s + RETRY_S * 2**attempt - 0.1) == []
         now_s += RETRY_S * 2**attempt
     assert recalls.due(lambda _: True, 1e9) == []
-    recalls.again("it")
-    recalls.again("unknown")
-    assert recalls.due(lambda _: True, 1e9) == [Recall("it", 0, ATTEMPTS_MAX + 2, 0)]
 
 
 @pytest.mark.parametrize(("further", "attempts"), [(1, 3 * ATTEMPTS_MAX), (0, ATTEMPTS_MAX)])
@@ -48,14 +45,6 @@ def test_failures_are_in_a_row_unless_there_were_further_records_between_them(fu
         assert recalls.due(lambda _: True, now_s + RETRY_S - 0.1) == []
         now_s += RETRY_S if further else RETRY_S * 2**attempt
     assert len(recalls.due(lambda _: True, 1e9)) == further
-
-
-def test_a_request_in_the_middle_begins_anew_and_late_answers_count_nothing():
-    recalls = Recalls(["it"], 0)
-    (command,) = recalls.due(lambda _: True, 0.0)
-    recalls.again("it")
-    assert recalls.answered(command, DONE, 7, 1.0, is_last=True) == []
-    assert recalls.due(lambda _: True, 1.0) == [Recall("it", 0, 2, 0)]
 
 
 def test_a_closed_rank_is_not_asked_again():

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,26 @@ from typing import Any
 
 import pytest
 
+from kvtier.config.loader import load
+
 TOP = Path(__file__).parents[3]
 FOLDER = TOP / "deploy/kubernetes"
 OVERLAYS = ["base", "local-drive", "s3", "valkey", "prefill-decode"]
+CHARTS = ["llm-d", "production-stack", "kserve"]
+"""Folders with a component for others' manifests, values for a chart, and a resource for an operator."""
+GUIDE = """
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: decode}
+spec:
+  selector: {matchLabels: {llm-d.ai/role: decode}}
+  template:
+    metadata: {labels: {llm-d.ai/role: decode}}
+    spec:
+      containers: [{name: modelserver, image: vllm, args: [old], volumeMounts: [{name: shm, mountPath: /dev/shm}]}]
+      volumes: [{name: shm, emptyDir: {medium: Memory}}]
+"""
+"""A model server as llm-d's guides make it, for the component."""
 EVENTS = "kv-events"
 """A component, tested on top of an overlay with two sets of servers."""
 RELEASES = ["1.33", "1.37"]
@@ -187,22 +205,87 @@ def seconds(container: dict[str, Any]) -> int:
     return int(text.partition("=")[2])
 
 
+def check_limits(config: Any, pod: dict[str, Any], *, open_s: int, end_s: int) -> None:
+    """A pod has time for open requests, kvtier's writes and vLLM's end, and memory for kvtier, /dev/shm and vLLM."""
+    container = pod["containers"][0]
+    assert seconds(container) >= config.limits.close_deadline_s + open_s
+    stop_s = int(re.sub(r"\D", "", str(container["lifecycle"]["preStop"])))
+    assert pod["terminationGracePeriodSeconds"] >= stop_s + seconds(container) + end_s
+    (shm,) = [it["emptyDir"] for it in pod["volumes"] if it.get("emptyDir", {}).get("medium") == "Memory"]
+    shm_bytes, limit = (
+        int(it.removesuffix("Gi")) << 30 for it in (shm["sizeLimit"], container["resources"]["limits"]["memory"])
+    )
+    assert limit - config.host.capacity_bytes - shm_bytes >= 16 << 30
+    assert config.control.socket is not None
+
+
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_a_pod_has_time_to_write_and_room_for_its_memory(name, tmp_path):
-    from kvtier.config.loader import load
-
-    units = {"Gi": 2**30}
     for _, pod, container in engines(rendered(name)):
         config = load(settings_file(rendered(name), pod, tmp_path), environ=environment(container)).config
-        assert seconds(container) >= config.limits.close_deadline_s + 30  # 30 s for open requests
-        stop_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        assert pod["terminationGracePeriodSeconds"] >= stop_s + seconds(container) + 20
-        (shm,) = [it["emptyDir"] for it in pod["volumes"] if it["name"] == "shm"]
-        assert shm["medium"] == "Memory"
-        number, unit = re.fullmatch(r"(\d+)(Gi)", container["resources"]["limits"]["memory"]).groups()
-        room = int(number) * units[unit] - config.host.capacity_bytes - int(shm["sizeLimit"][:-2]) * 2**30
-        assert room >= 16 * 2**30  # for vLLM itself
-        assert config.control.socket is not None
+        check_limits(config, pod, open_s=30, end_s=20)
+
+
+def charted(name: str, folder: Path) -> dict[str, Any]:
+    """The pod that another project makes with a folder's files. What it adds for the end of a pod is written here."""
+    if name == "llm-d":
+        (folder / "guide.yaml").write_text(GUIDE)
+        here = os.path.relpath(FOLDER / name, folder.resolve())
+        (folder / "kustomization.yaml").write_text(f"resources: [guide.yaml]\ncomponents: [{here}]\n")
+        return kustomize(folder)[0]["spec"]["template"]["spec"]
+    (file,) = (FOLDER / name).glob("*.yaml")
+    given = pytest.importorskip("yaml").safe_load(file.read_text())
+    if name == "production-stack":  # it sets neither preStop nor the grace period, which is 30 s then
+        (model,) = given["servingEngineSpec"]["modelSpec"]
+        container = {it: model[it] for it in ("name", "env", "resources")} | {
+            "args": model["vllmConfig"]["extraArgs"],
+            "volumeMounts": model["extraVolumeMounts"],
+            "lifecycle": {"preStop": {"sleep": {"seconds": 0}}},
+        }
+        shm = {"medium": "Memory", "sizeLimit": model["shmSize"]}
+        return {
+            "initContainers": [
+                json.loads(json.dumps(model["initContainer"]).replace("extraVolumeMounts", "volumeMounts"))
+            ],
+            "containers": [container],
+            "volumes": [*model["extraVolumes"], {"name": "shm", "emptyDir": shm}],
+            "terminationGracePeriodSeconds": 30,
+        }
+    # KServe has a preStop of 15 s and leaves vLLM the rest but 5 s. A shell reads the arguments.
+    pod = given["spec"]["template"]
+    container = pod["containers"][0]
+    more = {it["name"]: it.get("value") for it in container["env"]}["VLLM_ADDITIONAL_ARGS"]
+    container["args"] = [f"--shutdown-timeout={pod['terminationGracePeriodSeconds'] - 20}", "=".join(shlex.split(more))]
+    container["lifecycle"] = {"preStop": {"sleep": {"seconds": 15}}}
+    return pod
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_what_others_charts_make_is_a_pod_of_kubernetes(name, tmp_path):
+    pod = charted(name, tmp_path)
+    thing = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": pod}
+    for release in RELEASES:
+        validate(thing, release)
+    mounts = pod["containers"][0]["volumeMounts"] + pod["initContainers"][0]["volumeMounts"]
+    assert {it["name"] for it in mounts} <= {it["name"] for it in pod["volumes"]}
+    for secret, key in re.findall(r"'secretKeyRef': {'name': '(.*?)', 'key': '(.*?)'}", str(pod)):
+        assert key in SECRETS[secret]
+    pod["volumes"][0]["emptydir"] = {}
+    with pytest.raises(Exception, match="emptydir"):
+        validate(thing, RELEASES[-1])
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_what_others_charts_set_are_settings_of_kvtier(name, tmp_path):
+    pod, empty = charted(name, tmp_path), tmp_path / "kvtier.toml"
+    empty.touch()
+    given = environment(pod["containers"][0])
+    here = given["KVTIER_TIERS"].replace("/mnt/drive/", f"{tmp_path}/").replace("900GiB", "1GiB")
+    done = checked(empty, given | {"KVTIER_TIERS": here})
+    assert (done.returncode, done.stdout) == (0, "the settings can work here\n"), done.stdout + done.stderr
+    assert "capacty" in checked(empty, given | {"KVTIER_TIERS": here.replace("capacity", "capacty")}).stderr
+    assert transfer_config(pod["containers"][0]) == transfer_config(engines(rendered("base"))[0][2])
+    check_limits(load(None, environ=given).config, pod, open_s=10, end_s=5)
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -274,10 +357,11 @@ def test_vllm_takes_the_arguments(tmp_path):
         validate(thing, RELEASES[-1])
     lines = [command_line(it) for name in OVERLAYS for _, _, it in engines(rendered(name))]
     lines += [command_line(it) for _, _, it in engines(announcing)]
+    lines += [["--model=model", *charted(name, tmp_path)["containers"][0]["args"]] for name in CHARTS]
     wrong = [it.replace("--shutdown-timeout", "--shutdown-timeot") for it in lines[0]]
     done = vllm_serve([*lines, wrong])
-    made = [it for it in done.stdout.splitlines() if it.startswith("60 kv_")]
-    assert len(made) == len(lines), done.stderr[-2000:]
-    assert ["tcp://*:5557" in it for it in made] == [False] * (len(lines) - 2) + [True] * 2
+    made = [it for it in done.stdout.splitlines() if re.match(r"\d+ kv_", it)]
+    assert [it.split()[0] for it in made] == [*["60"] * (len(lines) - 2), "20", "70"], done.stderr[-2000:]
+    assert ["tcp://*:5557" in it for it in made] == [False] * (len(lines) - 5) + [True] * 3 + [False] * 2
     assert done.returncode == 2
     assert "unrecognized arguments: --shutdown-timeot" in done.stderr

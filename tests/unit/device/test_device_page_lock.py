@@ -305,7 +305,7 @@ def test_with_mode_on_a_start_that_waits_says_what_for(
     starting.join(WAIT_S)
     (line,) = lines(caplog)
     assert line.startswith(
-        "host.page_lock = on: the start waits: 0 of 8 MiB of host memory are page-locked after 0.05 s"
+        "host.page_lock = on: the start waits; 0 of 8 MiB of host memory are page-locked after 0.05 s"
     )
     unlocks[0]()
     assert not registrar.locked

@@ -18,10 +18,11 @@ from tests.unit.connect import test_vllm_copier as vllm_on_gpu  # noqa: E402
 from tests.vllm_world import made  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
 
-from kvtier.connect.vllm.copier import open_copier  # noqa: E402
 from kvtier.connect.vllm.geometry import Geometry  # noqa: E402
-from kvtier.connect.vllm.weights import WeightSample  # noqa: E402
+from kvtier.connect.vllm.worker.copier import open_copier  # noqa: E402
+from kvtier.connect.vllm.worker.weight_sample import WeightSample  # noqa: E402
 from kvtier.runtime.arena import Arena  # noqa: E402
+from kvtier.runtime.command_runner import CommandRunner  # noqa: E402
 from kvtier.runtime.executor import Completion  # noqa: E402
 from kvtier.runtime.mover import Mover  # noqa: E402
 from kvtier.types import Cancel, ChunkKey, Direction, Outcome, RequestId, Transfer  # noqa: E402
@@ -106,7 +107,15 @@ def test_an_overdue_or_cancelled_copy_keeps_its_slot_until_the_device_has_ended_
     layout = copier.pages.layout
     arena = Arena(layout, [2], page_lock=lambda address, size, _slot: machine.register(address, size) or (lambda: None))
     ended: list[Completion] = []
-    mover = Mover(layout=layout, model=bytes(16), arena=arena, copier=copier, tiers={})
+    mover = Mover(
+        CommandRunner(
+            layout=layout,
+            model=bytes(16),
+            arena=arena,
+            copier=copier,
+            tiers={},
+        )
+    )
     mover.complete_to(ended.append)
     with machine.held():
         copier.note_step()
@@ -132,7 +141,7 @@ def test_an_overdue_or_cancelled_copy_keeps_its_slot_until_the_device_has_ended_
 
 
 def test_weights_are_compared_while_the_engines_stream_holds_steps(machine, monkeypatch):
-    monkeypatch.setattr("kvtier.connect.vllm.weights.SAMPLE_S", 0.0)
+    monkeypatch.setattr("kvtier.connect.vllm.worker.weight_sample.SAMPLE_S", 0.0)
     model = torch.nn.Linear(64, 64).to("cuda")
     with torch.no_grad():
         sample = WeightSample(model)

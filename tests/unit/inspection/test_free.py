@@ -83,7 +83,7 @@ def test_objects_of_an_age_are_removed_where_a_store_records_their_use(kind, tmp
         text = text_of(tier)
         if kind not in ("directory", "disk"):
             assert run(["inspect", "free", text, "--age", "0", "--yes"]) == 2
-            assert "does not record when an object was used; allowed here: --model" in capsys.readouterr().err
+            assert "does not record when an object was used; allowed: --model" in capsys.readouterr().err
             assert told(capsys, "stat", text)["objects"] == OBJECTS
             return
         (model,) = told(capsys, "stat", text)["models"]

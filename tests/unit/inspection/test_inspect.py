@@ -15,13 +15,13 @@ import xxhash
 from tests.frames import of_codec
 
 from kvtier.cli.main import run
-from kvtier.codec.frame import frame_bytes, head_bytes, seal
-from kvtier.codec.head import Identity, read_head
+from kvtier.codec.frame import frame_bytes, head_bytes, pack
+from kvtier.codec.frame_header import Identity, read_head
 from kvtier.codec.raw import Raw
 from kvtier.layout import GroupLayout, History, Part
-from kvtier.tier import store_notes as notes
 from kvtier.tier.base import About
 from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.files import store_notes as notes
 from kvtier.types import ObjectName
 
 GROUP = GroupLayout(History(), (6000, 5000, 4096), "test/pages")
@@ -45,7 +45,7 @@ def frame_of(number: int, name: bytes | None = None) -> memoryview:
         group=number % 3,
         part=Part(0, 2, 4, 8),
     )
-    return seal(slot, GROUP, identity, Raw())
+    return pack(slot, GROUP, identity, Raw())
 
 
 def fill(root: Path, count: int) -> DirectoryTier:
@@ -112,6 +112,31 @@ def test_ls_tells_what_the_heads_say(store, inspect):
     row = next(row for row in page["objects"] if row["name"] == name_of(5).hex())
     assert (code, row["group"]) == (0, None)
     assert "wrong magic" in row["problem"]
+
+
+def test_codec_and_class_are_shown(store, inspect, capsys):
+    """A lossy codec tells the class by itself. Of raw objects only the note beside the store does."""
+    lossy, raw = (name_of(number).hex() for number in (0, 1))
+    path_of(store, 0).write_bytes(of_codec(path_of(store, 0).read_bytes(), 5))
+    models = [model.hex()[:12] for model in MODELS]
+
+    def told() -> tuple[list[object], list[object]]:
+        stat, shown = inspect("stat", store)[1], [inspect("show", store, it)[1] for it in (lossy, raw)]
+        assert [it["codec"] for it in shown] == ["int4", "raw"]
+        assert [it["object"]["codec"] for it in shown] == ["int4", "raw"]
+        return [it["loss"] for it in shown], [stat["models"][it]["loss"] for it in models]
+
+    assert told() == (["int4", None], ["int4", None])
+    notes.write(store, MODELS[1], {"model": MODELS[1].hex(), "of": {"weights": "w", "loss": {"codec": "k8v4"}}})
+    notes.write(store, MODELS[0], {"model": MODELS[0].hex(), "of": {"weights": "w"}})
+    assert told() == (["int4", "k8v4"], ["int4", "k8v4"])
+    notes.write(store, MODELS[1], {"model": MODELS[1].hex(), "of": {"weights": "w"}})
+    assert told() == (["int4", "none"], ["int4", "none"])
+    for words in (("ls", store), ("show", store, lossy), ("stat", store)):
+        assert run(["inspect", *map(str, words)]) == 0
+        assert "int4" in capsys.readouterr().out
+    notes.write(store, MODELS[1], {"model": 7, "of": []})
+    assert told() == (["int4", None], ["int4", None])
 
 
 def test_stat_counts(store, inspect, monkeypatch):

@@ -5,11 +5,13 @@ import json
 import pytest
 
 from kvtier.cli.main import run
-from kvtier.codec.frame import frame_bytes, head_bytes, seal
-from kvtier.codec.head import Identity
+from kvtier.codec.frame import frame_bytes, head_bytes, pack
+from kvtier.codec.frame_header import Identity
 from kvtier.codec.raw import Raw
 from kvtier.layout import GroupLayout, History, Part
 from kvtier.testing.tier import empty_frame, object_name
+from kvtier.tier import registry
+from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk.tier import DiskTier
 
 GROUP = GroupLayout(History(), (4096, 4096), "test/bytes")
@@ -21,7 +23,7 @@ def sealed(number):
     slot = empty_frame(FRAME_BYTES)
     slot[head_bytes(GROUP) :] = bytes([number]) * GROUP.payload_bytes
     identity = Identity(object_name(number), b"f" * 16, depth=number, tokens=16, part=Part(0, 1, rank=1, ranks=2))
-    return seal(slot, GROUP, identity, Raw())
+    return pack(slot, GROUP, identity, Raw())
 
 
 @pytest.fixture
@@ -108,14 +110,24 @@ def test_health_takes_a_tier_of_one_rank(store, capsys):
         assert (code, result["directory"], result["status"]["objects"]) == (0, str(store), COUNT)
     (store.parent / "rank-1").mkdir()
     assert run(["inspect", "health", f"disk:{store.parent}"]) == 2
-    assert "tier 'disk' is not one disk store; allowed here: the directory of a rank" in capsys.readouterr().err
+    assert "tier 'disk' is not one store; allowed here: the directory of a rank" in capsys.readouterr().err
     assert told(capsys, "health", f"disk:{store}")[0] == 0
+
+
+def test_the_help_names_the_kinds_of_the_registry(capsys):
+    assert run(["inspect", "--help"]) == 0
+    assert f"Kinds: {', '.join(registry.names())}." in capsys.readouterr().out
+
+
+def test_a_store_that_records_no_health_says_so(tmp_path, capsys):
+    DirectoryTier(tmp_path, capacity_bytes=1 << 20).close()
+    for where in (tmp_path, f"directory:{tmp_path}"):
+        assert run(["inspect", "health", str(where)]) == 2
+        assert f"{tmp_path} is a store that records no health" in capsys.readouterr().err
 
 
 def test_health_is_of_one_store(store, capsys):
     assert run(["inspect", "health", str(store.parent)]) == 2
     assert f"such as {store.parent / 'rank-0'}" in capsys.readouterr().err
     assert run(["inspect", "health", str(store / "segments")]) == 2
-    message = capsys.readouterr().err
-    assert "is not a disk store" in message
-    assert "a directory with kvtier-disk.json" in message
+    assert "so it is not a kvtier store; allowed here: a store's directory" in capsys.readouterr().err

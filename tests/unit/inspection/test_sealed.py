@@ -16,12 +16,12 @@ from kvtier.codec.frame import (
     OPEN_SCRATCH_BYTES,
     Seals,
     frame_bytes,
-    open_in_place,
     open_seal,
-    seal,
-    seal_scratch_bytes,
+    pack,
+    pack_scratch_bytes,
+    unpack_in_place,
 )
-from kvtier.codec.head import Identity, read_head
+from kvtier.codec.frame_header import Identity, read_head
 from kvtier.errors import UnreadableChunkError
 from kvtier.inspection import inspector
 from kvtier.keys.keyring import Keyring, SealKey
@@ -52,8 +52,8 @@ def frame_of(number: int, owner: tuple[str, int] | None, codec: str = "raw") -> 
     slot = empty_frame(frame_bytes(GROUP))
     slot[-GROUP.payload_bytes :] = payload_of(number)
     used = registry.by_name(codec)
-    scratch = empty_frame(seal_scratch_bytes(GROUP, used, is_sealed=True))
-    return bytes(seal(slot, GROUP, identity_of(number), used, scratch, key=None if owner is None else KEYS[owner]))
+    scratch = empty_frame(pack_scratch_bytes(GROUP, used, is_sealed=True))
+    return bytes(pack(slot, GROUP, identity_of(number), used, scratch, key=None if owner is None else KEYS[owner]))
 
 
 @pytest.fixture
@@ -170,10 +170,10 @@ def test_objects_with_token_ids_are_counted_where_their_key_is_known_and_no_toke
     tier = DirectoryTier(store, capacity_bytes=1 << 30, direct_io="off")
     for number in (10, 11):
         slot = empty_frame(frame_bytes(group))
-        scratch = empty_frame(seal_scratch_bytes(group, registry.by_name("raw"), is_sealed=True))
+        scratch = empty_frame(pack_scratch_bytes(group, registry.by_name("raw"), is_sealed=True))
         identity = identity_of(number)._replace(key=bytes(32), text=text)
         assert tier.write(
-            identity.name, seal(slot, group, identity, registry.by_name("raw"), scratch, key=KEYS["a", 2])
+            identity.name, pack(slot, group, identity, registry.by_name("raw"), scratch, key=KEYS["a", 2])
         )
     tier.close()
     assert run(["inspect", "verify", str(store), "--keys", keys(*MATERIAL)]) == 0
@@ -223,7 +223,7 @@ def payload_in(store, number, *owners) -> bytes:
     slot[: len(frame)] = frame
     seals = Seals(Keyring([KEYS[owner] for owner in owners]), owners[0][0], is_demanded=True)
     scratch = empty_frame(OPEN_SCRATCH_BYTES)
-    open_in_place(slot, len(frame), GROUP, Identity(object_name(number)), scratch, seals)
+    unpack_in_place(slot, len(frame), GROUP, Identity(object_name(number)), scratch, seals)
     return bytes(slot[-GROUP.payload_bytes :])
 
 

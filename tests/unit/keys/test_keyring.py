@@ -1,17 +1,16 @@
 """Keys of sealed frames: which seals, which opens, and that a wrong line is named without a digit of a key."""
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.refusals import refuses
 
 from kvtier.cli.config import rows
 from kvtier.cli.engine_settings import given as given_flags
 from kvtier.config.loader import load
 from kvtier.config.sections import Config, StoreConfig
 from kvtier.errors import ConfigError
-from kvtier.keys.keyring import BYTES_MAX, EPOCH_MAX, LINES_MAX, Keyring, SealKey, hkdf, parse
+from kvtier.keys.keyring import BYTES_MAX, EPOCH_MAX, FORM, LINES_MAX, Keyring, SealKey, hkdf, parse
 
 HEX = "c0ffee5eed1e55ab" * 4
 OTHER = "0ddba11decade5ad" * 4
@@ -71,31 +70,31 @@ def test_the_limits_of_a_line_are_allowed(tenant, epoch):
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("1 a", "not a key; allowed: EPOCH TENANT|- HEX64 [open]: a number from 0 to 4294967295; 1 to 64 letters"),
-        (f"1 {HEX}", "not a key"),
-        (HEX, "not a key"),
-        (f"1 a {HEX} b", "not a key"),
-        (f"1 a {HEX[:-1]}", "not a key"),
-        (f"1 a {HEX}0", "not a key"),
-        (f"1 a {HEX[:-1]}g", "not a key"),
-        (f"1 a 0x{HEX[2:]}", "not a key"),
-        ("1 a " + "\u0661" * 64, "not a key"),
-        (f"{EPOCH_MAX + 1} a {HEX}", "not a key"),
-        (f"99999999999 a {HEX}", "not a key"),
-        (f"-1 a {HEX}", "not a key"),
-        (f"1.0 a {HEX}", "not a key"),
-        (f"\u0661 a {HEX}", "not a key"),
-        (f"{HEX} a 1", "not a key"),
-        (f"1 {HEX}0 {HEX}", "not a key"),
-        (f"1 a/b {HEX}", "not a key"),
-        (f"1 \u00e9 {HEX}", "not a key"),
-        (f"1 a\x0b{HEX}", "not a key"),
-        (f"7 x {HEX}", "an earlier line has the same epoch and tenant"),
-        (f"007 x {HEX}", "an earlier line has"),
+        ("1 a", "is not a key"),
+        (f"1 {HEX}", "is not a key"),
+        (HEX, "is not a key"),
+        (f"1 a {HEX} b", "is not a key"),
+        (f"1 a {HEX[:-1]}", "is not a key"),
+        (f"1 a {HEX}0", "is not a key"),
+        (f"1 a {HEX[:-1]}g", "is not a key"),
+        (f"1 a 0x{HEX[2:]}", "is not a key"),
+        ("1 a " + "\u0661" * 64, "is not a key"),
+        (f"{EPOCH_MAX + 1} a {HEX}", "is not a key"),
+        (f"99999999999 a {HEX}", "is not a key"),
+        (f"-1 a {HEX}", "is not a key"),
+        (f"1.0 a {HEX}", "is not a key"),
+        (f"\u0661 a {HEX}", "is not a key"),
+        (f"{HEX} a 1", "is not a key"),
+        (f"1 {HEX}0 {HEX}", "is not a key"),
+        (f"1 a/b {HEX}", "is not a key"),
+        (f"1 \u00e9 {HEX}", "is not a key"),
+        (f"1 a\x0b{HEX}", "is not a key"),
+        (f"7 x {HEX}", "repeats"),
+        (f"007 x {HEX}", "repeats"),
     ],
 )
 def test_a_wrong_line_is_named_without_what_it_holds(line, why):
-    with pytest.raises(ConfigError, match=rf"^/etc/keys, line 3: {re.escape(why)}") as caught:
+    with refuses("/etc/keys", f"line 3 {why}", allowed=FORM if "key" in why else "") as caught:
         parse(f"7 x {OTHER}\n# comment\n{line}\n8 x {HEX}".encode(), "/etc/keys")
     assert hides(caught.value, HEX, OTHER)
     assert caught.value.__cause__ is caught.value.__context__ is None
@@ -113,7 +112,7 @@ def test_no_content_shows_a_key_or_ends_otherwise(junk, key):
 
 
 def test_bytes_that_are_no_text_are_a_wrong_line():
-    with pytest.raises(ConfigError, match="line 2"):
+    with refuses("here", "line 2"):
         parse(f"1 a {HEX}\n2 ".encode() + b"\xff\xfe " + OTHER.encode(), "here")
 
 
@@ -129,18 +128,18 @@ def test_a_key_that_only_opens_does_not_seal():
     assert ring.knows(new.check).key == new.key
     assert parse(f"1 a {HEX}\n2 a {OTHER}\n".encode(), "here").sealing("a").key == new.key
     assert parse(f"1 a {HEX} open".encode(), "here").sealing("a") is None
-    with pytest.raises(ConfigError, match="line 1"):
+    with refuses("here", "line 1"):
         parse(f"1 a {HEX} opens".encode(), "here")
 
 
 def test_lines_and_bytes_have_limits():
     lines = [f"{number} a {HEX}" for number in range(LINES_MAX)]
     assert len(parse("\n".join([*lines, ""]).encode(), "here").keys) == LINES_MAX
-    with pytest.raises(ConfigError, match="here, line 10001: allowed: 10000 lines and 1048576 bytes"):
+    with refuses("here", "10001 lines", allowed=f"{LINES_MAX} lines and {BYTES_MAX} bytes"):
         parse("\n".join([*lines, f"0 b {HEX}"]).encode(), "here")
     key = f"1 a {HEX} ".encode()
     assert parse(key.ljust(BYTES_MAX, b"#"), "here")
-    with pytest.raises(ConfigError, match="here, line 1: allowed: 10000 lines"):
+    with refuses("here", "1 lines", allowed=f"{LINES_MAX} lines and {BYTES_MAX} bytes"):
         parse(key.ljust(BYTES_MAX + 1, b"#"), "here")
 
 
@@ -168,10 +167,10 @@ def test_keys_as_a_setting_are_lines_or_have_semicolons():
 
 
 def test_wrong_keys_in_a_setting_name_the_line_and_stay_hidden():
-    with pytest.raises(ConfigError, match=r"^store\.keys, line 2: not a key") as caught:
+    with refuses("store.keys", "line 2") as caught:
         StoreConfig(keys=f"1 a {HEX};2 a {OTHER[1:]}")
     assert hides(caught.value, HEX, OTHER)
-    with pytest.raises(ConfigError, match="not a text"):
+    with refuses("store.keys", "not a string"):
         StoreConfig(keys=MATERIAL)
 
 
@@ -181,28 +180,26 @@ def test_keys_of_the_environment_are_never_shown():
     shown = rows(loaded)
     assert shown["store.keys"]["text"] == shown["store.keys"]["value"] == "(set)"
     assert hides(f"{shown} {loaded} {loaded.config!r}", HEX)
-    with pytest.raises(ConfigError, match=r"a secret is never printed; allowed: --set store\.keys_file=PATH"):
+    with refuses("store.keys", origin="flag --set store.keys", allowed="--set store.keys_file=PATH"):
         given_flags(load(environ={}, flags=[f"store.keys=1 a {HEX}"]))
 
 
 @pytest.mark.parametrize("tenant", ["a b", "a/b", "-", "a" * 65, "\u00e9", "a\n"])
 def test_what_is_no_tenant(tenant):
-    with pytest.raises(
-        ConfigError, match=r"store\.tenant = .*1 to 64 letters, digits, dots, underscores and hyphens, but"
-    ):
+    with refuses("store.tenant", value="(hidden)", allowed="letters, digits, dots, underscores and hyphens, but"):
         StoreConfig(tenant=tenant)
 
 
 @pytest.mark.parametrize("command", ["vault 'read", " "])
 def test_what_is_no_command(command):
-    with pytest.raises(ConfigError, match=r"store\.keys_command = .* a program and its arguments"):
+    with refuses("store.keys_command", allowed="a program and its arguments"):
         StoreConfig(keys_command=command)
 
 
 def test_keys_come_from_one_source(tmp_path):
     sources = {"keys_file": tmp_path / "keys", "keys_command": "vault read", "keys": f"1 a {HEX}"}
     for left, right in (("keys_file", "keys_command"), ("keys_file", "keys"), ("keys_command", "keys")):
-        with pytest.raises(ConfigError, match=rf"store\.{left} and store\.{right} are both set; allowed: one of them"):
+        with refuses(f"store.{left}, store.{right}", allowed="one of them"):
             StoreConfig(**{left: sources[left], right: sources[right]})
         StoreConfig(**{left: sources[left]})
 
@@ -211,11 +208,11 @@ def test_a_tier_that_seals_needs_a_key(tmp_path):
     from kvtier.tier.directory.kind import DirectorySettings
 
     tier = DirectorySettings(path=tmp_path, seal="on", codec="zstd")
-    with pytest.raises(ConfigError, match=r"tiers\.directory\.seal is on, and there is no key; set store\.keys_file"):
+    with refuses("tiers.directory.seal", "set store.keys_file", value="on"):
         Config(tiers=(tier,))
     for store in (StoreConfig(secret=HEX), StoreConfig(keys=f"0 - {HEX}"), StoreConfig(keys_command="vault read")):
         assert Config(tiers=(tier,), store=store).tiers[0].codec == "zstd"
-    with pytest.raises(ConfigError, match=r"tiers\.directory\.codec = 'gzip' .* allowed: empty, raw, zstd"):
+    with refuses("tiers.directory.codec", value="'gzip'", allowed="empty, raw, zstd"):
         DirectorySettings(path=tmp_path, codec="gzip")
-    with pytest.raises(ConfigError, match=r"tiers\.directory\.seal = 'yes' .* allowed: auto, on, off"):
+    with refuses("tiers.directory.seal", value="'yes'", allowed="auto, on, off"):
         DirectorySettings(path=tmp_path, seal="yes")

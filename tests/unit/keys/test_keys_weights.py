@@ -79,9 +79,9 @@ def test_files_behind_links_count_under_the_links_name(checkpoint, tmp_path):
 
 def test_the_cache_spares_the_reading(checkpoint, tmp_path):
     cache = tmp_path / "cache.json"
-    first = digest_files(files_of(checkpoint), cache, settle_s=0)
+    first = digest_files(files_of(checkpoint), cache, stable_s=0)
     assert stat.S_IMODE(cache.stat().st_mode) == 0o600
-    second = digest_files(files_of(checkpoint), cache, settle_s=0)
+    second = digest_files(files_of(checkpoint), cache, stable_s=0)
     assert second.digest == first.digest == digest_files(files_of(checkpoint)).digest
     assert (first.hashed_bytes, second.hashed_bytes, second.total_bytes) == (first.total_bytes, 0, first.total_bytes)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cache.json", "checkpoint"]
@@ -89,23 +89,23 @@ def test_the_cache_spares_the_reading(checkpoint, tmp_path):
 
 def test_the_cache_is_believed_only_for_the_same_version_of_a_file(checkpoint, tmp_path):
     cache = tmp_path / "cache.json"
-    before = digest_files(files_of(checkpoint), cache, settle_s=0)
+    before = digest_files(files_of(checkpoint), cache, stable_s=0)
     about = (checkpoint / "a.safetensors").stat()
     content = bytearray((checkpoint / "a.safetensors").read_bytes())
     content[5] ^= 1
     (checkpoint / "a.safetensors").write_bytes(content)
     # Size and mtime can be restored, ctime cannot.
     os.utime(checkpoint / "a.safetensors", ns=(about.st_atime_ns, about.st_mtime_ns))
-    after = digest_files(files_of(checkpoint), cache, settle_s=0)
+    after = digest_files(files_of(checkpoint), cache, stable_s=0)
     assert after.digest != before.digest
     assert after.hashed_bytes == about.st_size
 
 
 def test_a_file_that_changed_just_now_is_not_entered(checkpoint, tmp_path):
     cache = tmp_path / "cache.json"
-    digest_files(files_of(checkpoint), cache, settle_s=3600)
+    digest_files(files_of(checkpoint), cache, stable_s=3600)
     assert json.loads(cache.read_text())["digests"] == {}
-    assert digest_files(files_of(checkpoint), cache, settle_s=3600).hashed_bytes > 0
+    assert digest_files(files_of(checkpoint), cache, stable_s=3600).hashed_bytes > 0
 
 
 LABEL = "1:2:3:4:5"
@@ -136,17 +136,17 @@ def test_a_damaged_cache_is_ignored_and_made_anew(checkpoint, tmp_path, text, ca
     cache.write_bytes(text)
     cache.chmod(0o600)
     wanted = digest_files(files_of(checkpoint)).digest
-    first = digest_files(files_of(checkpoint), cache, settle_s=0)
+    first = digest_files(files_of(checkpoint), cache, stable_s=0)
     assert "is ignored" in caplog.text
     assert (first.digest, first.hashed_bytes) == (wanted, first.total_bytes)
-    assert digest_files(files_of(checkpoint), cache, settle_s=0).hashed_bytes == 0
+    assert digest_files(files_of(checkpoint), cache, stable_s=0).hashed_bytes == 0
 
 
 def test_a_cache_that_others_may_have_written_is_ignored(checkpoint, tmp_path, caplog):
     cache = tmp_path / "cache.json"
-    digest_files(files_of(checkpoint), cache, settle_s=0)
+    digest_files(files_of(checkpoint), cache, stable_s=0)
     cache.chmod(0o620)
-    assert digest_files(files_of(checkpoint), cache, settle_s=0).hashed_bytes > 0
+    assert digest_files(files_of(checkpoint), cache, stable_s=0).hashed_bytes > 0
     assert "other users can write to it" in caplog.text
     assert stat.S_IMODE(cache.stat().st_mode) == 0o600
 
@@ -176,8 +176,8 @@ def test_the_cache_keeps_the_newest_entries_only(tmp_path, monkeypatch):
     cache = tmp_path / "cache.json"
     for name in "abc":
         (tmp_path / name).write_text(name)
-        digest_files([tmp_path / name], cache, settle_s=0)
-    hashed = [digest_files([tmp_path / name], cache, settle_s=0).hashed_bytes for name in "bca"]
+        digest_files([tmp_path / name], cache, stable_s=0)
+    hashed = [digest_files([tmp_path / name], cache, stable_s=0).hashed_bytes for name in "bca"]
     assert hashed == [0, 0, 1]
 
 
@@ -290,8 +290,6 @@ def small_heap():
     """Objects of other tests are not looked at again each time the garbage is collected."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("small_heap")

@@ -18,8 +18,8 @@ from kvtier.observe.metric_definitions import (
     MetricKind,
 )
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.counters import CommandCounters
 from kvtier.runtime.executor import Completion
+from kvtier.runtime.observers.counters import CommandCounters
 from kvtier.types import ChunkKey, Direction, Outcome, Transfer
 
 BASE_UNITS = {"", "bytes", "seconds", "tokens", "chunks"}
@@ -58,7 +58,7 @@ def test_transfers_in_flight_are_counted_by_link_and_tier():
     for command in commands:
         counters.submitted(command)
     counters.completed(Completion(commands[0], Outcome.FAILED))
-    counters.gauge()
+    counters.each_second()
     assert metrics.get(TRANSFERS_IN_FLIGHT, link="demote", tier="disk") == 1
     assert metrics.get(TRANSFERS_IN_FLIGHT, link="scatter", tier="host") == 1
 

@@ -7,16 +7,16 @@ from heapq import heappop
 from pathlib import Path
 
 import pytest
+from tests.traces import replay
 
 from kvtier.policy import adaptive
 from kvtier.policy.adaptive import SLACK, Adaptive
-from kvtier.policy.base import Evictor, Held
+from kvtier.policy.base import Evictor, Use
 from kvtier.policy.lru import Lru
 from kvtier.policy.reuse import WATCHED_MAX, ReuseModel
-from kvtier.replay.single_cache import replay
-from kvtier.testing.policy import held, name_of
-from kvtier.trace.arrays import read_arrays
-from kvtier.trace.open import open_trace
+from kvtier.testing.policy import name_of, use_of
+from kvtier.tools.trace.arrays import read_arrays
+from kvtier.tools.trace.formats.base import open_trace
 from kvtier.types import NextTurn
 
 Prompt = list[int]
@@ -43,7 +43,7 @@ def chats_among_documents(prompts: int, seed: int) -> Iterator[Prompt]:
             yield [next(fresh) for _ in range(12)]
 
 
-def use(evictor: Evictor, present: set[int], slots: int, event: Held) -> None:
+def use(evictor: Evictor, present: set[int], slots: int, event: Use) -> None:
     """Use a name, with `slots` slots; `present` are the names held."""
     name = int.from_bytes(event.name)
     if name in present:
@@ -66,7 +66,7 @@ def hits(make: Callable[[], Evictor], prompts: Iterator[Prompt], slots: int, *, 
         found += missing
         depths = range(len(prompt)) if is_from_start else reversed(range(len(prompt)))
         for depth in depths:
-            event = held(prompt[depth], prompt[depth - 1] if depth else None)
+            event = use_of(prompt[depth], prompt[depth - 1] if depth else None)
             use(evictor, present, slots, event)
     return found
 
@@ -131,7 +131,7 @@ def test_where_kinds_do_not_differ_the_oldest_goes_first():
     ours, lru = Adaptive(), Lru()
     for number in range(200):
         for evictor in (ours, lru):
-            evictor.added(held(number))
+            evictor.added(use_of(number))
     for _ in range(190):
         victims = [evictor.victim(_nobody) for evictor in (ours, lru)]
         assert victims[0] == victims[1]
@@ -142,7 +142,7 @@ def test_where_kinds_do_not_differ_the_oldest_goes_first():
 def test_sessions_without_names_are_forgotten():
     ours = Adaptive()
     for number in range(100):
-        ours.added(held(number)._replace(conversation=f"session {number}"))
+        ours.added(use_of(number)._replace(conversation=f"session {number}"))
         ours.removed(name_of(number))
     assert len(ours._conversations) <= 2
 
@@ -159,7 +159,7 @@ def test_on_a_recorded_trace_it_stays_above_the_best_fixed_policy():
 def test_looking_at_the_pinned_makes_nobody_older():
     ours = Adaptive()
     for number in range(100):
-        ours.added(held(number))
+        ours.added(use_of(number))
     for _ in range(5):
         assert ours.victim(lambda _: True) is None
     assert ours._now == 100
@@ -169,8 +169,8 @@ def test_looking_at_the_pinned_makes_nobody_older():
 def test_memory_stays_bounded_whatever_comes():
     ours = Adaptive()
     for number in range(60_000):
-        ours.added(held(number, parent=number - 1 if number % 3 else None))
-        ours.touched(held(number))
+        ours.added(use_of(number, parent=number - 1 if number % 3 else None))
+        ours.touched(use_of(number))
         if number == 200:
             assert ours.victim(_nobody) is not None
         if number >= 100:
@@ -202,7 +202,7 @@ def calls_of_worst_victim(names: int) -> int:
         prompt = chance.choice(prompts[-names // 8 :]) if again else [next(fresh) for _ in range(chance.randint(1, 6))]
         prompts.append(prompt)
         for depth in reversed(range(len(prompt))):
-            evictor.added(held(prompt[depth], prompt[depth - 1] if depth else None))
+            evictor.added(use_of(prompt[depth], prompt[depth - 1] if depth else None))
             if len(evictor) > names // 2:
                 calls = 0
                 sys.setprofile(count)
@@ -326,17 +326,17 @@ def test_who_is_watched_no_longer_tells_what_was_seen_until_then():
 def test_who_comes_back_is_known():
     ours = Adaptive()
     for number in range(4):
-        ours.added(held(number))
+        ours.added(use_of(number))
     assert ours.victim(_nobody) == name_of(0)
     ours.removed(name_of(0))
-    ours.added(held(0))
+    ours.added(use_of(0))
     assert ours._entries.get(name_of(0)).uses == 2
 
 
 def test_after_many_were_removed_at_once_a_victim_is_found_in_bounded_time(monkeypatch):
     ours, names, pops = Adaptive(), 20_000, 0
     for number in range(names):
-        ours.added(held(number))
+        ours.added(use_of(number))
     assert ours.victim(_nobody) is not None
     for number in range(names - 500):
         ours.removed(name_of(number))

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.traces import replay
 from tests.unit.policy.test_adaptive import Prompt, use
 
 from kvtier.policy.adaptive import SLACK, Adaptive, Owner
 from kvtier.policy.reuse import ReuseModel
-from kvtier.replay.single_cache import replay
-from kvtier.testing.policy import held, name_of
-from kvtier.trace.arrays import TraceArrays
+from kvtier.testing.policy import name_of, use_of
+from kvtier.tools.trace.arrays import TraceArrays
 from kvtier.types import NextTurn
 
 NOBODY = NextTurn.NOBODY
@@ -40,7 +40,7 @@ def hits(turns: Iterator[tuple[str, Prompt, Any]], slots: int, tell: Callable[[A
     for conversation, prompt, said in turns:
         found += next((depth for depth, name in enumerate(prompt) if name not in present), len(prompt))
         for depth in reversed(range(len(prompt))):
-            event = held(prompt[depth], prompt[depth - 1] if depth else None)._replace(conversation=conversation)
+            event = use_of(prompt[depth], prompt[depth - 1] if depth else None)._replace(conversation=conversation)
             use(evictor, present, slots, event)
         tell(evictor, conversation, said)
     return found
@@ -142,8 +142,8 @@ def test_who_is_told_too_late_or_in_pieces_is_sorted_all_the_same():
     ours = Adaptive()
     for number in range(6):
         parent = number - 1 if number else None
-        ours.added(held(number, parent)._replace(conversation="a"))
-        ours.added(held(100 + number)._replace(conversation="b"))  # each name of a's prompt arrives alone
+        ours.added(use_of(number, parent)._replace(conversation="a"))
+        ours.added(use_of(100 + number)._replace(conversation="b"))  # each name of a's prompt arrives alone
     ours.expects("a", NextTurn.USER)
     assert [hint_of(ours, number) for number in range(6)] == [2] * 6
     assert [hint_of(ours, 100 + number) for number in range(5)] == [0] * 5
@@ -155,7 +155,7 @@ def test_names_that_others_used_too_are_nobodys():
     ours = Adaptive()
     for conversation, last in (("a", 2), ("b", 3)):
         for number in (last, 1, 0):
-            event = held(number, {0: None, 1: 0, 2: 1, 3: 1}[number])._replace(conversation=conversation)
+            event = use_of(number, {0: None, 1: 0, 2: 1, 3: 1}[number])._replace(conversation=conversation)
             (ours.touched if number in (0, 1) and conversation == "b" else ours.added)(event)
     for conversation in "ab":
         ours.expects(conversation, NOBODY)
@@ -199,7 +199,7 @@ def test_a_replay_tells_after_each_request_who_goes_on(monkeypatch, policy, expe
 def test_a_session_that_nobody_knows_may_end():
     ours = Adaptive()
     ours.expects("unknown", NOBODY)
-    ours.added(held(1)._replace(conversation="a"))
+    ours.added(use_of(1)._replace(conversation="a"))
     ours.expects("a", NOBODY)
     ours.expects("a", NOBODY)
     assert ours.victim(_nobody) == name_of(1)
@@ -249,7 +249,7 @@ def test_sessions_without_names_are_forgotten_at_once_whoever_left_first():
         before = _sessions_in_memory()
         for conversation in range(1000):
             parent, child = 2 * conversation, 2 * conversation + 1
-            for event in held(child, parent), held(parent):
+            for event in use_of(child, parent), use_of(parent):
                 evictor.added(event._replace(conversation=f"session {conversation}"))
             evictor.victim(lambda _name: False)
             evictor.removed(name_of(parent))

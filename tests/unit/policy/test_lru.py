@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.policy.adaptive import Adaptive
-from kvtier.policy.base import Held
+from kvtier.policy.base import Use
 from kvtier.policy.lru import Lru
-from kvtier.testing.policy import held, name_of
+from kvtier.testing.policy import name_of, use_of
 
 
 class SlowLru:
@@ -17,7 +17,7 @@ class SlowLru:
         self.order: list[bytes] = []
         self.parents: dict[bytes, bytes | None] = {}
 
-    def added(self, event: Held) -> None:
+    def added(self, event: Use) -> None:
         if event.name in self.order:
             self.order.remove(event.name)
         else:
@@ -26,7 +26,7 @@ class SlowLru:
         if self.parents[event.name] is None and event.parent != event.name:
             self.parents[event.name] = event.parent
 
-    def touched(self, event: Held) -> None:
+    def touched(self, event: Use) -> None:
         if event.name in self.order:
             self.order.remove(event.name)
             self.order.append(event.name)
@@ -71,7 +71,7 @@ def test_agrees_with_the_oracle(steps):
     fast, slow = Lru(), SlowLru()
     for step, what, is_parent_told in steps:
         if step in ("added", "touched"):
-            event = held(what, parent_of(what) if is_parent_told else None)
+            event = use_of(what, parent_of(what) if is_parent_told else None)
             getattr(fast, step)(event)
             getattr(slow, step)(event)
         elif step == "removed":
@@ -92,7 +92,7 @@ def test_many_pinned_are_not_looked_at_again_for_every_victim(make):
     evictor = make()
     pinned = {name_of(number) for number in range(2000)}
     for number in range(4000):
-        evictor.added(held(number))
+        evictor.added(use_of(number))
     asked = 0
 
     def is_pinned(name: bytes) -> bool:
@@ -112,8 +112,8 @@ def test_many_pinned_are_not_looked_at_again_for_every_victim(make):
 def test_memory_stays_bounded_when_nobody_asks_for_a_victim():
     lru = Lru()
     for number in range(20_000):
-        lru.added(held(number, parent=number - 1 if number else None))
-        lru.touched(held(number))
+        lru.added(use_of(number, parent=number - 1 if number else None))
+        lru.touched(use_of(number))
         if number >= 100:
             lru.removed(name_of(number - 100))
     assert len(lru) == 100

@@ -14,8 +14,8 @@ from tests.rig import CHUNK_TOKENS, Engine, local, looked_up, places_of, prefix_
 from kvtier.config.sections import Config
 from kvtier.layout import KvLayout
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.counters import CommandCounters
 from kvtier.runtime.executor import Threads
+from kvtier.runtime.observers.counters import CommandCounters
 from kvtier.testing.host_copier import HostCopier
 from kvtier.types import RequestId
 

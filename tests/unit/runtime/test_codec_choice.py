@@ -8,14 +8,15 @@ import pytest
 from tests.memory_tier import ThrottledTier
 
 from kvtier.codec import proof
-from kvtier.codec.frame import frame_bytes, seal_scratch_bytes
+from kvtier.codec.frame import frame_bytes, pack_scratch_bytes
 from kvtier.codec.registry import by_name
 from kvtier.codec.split import Split
 from kvtier.layout import GroupLayout, History, KvLayout, Run
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.codec_choice import EVERY, TRIED_EVERY, CodecChoice, GroupState
+from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.stored_forms import StoredForm
+from kvtier.runtime.tier_codecs import StoredForm
 from kvtier.testing.host_copier import HostCopier
 from kvtier.types import ChunkKey, Direction, Outcome, Transfer
 
@@ -117,7 +118,7 @@ def test_one_hiccup_does_not_change_the_choice(choice):
 def test_a_section_is_measured_for_each_group():
     choice = CodecChoice(by_name("split"), 4, 2)
     slot = memoryview(bytearray(frame_bytes(GROUP)))
-    scratch = memoryview(bytearray(seal_scratch_bytes(GROUP, by_name("split"))))
+    scratch = memoryview(bytearray(pack_scratch_bytes(GROUP, by_name("split"))))
     assert not choice.codes(3, GROUP, slot, scratch)
     assert choice.groups.keys() == {3}
     assert 0 < choice.groups[3].ratio < 0.72
@@ -125,7 +126,7 @@ def test_a_section_is_measured_for_each_group():
 
 
 def test_a_coded_object_among_raw_ones_says_little_of_loads(choice, monkeypatch):
-    monkeypatch.setattr("kvtier.runtime.codec_choice.open_in_place", lambda *_: None)
+    monkeypatch.setattr("kvtier.runtime.codec_choice.unpack_in_place", lambda *_: None)
     slot = memoryview(bytearray(8))
     for is_coded, is_believed in ((False, False), (True, True)):
         choice.groups[0].is_coded, choice.groups[0].slowdown = is_coded, 4.0
@@ -147,12 +148,14 @@ class Moved:
         self.tier = ThrottledTier("below", bytes_per_s=1e12, capacity_bytes=1 << 30)
         codec = by_name("split")
         self.mover = Mover(
-            layout=self.layout,
-            model=bytes(16),
-            arena=self.arena,
-            copier=HostCopier(self.layout, [[np.zeros((1, SIZE), np.uint8)] * 2]),
-            tiers={"below": self.tier},
-            forms={"below": StoredForm(codec, choice=CodecChoice(codec, 4, 2) if chooses else None)},
+            CommandRunner(
+                layout=self.layout,
+                model=bytes(16),
+                arena=self.arena,
+                copier=HostCopier(self.layout, [[np.zeros((1, SIZE), np.uint8)] * 2]),
+                tiers={"below": self.tier},
+                forms={"below": StoredForm(codec, choice=CodecChoice(codec, 4, 2) if chooses else None)},
+            )
         )
         self.done = queue.SimpleQueue()
         self.mover.complete_to(self.done.put)

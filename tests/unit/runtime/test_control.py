@@ -15,8 +15,8 @@ from kvtier.core import hints
 from kvtier.core.probes import Probes
 from kvtier.keys.chain import Chain, Extra
 from kvtier.runtime import control_socket, locked_core
-from kvtier.runtime.control import Control, EngineCalls
 from kvtier.runtime.control_socket import ControlError
+from kvtier.runtime.engine_calls import Control, EngineCalls
 from kvtier.types import Presence, Priority, RequestId, StoreDone
 
 ROOT = bytes(32)
@@ -82,7 +82,7 @@ def test_find_names_every_place_of_every_chunk(session, adapter):
     tokens = tokens_of(6)
     assert adapter.ranges(tokens) == [(0, 6, {})]
     assert adapter.ask("find", tokens=tokens)["end"] == "nothing holds the chunk at token 0"
-    assert stored(session, "a", prefix_of(3), places_of(range(3))) == StoreDone("a", held=6, dropped=0)
+    assert stored(session, "a", prefix_of(3), places_of(range(3))) == StoreDone("a", stored=6, dropped=0)
     settled(session)
     assert adapter.ranges(tokens) == [(0, 3, ALL), (3, 6, {})]
     found = adapter.ask("find", tokens=tokens)
@@ -152,7 +152,7 @@ def test_clear_all_frees_host_memory_and_the_adapter_changes_its_keys(session, a
     assert "objects in fast, slow are kept" in answer["notes"][0]
     session.core.check()
     assert adapter.ranges(tokens_of(3)) == [(0, 3, {"fast": "all", "slow": "all"})]
-    assert stored(session, "b", prefix_of(4, seed=1), places_of(range(4))).held == 8
+    assert stored(session, "b", prefix_of(4, seed=1), places_of(range(4))).stored == 8
     adapter.ask("clear", salt="one")
     adapter.ask("clear", salt="")
     assert adapter.cleared == [None, "one", ""]
@@ -232,7 +232,7 @@ def test_nothing_is_brought_to_host_memory_while_the_adapter_loads_nothing(sessi
     settled(session)
     assert session.emptied(lambda: None, 5.0)
     adapter.problem = "vLLM sleeps"
-    with pytest.raises(ControlError, match="nothing is brought to host memory: vLLM sleeps"):
+    with pytest.raises(ControlError, match="nothing is loaded into host memory: vLLM sleeps"):
         adapter.ask(command, tokens=tokens_of(2), **more)
     adapter.problem = ""
     # A call that has begun before, and a hint, come too late.
@@ -309,9 +309,9 @@ def test_health_has_the_adapters_problem_and_a_thread_that_does_not_run(session,
         ("find", {"tokens": [1, 2.5]}, r"tokens\[1\] must be"),
         ("find", {"tokens": [1, None]}, r"tokens\[1\] must be"),
         ("find", {"tokens": [1, 1 << 70]}, r"tokens\[1\] must be"),
-        ("find", {"tokens": [1], "salt": 5}, "salt must be a text of at most 4096"),
-        ("find", {"tokens": [1], "salt": "x" * 5000}, "salt must be a text"),
-        ("find", {"tokens": [1], "salt": "\ud800"}, "salt must be a text"),
+        ("find", {"tokens": [1], "salt": 5}, "salt must be a string of at most 4096"),
+        ("find", {"tokens": [1], "salt": "x" * 5000}, "salt must be a string"),
+        ("find", {"tokens": [1], "salt": "\ud800"}, "salt must be a string"),
         ("find", {"tokens": [1], "model": "m"}, r"arguments \['model'\] are unknown; allowed: tokens, salt, adapter"),
         ("why", {}, "request must be the id"),
         ("why", {"request": "r"}, "keeps no history of requests; allowed: find"),
@@ -319,7 +319,7 @@ def test_health_has_the_adapters_problem_and_a_thread_that_does_not_run(session,
         ("clear", {"all": False}, "either all = true or a salt"),
         ("clear", {"all": 1}, "either all = true or a salt"),
         ("clear", {"all": True, "salt": "a"}, "either all = true or a salt"),
-        ("clear", {"salt": None}, "salt must be a text"),
+        ("clear", {"salt": None}, "salt must be a string"),
         ("clear", {"model": "m"}, "kvtier inspect free STORE --model ID --age SECONDS"),
         ("clear", {"age": 5}, "kvtier inspect free STORE --model ID --age SECONDS"),
         ("pin", {"tokens": [1]}, "seconds = None; allowed: above 0, up to limits.retain_s = 100"),

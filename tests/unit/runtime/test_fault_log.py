@@ -3,8 +3,8 @@
 import pytest
 
 from kvtier.errors import KvError
-from kvtier.runtime.fault_log import KINDS_MAX, FaultLog
-from kvtier.runtime.fault_record import DETAIL_CHARACTERS, described
+from kvtier.runtime.observers.fault_log import KINDS_MAX, FaultLog
+from kvtier.runtime.observers.fault_record import DETAIL_CHARACTERS, described
 
 
 class _Clock:
@@ -67,6 +67,14 @@ def test_kinds_beyond_the_limit_share_a_line(caplog: pytest.LogCaptureFixture) -
         ("AuthenticationError: WRONGPASS invalid username-password pair",) * 2,
         ("tiers.v.password = (hidden) (from flag): too long",) * 2,
         ("store.secret_file: /run/secrets/kvtier: no such file",) * 2,
+        ("store.secret_file = '/srv/kv.secret': does not exist",) * 2,
+        ("tier 'v': password file '/p.pass': token=x", "tier 'v': password file '/p.pass': token=(hidden)"),
+        ("password='file '/srv/pass': x'", "password=(hidden)"),
+        ("cannot open file '/mnt/token=abc123def': gone", "cannot open file '/mnt/token=(hidden) gone"),
+        ("profile = '/x/secret=hunter2': gone", "profile = '/x/secret=(hidden)"),
+        ("tiers.v.password_file = /srv/p (from flag): cannot be read",) * 2,
+        ("store.secret_file = 'no-path'", "store.secret_file = (hidden)"),
+        ("store.secret = '/srv/kv'", "store.secret =(hidden)"),
         ("bypass: 3 of 4",) * 2,
         ("SecretNotFoundError: 3 attempts to find the secret",) * 2,
     ],

@@ -25,16 +25,16 @@ from tests.rig import (
 
 from kvtier.config.loader import load
 from kvtier.config.sections import Config, HostConfig, JournalConfig
-from kvtier.connect.vllm.request_journal import RequestAccount, client_id, client_id_of_engine
+from kvtier.connect.vllm.requests.account import RequestAccount, client_id, client_id_of_engine
 from kvtier.core.planner import Piece, Planner
 from kvtier.keys.secret import Secret
 from kvtier.layout import GroupLayout, History, KvLayout, engine_bytes, largest, of_all_ranks
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime import journal as journals
-from kvtier.runtime import line_file
 from kvtier.runtime.executor import Completion
-from kvtier.runtime.journal import Journal, Planned
+from kvtier.runtime.observers import journal as journals
+from kvtier.runtime.observers import line_file
+from kvtier.runtime.observers.journal import Journal, Planned
 from kvtier.runtime.open import open_session
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.tier.disk.kind import DiskSettings

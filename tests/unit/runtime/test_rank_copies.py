@@ -28,6 +28,7 @@ from kvtier.keys.object_names import object_name
 from kvtier.layout import ELSEWHERE, Part, engine_bytes, of_all_ranks
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena, page_aligned
+from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
@@ -74,12 +75,14 @@ def opened(folder, seeds, *, common=("below",), broken=(), is_shared=False):
     memory = {group: page_aligned(SLOTS * frame_bytes(it)) for group, it in enumerate(LAYOUT.groups)}
     movers = [
         Mover(
-            layout=COPIES[rank],
-            model=FINGERPRINT[:16],
-            arena=Arena(COPIES[rank], (SLOTS, SLOTS), shared=memory if is_shared else {}),
-            copier=engine.copier(),
-            tiers={"below": tiers[rank]},
-            common=common,
+            CommandRunner(
+                layout=COPIES[rank],
+                model=FINGERPRINT[:16],
+                arena=Arena(COPIES[rank], (SLOTS, SLOTS), shared=memory if is_shared else {}),
+                copier=engine.copier(),
+                tiers={"below": tiers[rank]},
+                common=common,
+            )
         )
         for rank, engine in enumerate(engines)
     ]
@@ -121,7 +124,7 @@ def objects(folder):
 def test_one_rank_writes_and_all_load(tmp_path):
     # Other bytes on rank 1 show whose were stored.
     first, sources, tiers = opened(tmp_path / "kv", (1, 2))
-    assert stored(first, "a", prefix_of(3), places_of(range(3))).held == 6
+    assert stored(first, "a", prefix_of(3), places_of(range(3))).stored == 6
     assert first.close().flushed
     assert (len(tiers[0].written), tiers[1].written) == (6, [])
     assert set(objects(tmp_path / "kv")) == set(tiers[0].written)
@@ -137,7 +140,7 @@ def test_one_rank_writes_and_all_load(tmp_path):
 @pytest.mark.parametrize("common", [("below",), ()])
 def test_where_slots_are_shared_one_rank_gathers_writes_finds_and_reads(tmp_path, common):
     first, sources, tiers = opened(tmp_path / "kv", (1, 2), common=common, is_shared=True)
-    assert stored(first, "a", prefix_of(3), places_of(range(3))).held == 6
+    assert stored(first, "a", prefix_of(3), places_of(range(3))).stored == 6
     assert loaded(first, "b", prefix_of(3), 48, load_places(48)).tokens == 48
     assert sources[1].same(Engine(64, seed=1), load_places(48)), "what the first rank has gathered"
     assert first.close().flushed
@@ -157,11 +160,13 @@ def test_a_probe_of_nothing_asks_the_store_of_a_rank_that_has_something_in_it(tm
     tier = Counted(tmp_path / "kv")
     tier.contains = MagicMock(side_effect=TierError("below", "planned"))
     mover = Mover(
-        layout=COPIES[1],
-        model=FINGERPRINT[:16],
-        arena=Arena(COPIES[1], (SLOTS, SLOTS), shared=memory),
-        copier=Engine(4).copier(),
-        tiers={"below": tier},
+        CommandRunner(
+            layout=COPIES[1],
+            model=FINGERPRINT[:16],
+            arena=Arena(COPIES[1], (SLOTS, SLOTS), shared=memory),
+            copier=Engine(4).copier(),
+            tiers={"below": tier},
+        )
     )
     found = []
     mover.complete_to(found.append)
@@ -196,7 +201,7 @@ def test_all_ranks_find_what_is_stored_with_or_without_an_index_of_their_own(tmp
     """A rank that trusts its own index would not find what another has written, so all write."""
     first, sources = opened_by_settings(tmp_path / "kv", (1, 2), shared=shared)
     prefix = prefix_of(12, first.root)
-    assert stored(first.session, "a", prefix, places_of(range(12))).held == 24
+    assert stored(first.session, "a", prefix, places_of(range(12))).stored == 24
     for seed in range(1, 6):  # to evict the first from host memory
         stored(first.session, f"a{seed}", prefix_of(12, first.root, seed), places_of(range(12)))
     answer = looked_up(first.session, "b", prefix)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.completions import taking
 from tests.memory_tier import MemoryTier
+from tests.refusals import refuses
 from tests.rig import (
     CHUNK_TOKENS,
     DEADLINE_S,
@@ -30,7 +31,6 @@ from kvtier.codec.frame import frame_bytes
 from kvtier.config.sections import JournalConfig
 from kvtier.core.cache import Cache
 from kvtier.core.limits import TierRules
-from kvtier.errors import ConfigError
 from kvtier.keys.object_names import object_name
 from kvtier.layout import KvLayout
 from kvtier.observe.metric_definitions import CAPACITY_BYTES, EVICTIONS, HELD_BYTES, STUCK_QUEUES, WRITE_BYTES
@@ -38,9 +38,10 @@ from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime import rank_group as module
 from kvtier.runtime.arena import Arena, chunk_bytes, slots_for
-from kvtier.runtime.counters import TierGauges
+from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.executor import Completion, TierView
 from kvtier.runtime.mover import Mover
+from kvtier.runtime.observers.counters import TierGauges
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import RankGroup, merged
@@ -67,11 +68,13 @@ SLOTS = 8
 def session_of(engines, tiers, remote=(), layout=LAYOUT):
     movers = [
         Mover(
-            layout=layout.on_rank(rank, 2),
-            model=FINGERPRINT[:16],
-            arena=Arena(layout, (SLOTS,) * len(layout.groups)),
-            copier=engine.copier(),
-            tiers={"below": tiers[rank]},
+            CommandRunner(
+                layout=layout.on_rank(rank, 2),
+                model=FINGERPRINT[:16],
+                arena=Arena(layout, (SLOTS,) * len(layout.groups)),
+                copier=engine.copier(),
+                tiers={"below": tiers[rank]},
+            )
         )
         for rank, engine in enumerate(engines)
     ]
@@ -166,7 +169,7 @@ def test_in_a_remote_tier_a_rank_that_lacks_a_chunk_shortens_the_load(rank, foun
         assert target.same(source, places_of(range(2), (0,)))
     second.release("b")
     # The next store heals it.
-    assert stored(second, "c", prefix, places_of(range(4), (0,))).held == 4
+    assert stored(second, "c", prefix, places_of(range(4), (0,))).stored == 4
     assert second.close().flushed
     assert tiers[rank].contains([name_on(rank, prefix.keys[2])]) == [True]
 
@@ -408,7 +411,7 @@ def test_host_memory_is_divided_among_the_ranks(servers):
 
 
 def test_too_little_host_memory_for_all_ranks_is_refused():
-    with pytest.raises(ConfigError, match=r"host\.capacity_bytes = 100 is too small.*at least \d+"):
+    with refuses("host.capacity_bytes", "too small", value="100", allowed="at least "):
         slots_for(LAYOUT, 100, 2 * chunk_bytes(LAYOUT))
 
 

@@ -3,14 +3,18 @@
 import logging
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from tests.memory_tier import GatedTier, MemoryTier
 from tests.metric_values import values_of
+from tests.refusals import refuses
 from tests.rig import (
     CHUNK_TOKENS,
+    FINGERPRINT,
     Engine,
     GatedCopier,
+    config,
     ended,
     load_places,
     loaded,
@@ -23,17 +27,18 @@ from tests.rig import (
 )
 from tests.system import until
 
+from kvtier.config.sections import StoreConfig
 from kvtier.core import operations, probes
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, WritePolicy
-from kvtier.errors import ConfigError
+from kvtier.layout import Axes, GroupLayout, History, KvLayout, Run
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime import locked_core as module
 from kvtier.runtime import session_events
 from kvtier.runtime.executor import Threads
-from kvtier.runtime.guards import Guards
-from kvtier.runtime.open import choose_chunk_tokens
+from kvtier.runtime.observers.guards import Feature, Guards, Observer
+from kvtier.runtime.open import choose_chunk_tokens, open_session
 from kvtier.runtime.session import SessionError
 from kvtier.runtime.session_events import SessionEvents
 from kvtier.types import LoadDone, Presence, Probe, RequestId, StoreDone
@@ -43,7 +48,7 @@ def test_what_was_stored_comes_back_after_a_restart(tmp_path):
     source = Engine(64, seed=1)
     first = opened(tmp_path / "kv", source)
     prefix = prefix_of(6, first.root)
-    assert stored(first.session, "a", prefix, places_of(range(6))) == StoreDone(RequestId("a"), held=12, dropped=0)
+    assert stored(first.session, "a", prefix, places_of(range(6))) == StoreDone(RequestId("a"), stored=12, dropped=0)
     assert first.session.close().flushed
 
     target = Engine(64, seed=2)
@@ -106,7 +111,7 @@ def test_bad_arguments_raise_in_the_caller():
         session.load(RequestId("a"), prefix_of(2), 17, [])
     with pytest.raises(ValueError, match="outside the prefix"):
         session.store(RequestId("a"), prefix_of(2), places_of([7]))
-    assert stored(session, "a", prefix_of(2), places_of(range(2))).held == 4  # and all goes on
+    assert stored(session, "a", prefix_of(2), places_of(range(2))).stored == 4  # and all goes on
     with session._lock:  # so that nothing completes the load
         session.load(RequestId("b"), prefix_of(2), 32, load_places(32))
         with pytest.raises(ValueError, match="'b' has a load under way"):
@@ -120,7 +125,7 @@ def test_after_an_internal_error_running_copies_end_and_everything_else_fails(mo
     gate = GatedTier("gathers", shut=["copy"])
     monkeypatch.setattr(module, "MOVER_DEADLINE_S", 0.05)
     session, _, _ = local(
-        GatedCopier(Engine(64).copier(), gate), {}, threads=Threads(device=1), limits=Limits(gathers=1)
+        GatedCopier(Engine(64).copier(), gate), {}, threads=Threads(device=1), limits=Limits(stores_in_flight=1)
     )
     try:
         session.store(RequestId("a"), prefix_of(1), places_of(range(1)))
@@ -218,7 +223,7 @@ def test_other_calls_go_on_while_a_lookup_waits():
     waiter = threading.Thread(target=session.lookup, args=(RequestId("a"), prefix_of(2)), kwargs={"wait_s": 60.0})
     waiter.start()
     assert tier.hangs.wait(20)
-    assert stored(session, "b", prefix_of(1, seed=1), places_of(range(1))).held == 2
+    assert stored(session, "b", prefix_of(1, seed=1), places_of(range(1))).stored == 2
     assert waiter.is_alive()
     tier.open_again()
     waiter.join(20)
@@ -296,6 +301,29 @@ def test_metrics_tell_what_happened(tmp_path):
     kv.session.close()
 
 
+def test_an_engine_with_a_lossy_class_says_so_at_its_start_and_counts_its_loads(tmp_path, caplog):
+    kind = GroupLayout(
+        History(),
+        (4096,),
+        "test/lossy",
+        runs=((Run("keys", "bf16", 4096),),),
+        axes=((Axes(("token", "channel"), (16, 128)),),),
+    )
+    layout, prefix = KvLayout(16, (kind,)), prefix_of(2)
+    for loss in ("none", "int4"):
+        settings = replace(config(tmp_path / loss), store=StoreConfig(loss=loss))
+        engine = Engine(64, layout=layout)
+        kv = open_session(settings, layout, FINGERPRINT, engine.copier())
+        stored(kv.session, "a", prefix, places_of(range(2), (0,)))
+        looked_up(kv.session, "b", prefix)
+        loaded(kv.session, "b", prefix, 32, places_of(range(2), (0,)))
+        found = [kv.metrics.get(table.LOSSY_LOAD_TOKENS, loss=it) for it in ("int4", "k8v4")]
+        told = [it for it in caplog.messages if "with loss" in it]
+        assert found == [32 * (loss == "int4"), 0]
+        assert [it.split(":")[0] for it in told] == ["this engine stores KV with loss (int4)"] * (loss != "none")
+        kv.session.close()
+
+
 def test_the_observer_gets_every_command_and_completion_under_the_lock():
     seen, sessions = [], []
 
@@ -303,15 +331,12 @@ def test_the_observer_gets_every_command_and_completion_under_the_lock():
         if not isinstance(command, Probe) or command.objects:  # not a health check
             seen.append((what, command, all(session._holder for session in sessions)))
 
-    class Recorder:
+    class Recorder(Observer):
         def submitted(self, command):
             see("submitted", command)
 
         def completed(self, completion):
             see("completed", completion.command)
-
-        def renewed(self):
-            pass
 
     tier = MemoryTier("below", capacity_bytes=64 << 20)
     session, _, _ = local(Engine(64).copier(), {"below": tier}, observer=Recorder())
@@ -326,11 +351,31 @@ def test_the_observer_gets_every_command_and_completion_under_the_lock():
     assert all(is_inside for _, _, is_inside in seen)
 
 
+@pytest.mark.parametrize(("feature", "again"), [(Feature.EVENTS, False), (Feature.METRICS, True)])
+def test_an_observer_that_raises_loses_a_record_or_ends_with_its_feature(feature, again):
+    seen = []
+
+    class Failing(Observer):
+        def submitted(self, command):
+            seen.append(command)
+            raise ValueError("of an observer")
+
+    session, _, _ = local(Engine(64).copier(), {})
+    session.guards.register(feature, Failing())
+    for seed in range(3):
+        prefix = prefix_of(2, seed=seed)
+        assert stored(session, f"write {seed}", prefix, places_of(range(2))).stored == 4
+        done = loaded(session, f"read {seed}", prefix, prefix.tokens, load_places(prefix.tokens))
+        assert done.tokens == prefix.tokens
+    assert (len(seen) > 1) == again
+    assert session.close().flushed
+
+
 @pytest.mark.parametrize(("wanted", "alignment", "expected"), [(0, 1, 256), (0, 16, 256), (0, 96, 288), (64, 16, 64)])
 def test_chunk_tokens_follow_the_engine(wanted, alignment, expected):
     assert choose_chunk_tokens(wanted, alignment) == expected
 
 
 def test_chunk_tokens_that_cut_a_block_are_refused():
-    with pytest.raises(ConfigError, match=r"store.chunk_tokens = 100 .* its 16 tokens"):
+    with refuses("store.chunk_tokens", value="100", allowed="its 16 tokens"):
         choose_chunk_tokens(100, 16)

@@ -154,7 +154,7 @@ def test_a_rank_that_cannot_map_has_a_copy_that_counts_and_says_so_once(
     assert sum(it.size_bytes for it in arenas) >= alone * arenas[0].slots[0]
     assert [len(it.filled_elsewhere) for it in arenas].count(1) == {"_made": 2, "_opened": 1}[act]
     assert [it.getMessage() for it in caplog.records] == [
-        "this rank keeps slots of its own, so host memory holds fewer chunks: planned"
+        "this rank keeps its own slots, so host memory holds fewer chunks: planned"
     ]
 
 

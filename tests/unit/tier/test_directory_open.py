@@ -14,7 +14,7 @@ from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import About
 from kvtier.tier.directory.snapshot import load_snapshot
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.directory_marker import open_store, read_marker
+from kvtier.tier.files.directory_marker import open_store, read_marker
 
 CAPACITY = 64 * BLOCK_BYTES
 

@@ -9,10 +9,10 @@ import pytest
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import UNKNOWN
-from kvtier.tier.direct import aligned_buffer, is_aligned
 from kvtier.tier.directory import tier as directory
 from kvtier.tier.directory.snapshot import SnapshotRow, load_snapshot, pack_snapshot, save_snapshot, unpack_snapshot
 from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.files.direct import aligned_buffer, is_aligned
 from kvtier.tier.operation_guard import OperationGuard
 
 CAPACITY = 64 * BLOCK_BYTES

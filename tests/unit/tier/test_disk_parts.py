@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from tests.refusals import refuses
 
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import TierError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.disk.format import (
@@ -243,5 +244,5 @@ def test_each_rank_has_a_store_and_a_share_of_its_own(tmp_path):
     for tier in tiers:
         tier.close()
     large = KvLayout(16, (GroupLayout(History(), (32 << 20,), "test"),))
-    with pytest.raises(ConfigError, match=r"tiers\.disk\.capacity_bytes = 67108864 is too small: a chunk of 16 tokens"):
+    with refuses("tiers.disk.capacity_bytes", "too small: a chunk of 16 tokens", value="67108864"):
         KIND.open(settings, TierContext(layout=large, ranks=2))

@@ -13,11 +13,10 @@ from kvtier.cli.main import run
 from kvtier.errors import TierError
 from kvtier.observe.metric_definitions import EVICTIONS
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.counters import Gauges
 from kvtier.runtime.executor import COUNT_MAX, TierView
 from kvtier.runtime.mover import FIGURES_EVERY_S, FiguresSampler
+from kvtier.runtime.observers.counters import Gauges
 from kvtier.testing.tier import empty_frame, object_name
-from kvtier.tier.checked_json import pack_json
 from kvtier.tier.disk import view as disk_view
 from kvtier.tier.disk.status import (
     STATUS_NAME,
@@ -26,6 +25,7 @@ from kvtier.tier.disk.status import (
     write_status,
 )
 from kvtier.tier.disk.tier import DiskTier
+from kvtier.tier.files.checked_json import pack_json
 from kvtier.types import Figures
 
 STATUS = DiskStatus(
@@ -173,12 +173,12 @@ def test_a_session_says_whether_it_uses_the_tier(tmp_path):
     tier, core = opened(tmp_path), Driver(failures=1)
     view = TierView()
     gauges, sampler = Gauges(Metrics(), core.cache, [core.layout], [{"disk": view}]), FiguresSampler(tier, view)
-    gauges()
+    gauges.each_second()
     sampler.sample(0.0)
     assert told_now(tier).is_up is True
     core.lookup("r", prefix_of("a"))
     core.tell(next(iter(core.probes.values())), None)
-    gauges()
+    gauges.each_second()
     sampler.sample(FIGURES_EVERY_S)
     assert told_now(tier).is_up is False
     tier.close()
@@ -204,7 +204,7 @@ def test_figures_of_a_tier_that_make_no_sense_cost_no_session():
     sampler = FiguresSampler(Odd("odd", capacity_bytes=1), view)
     for number in range(len(figures)):
         sampler.sample(number * FIGURES_EVERY_S)
-        gauges()
+        gauges.each_second()
     assert metrics.get(EVICTIONS, place="odd") == float(COUNT_MAX + 4)
 
 

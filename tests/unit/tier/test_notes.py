@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tier import store_notes as notes
 from kvtier.tier.directory.tier import DirectoryTier
+from kvtier.tier.files import store_notes as notes
 
 NAME = bytes(range(16))
 FILE = "note-model-0001020304050607.json"

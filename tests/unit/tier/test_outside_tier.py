@@ -37,7 +37,7 @@ assert kv.session.close().flushed
 def site(tmp_path_factory) -> Path:
     """A folder for `sys.path` with the package."""
     folder = tmp_path_factory.mktemp("site")
-    (folder / "shelf_tier.py").write_text((ROOT / "tests" / "shelf_tier.py").read_text())
+    (folder / "shelf_tier.py").write_text((ROOT / "src/kvtier/testing/example_tier.py").read_text())
     about = folder / "kvtier_shelf-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-shelf\nVersion: 1.0\n")
@@ -135,7 +135,7 @@ def test_a_shared_one_demands_a_secret_and_gets_its_key_id(site, tmp_path):
     where = f"shelf:{tmp_path / 'kv'}?public=true"
     refused = kvtier(site, "config", "check", "--tier", where)
     assert refused.returncode == 2
-    assert "tiers.shelf: other nodes use this tier, so they need the same secret; make one with" in refused.stderr
+    assert "store.secret_file (from default): other nodes use tiers.shelf" in refused.stderr
     secret = tmp_path / "secret"
     missing = kvtier(site, "config", "check", "--tier", where, "--set", f"store.secret_file={secret}")
     assert (missing.returncode, "does not exist, and a shared tier needs it" in missing.stdout) == (1, True)
@@ -219,6 +219,6 @@ def test_a_broken_package_is_named_and_harms_no_other_kind(site, tmp_path, entry
     (folder / "kvtier_shelf-1.0.dist-info" / "entry_points.txt").write_text(f"[kvtier.tiers]\nshelf = {entry}\n")
     done = kvtier(folder, "config", "show", "--tier", "shelf:/x")
     assert done.returncode == 2
-    assert f"of the package kvtier-shelf ({entry}) {why}" in done.stderr
+    assert f"of the package kvtier-shelf ({entry}) (from flag --tier): {why}" in done.stderr
     assert done.stderr.count("\n") == 1
     assert kvtier(folder, "config", "show", "--tier", f"disk:{tmp_path / 'kv'}").returncode == 0

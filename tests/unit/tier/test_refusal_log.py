@@ -5,7 +5,7 @@ import pytest
 from kvtier.tier.refusal_log import QUIET_S, RefusalLog
 
 FULL = ("WARNING", "tier far refuses writes: full")
-AGAIN = ("INFO", "tier far takes writes again")
+AGAIN = ("INFO", "tier far accepts writes again")
 
 
 class _Clock:

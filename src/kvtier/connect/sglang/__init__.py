@@ -4,7 +4,7 @@
     --hicache-storage-backend-extra-config '{"backend_name": "kvtier", "module_path": "kvtier.connect.sglang",
         "class_name": "KvtierStorage", "interface_v1": 1, "tiers": ["disk:/path/to/kv"]}'
 
-The backend is imported on demand, so that the other modules work, and are tested, without SGLang.
+The backend is imported on demand, so that the other modules work and can be tested without SGLang.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ __all__ = ["KvtierStorage", "register"]  # pyright: ignore[reportUnsupportedDund
 
 
 def register() -> None:
-    """Note the files of the model before SGLang reads them; see `model_files`. SGLang calls it as a plug-in."""
+    """Note the model's files before SGLang reads them (see `model_files`). SGLang calls this as a plug-in."""
     from kvtier.connect.sglang.model_files import register as at_publication  # noqa: PLC0415
 
     at_publication()

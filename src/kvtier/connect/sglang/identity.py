@@ -1,10 +1,10 @@
 """Identity of an SGLang engine: the fingerprint of its weights and of every setting that changes a token's KV.
 
 SGLang's page hash covers the tokens, items of other kinds (as tokens of 62 bits), the adapter's id and the salt of a
-request. It covers neither the model nor what an adapter's id stands for: the id of an adapter that is named at start is
-made of its name and path, so the digests of those adapters' files are part of the fingerprint.
+request. It covers neither the model nor the adapter's content. SGLang makes the id of an adapter that is named at
+start from its name and path. So the fingerprint includes the digests of those adapters' files.
 
-Ranks, the layout and the page size are not: they are in the name of every object (`pools`).
+Ranks, the layout and the page size are not included, because the name of every object contains them (`host_pools`).
 """
 
 import json
@@ -25,7 +25,7 @@ LOCAL_FORMATS = frozenset({
     "auto", "safetensors", "fastsafetensors", "pt", "npcache", "gguf", "bitsandbytes", "mistral", "layered",
     "sharded_state",
 })  # fmt: skip
-"""Load formats that read files of a checkpoint's folder."""
+"""Load formats that read files from a checkpoint's folder."""
 
 SETTINGS = (
     "dtype", "kv_cache_dtype", "quantization", "modelopt_quant", "rl_quant_profile", "json_model_override_args",
@@ -33,7 +33,7 @@ SETTINGS = (
     "mamba_ssm_dtype", "qsa_indexer_dtype", "prefill_kv_cache_dequant_dtype", "enable_int8_mamba_checkpoint",
     "enable_deepseek_v4_fp4_indexer", "enable_dsa_cache_layer_split", "enable_kv_cache_sharding",
     "enable_prefill_cp", "cp_strategy", "disable_hybrid_swa_memory", "mm_process_config", "trust_remote_code",
-    # the attention's kernels also decide the order of bytes in a page
+    # attention kernels, which also decide the order of bytes in a page
     "attention_backend", "prefill_attention_backend", "decode_attention_backend", "enable_page_major_kv_layout",
     "dsa_prefill_backend", "dsa_decode_backend", "dsa_topk_backend", "dsa_paged_mqa_logits_backend",
     "dsv4_attn_backend", "dsv4_prefill_backend", "enable_hisparse", "hisparse_config", "c128_page_size",
@@ -48,10 +48,10 @@ SETTINGS = (
     "moe_runner_backend", "moe_a2a_backend", "triton_attention_reduce_in_fp32",
     # embeddings of images and other items
     "disable_fast_image_processor", "image_processor_backend", "enable_precise_embedding_interpolation",
-    # attention between the items of a prompt, and which modules an adapter changes
+    # attention between the items of a prompt, and the modules that an adapter changes
     "enable_mis", "lora_target_modules", "experts_shared_outer_loras",
 )  # fmt: skip
-"""Server arguments that change KV or its meaning; their values after SGLang's resolution are in the fingerprint."""
+"""Server arguments that change KV or its meaning. The fingerprint has their values after SGLang's resolution."""
 
 DRAFT_SETTINGS = (
     "speculative_draft_load_format", "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype",
@@ -59,7 +59,7 @@ DRAFT_SETTINGS = (
     "speculative_draft_sink_size", "speculative_num_draft_tokens", "speculative_draft_attention_backend",
     "speculative_dflash_block_size", "speculative_dspark_block_size",
 )  # fmt: skip
-"""Those of speculative decoding, whose draft model may keep KV in the same pages."""
+"""Settings of speculative decoding, whose draft model may keep KV in the same pages."""
 
 REFUSED = {
     "dllm_algorithm": "KV of a diffusion model depends on later tokens",
@@ -70,15 +70,15 @@ REFUSED = {
     "quantization_param_path": "scales in a file of their own are not identified",
     "decrypted_config_file": "an encrypted checkpoint is not identified",
     "uno_lora_path": "an adapter of the draft model is not identified",
-    "forward_hooks": "what they change is not identified",
+    "forward_hooks": "their changes are not identified",
     "trust_mm_content_hashes": "a client could name the content of its images or other items falsely",
 }
-"""Server arguments with which kvtier does not start, and why."""
+"""Server arguments that kvtier refuses, and why."""
 
 ENVIRONMENT = (
     "SGLANG_", "SGL_", "FLASHINFER_NVFP4_", "USE_ROCM_AITER_", "USE_TRITON_W8A8_", "DEEP_NORMAL_MODE_", "TIMM_FUSED_",
 )  # fmt: skip
-"""Beginnings of the names of environment variables that may change KV, such as SGLANG_USE_HND_KVCACHE."""
+"""Prefixes of environment variables that may change KV, such as SGLANG_USE_HND_KVCACHE."""
 
 UNRELATED_WORDS = frozenset({
     "CI", "COREDUMP", "CRASH", "DIR", "DISAGG", "DISAGGREGATION", "DISTRIBUTED", "GRAMMAR", "GRPC", "HEALTH",
@@ -87,7 +87,7 @@ UNRELATED_WORDS = frozenset({
     "VISIBLE", "WARMUP", "WATCHDOG", "ZMQ",
     "AUTH", "CREDENTIAL", "KEY", "PASSWORD", "SECRET",
 })  # fmt: skip
-"""A variable with one of these words in its name changes no KV, or is a secret."""
+"""A variable with one of these words in its name does not change KV, or is a secret."""
 
 REFUSED_VARIABLES = {
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "code of a model that is not SGLang's is not identified",
@@ -103,7 +103,7 @@ NO_MODEL = frozenset({"", "none", "dummy"})
 
 
 def identify(leaf: Leaves, release: str) -> tuple[Fingerprint, dict[Path, FileVersion]]:
-    """The fingerprint of this process's engine, the same in all of its processes, and the files that it digests.
+    """Return the fingerprint of this engine, equal in all of its processes, and the files that it digests.
 
     Args:
         leaf: the resolved server arguments.
@@ -113,7 +113,7 @@ def identify(leaf: Leaves, release: str) -> tuple[Fingerprint, dict[Path, FileVe
         The fingerprint, and the version of each file whose digest is part of it.
 
     Raises:
-        ConfigError: the model cannot be identified, or a setting is not supported; the message says what was found.
+        ConfigError: the model cannot be identified, or a setting is not supported. The message says what was found.
     """
     for name, why in REFUSED.items():
         value = _value(leaf, name, release)
@@ -132,7 +132,7 @@ def identify(leaf: Leaves, release: str) -> tuple[Fingerprint, dict[Path, FileVe
         weights=weights.digest,
         dtype=str(_value(leaf, "dtype", release)),
         other={
-            # The layout of pages and the numerics change between releases.
+            # The page layout and the numerics change between releases.
             "engine": ["sglang", release],
             "config": _model_config(folder),
             "settings": others,
@@ -145,14 +145,14 @@ def identify(leaf: Leaves, release: str) -> tuple[Fingerprint, dict[Path, FileVe
 
 
 def model_files(leaf: Leaves) -> tuple[dict[Path, FileVersion], bool]:
-    """Versions of the files that SGLang reads of a model, its draft model and adapters; as far as they are here.
+    """Return versions of the local files that SGLang reads for a model, its draft model and adapters.
 
     Returns:
-        The versions, and whether SGLang may download further ones.
+        The versions, and whether SGLang may download more files.
     """
     files: dict[Path, FileVersion] = {}
     for find in (_folder, _draft_folder):
-        with suppress(ConfigError):  # it is not here yet
+        with suppress(ConfigError):  # it is not local yet
             files |= checkpoint_versions(find(leaf, ""), is_code_trusted=bool(leaf("trust_remote_code")))
     for adapter in cast("list[Any]", leaf("lora_paths") or []):
         files |= file_versions(_adapter_files(adapter))
@@ -161,10 +161,10 @@ def model_files(leaf: Leaves) -> tuple[dict[Path, FileVersion], bool]:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Of these environment variables, those that may change KV. A value that names a file becomes its digest.
+    """Return the variables of `environment` that may change KV. If a value names a file, its digest replaces it.
 
     Raises:
-        ConfigError: what a variable adds to SGLang cannot be identified.
+        ConfigError: a variable adds something to SGLang that cannot be identified.
     """
     for name, why in REFUSED_VARIABLES.items():
         if variables.get(name):
@@ -186,16 +186,16 @@ def _value(leaf: Leaves, name: str, release: str) -> object:
 
 
 def _folder(leaf: Leaves, release: str) -> Path:
-    """The checkpoint's folder, or its file.
+    """Return the checkpoint's folder, or its file.
 
     Raises:
-        ConfigError: the settings name no model, or its files are not here.
+        ConfigError: the settings name no model, or its files are not local.
     """
     name = str(_value(leaf, "model_path", release) or "")
     load_format = str(_value(leaf, "load_format", release)).rpartition(".")[2].lower()
     if name.lower() in NO_MODEL:
         raise ConfigError(
-            f"SGLang's model_path = {name!r} names no model, so its KV cannot be identified; allowed: one"
+            f"SGLang's model_path = {name!r} names no model, so its KV cannot be identified; allowed: a model"
         )
     if load_format not in LOCAL_FORMATS:
         raise ConfigError(
@@ -215,12 +215,12 @@ def _folder(leaf: Leaves, release: str) -> Path:
 
 
 def _model_config(folder: Path) -> dict[str, object]:
-    """The model's description in its checkpoint.
+    """Return the model's description in its checkpoint.
 
     Raises:
-        ConfigError: there is none, or it is not JSON.
+        ConfigError: the checkpoint has none, or it is not JSON.
     """
-    if folder.is_file():  # such as GGUF, which describes itself
+    if folder.is_file():  # a format such as GGUF, which describes itself
         return {}
     found: dict[str, object] = {}
     for name in CONFIG_FILES:
@@ -243,7 +243,7 @@ def _adapter_files(adapter: Any) -> list[Path]:  # noqa: ANN401 - SGLang's `LoRA
 
 
 def _adapters(leaf: Leaves, release: str, digested: dict[Path, FileVersion]) -> list[object]:
-    """Id and files of each adapter that is named at start. The id of one that is loaded later is random."""
+    """Return id and files of each adapter named at start. An adapter that is loaded later has a random id."""
     found: list[object] = []
     for adapter in cast("list[Any]", _value(leaf, "lora_paths", release) or []):
         files = _adapter_files(adapter)
@@ -259,10 +259,10 @@ def _adapters(leaf: Leaves, release: str, digested: dict[Path, FileVersion]) -> 
 
 
 def _draft_folder(leaf: Leaves, release: str) -> Path | None:
-    """The folder of the draft model; None without one.
+    """Return the folder of the draft model. None: there is no draft model.
 
     Raises:
-        ConfigError: its files are not here.
+        ConfigError: its files are not local.
     """
     name = _value(leaf, "speculative_draft_model_path", release)
     if name is None:
@@ -275,7 +275,7 @@ def _draft_folder(leaf: Leaves, release: str) -> Path | None:
 
 
 def _draft(leaf: Leaves, release: str, digested: dict[Path, FileVersion]) -> dict[str, object]:
-    """Speculative decoding: its algorithm, settings, and the draft model's weights."""
+    """Return the algorithm, settings and draft-model weights of speculative decoding."""
     algorithm = _value(leaf, "speculative_algorithm", release)
     if algorithm is None:
         return {}
@@ -290,13 +290,15 @@ def _draft(leaf: Leaves, release: str, digested: dict[Path, FileVersion]) -> dic
 
 
 def leaves(context: Any) -> Leaves:  # noqa: ANN401 - SGLang's runtime context
-    """The resolved server arguments of SGLang's runtime context.
+    """Return the resolved server arguments of SGLang's runtime context.
 
     Raises:
-        ConfigError: SGLang has published none in this process.
+        ConfigError: SGLang has not published any in this process.
     """
     try:
         context.server_args  # noqa: B018 - raises
     except ValueError as error:
-        raise ConfigError("SGLang has published no server arguments in this process, so its KV is unknown") from error
+        raise ConfigError(
+            "SGLang has published no server arguments in this process, so its KV cannot be identified"
+        ) from error
     return context.config_leaf

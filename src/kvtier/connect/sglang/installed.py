@@ -1,4 +1,4 @@
-"""The installed SGLang: its release, the flags that name kvtier's backend, and SGLang's reading of a command line."""
+"""Ask the installed SGLang for its release and how it reads a command line, and list the flags for kvtier's backend."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from kvtier.connect.local_files import ask_program, installed_version
+from kvtier.connect.programs import ask_program, installed_version
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import redacted
 
@@ -20,7 +20,7 @@ BACKEND: Mapping[str, object] = {
     "class_name": "KvtierStorage",
     "interface_v1": 1,
 }
-"""SGLang's part of ``--hicache-storage-backend-extra-config``; ``interface_v1``: without a further copy."""
+"""SGLang's part of ``--hicache-storage-backend-extra-config``. ``interface_v1`` avoids another copy."""
 
 OWN_KEYS: Mapping[str, object] = {
     "prefetch_threshold": 256,
@@ -29,36 +29,44 @@ OWN_KEYS: Mapping[str, object] = {
     "hicache_storage_pass_prefix_keys": False,
     "tp_lcm_size": None,
 }
-"""Keys of the extra config that are SGLang's, with its defaults. All others except `BACKEND` are kvtier's settings."""
+"""Keys of the extra config that SGLang reads, with their defaults. Except for `BACKEND`, all others are kvtier's."""
+
+COMPILE_ADVICE = (
+    "install a C++ compiler, ninja and the headers of Python and OpenSSL (apt-get install g++ ninja-build python3-dev "
+    "libssl-dev), or mount a TORCH_EXTENSIONS_DIR in which the same SGLang has compiled it"
+)
+"""What SGLang needs for the hash that names its pages."""
 
 EXTRA = "--hicache-storage-backend-extra-config"
 
 PAGE_TOKENS = 64
-"""A page of SGLang's default is one token, which is too little for an object."""
+"""Recommended tokens per page. SGLang's default is one token, which is too little for an object."""
 
 UNUSED = ("host.capacity_bytes",)
-"""Settings without effect here: SGLang keeps the host memory itself."""
+"""Settings that have no effect, because SGLang owns the host memory."""
 
 PROGRAM = Path(__file__).with_name("server_arguments.py")
 
 DEADLINE_S = 180.0
-"""For an import of SGLang, which takes 10 s, or a minute from a cold disk."""
+"""Seconds for an import of SGLang, which takes 10 s, or a minute from a cold disk."""
 
 
 class Environment(NamedTuple):
     """One Python environment, as `server_arguments` describes it."""
 
     version: str | None
-    """SGLang's release; None without SGLang."""
+    """Release of SGLang; None without SGLang."""
     has_kvtier: bool
     fields: Mapping[str, Any]
-    """SGLang's resolution of the command line, by field of its `ServerArgs`; empty if it was not read."""
+    """The command line as SGLang resolved it, by field of its `ServerArgs`; empty if SGLang did not read it."""
     asked: Mapping[str, Any]
     """The same fields as given, before SGLang's rules changed them."""
     refused: str
-    """SGLang's message, if it does not take the command line."""
+    """SGLang's message, if it refuses the command line."""
     no_plug_in: str = ""
-    """Why SGLang does not load kvtier as a plug-in, and what to do; empty if it does. `SGLANG_PLUGINS` is read here."""
+    """Why SGLang does not load kvtier as a plug-in (by this `SGLANG_PLUGINS`), and what to do; empty if it does."""
+    no_page_hash: str = ""
+    """Why SGLang cannot compile the hash that names its pages; empty if it can."""
 
 
 def installed() -> str | None:
@@ -70,8 +78,8 @@ def check_version(version: str | None, unsupported: str = "refuse") -> None:
     """Refuse an unsupported release.
 
     Args:
-        version: SGLang's.
-        unsupported: the setting `sglang.unsupported`.
+        version: release of SGLang.
+        unsupported: value of the setting `sglang.unsupported`.
 
     Raises:
         ConfigError: SGLang is missing, or its release was not tested.
@@ -82,8 +90,8 @@ def check_version(version: str | None, unsupported: str = "refuse") -> None:
     if not is_supported(version) and unsupported == "refuse":
         raise ConfigError(
             f"SGLang {version} is not supported by this release of kvtier; allowed: {allowed}. Another release may "
-            "store KV in another layout. To use it nevertheless, set sglang.unsupported=allow: its KV is then found by "
-            "the same release only"
+            "store KV in another layout. To use it nevertheless, set sglang.unsupported=allow; only the same release "
+            "then finds its KV"
         )
 
 
@@ -98,15 +106,15 @@ def look(
     """Describe an environment, and let its SGLang read a server's command line.
 
     Args:
-        python: the environment's interpreter; None: this one.
-        arguments: of ``python -m sglang.launch_server``; None: SGLang is not imported.
-        deadline_s: for all of it.
+        python: the environment's interpreter; None means this one.
+        arguments: arguments of ``python -m sglang.launch_server``. If None, SGLang is not imported.
+        deadline_s: seconds for all of it.
 
     Raises:
         NotInTimeError: the deadline has passed.
         ConfigError: the interpreter cannot be run.
     """
-    # -P: the current folder may hold modules of the same names. kvtier needs a Python that knows it, too.
+    # -P, because the current folder may contain modules of the same names. Like kvtier, it needs Python 3.11.
     command = [str(python or sys.executable), "-P", "-c", PROGRAM.read_text(encoding="utf-8")]
     if arguments is not None:
         command.append(json.dumps(list(arguments)))
@@ -118,14 +126,15 @@ def look(
         asked=found.get("asked", {}),
         refused=redacted(found.get("refused", "")),
         no_plug_in=found.get("no_plug_in", ""),
+        no_page_hash=found.get("no_page_hash", ""),
     )
 
 
 def read_extra(text: str) -> dict[str, object]:
-    """The value of `EXTRA`: JSON, or ``@`` and a file of JSON or TOML, as SGLang reads it. SGLang also reads YAML.
+    """Read the value of `EXTRA` as SGLang does: JSON, or ``@`` and a JSON or TOML file. SGLang also reads YAML.
 
     Raises:
-        ConfigError: it is none of these. The message does not repeat it, since it may contain a secret.
+        ConfigError: it has none of these forms. The message does not repeat it, since it may contain a secret.
     """
     problem, hint, suffix = "is not valid JSON", "; did the shell remove its quotes?", ".json"
     if text.startswith("@"):
@@ -150,5 +159,5 @@ def read_extra(text: str) -> dict[str, object]:
 
 
 def settings_in(extra: Mapping[str, object]) -> dict[str, object]:
-    """Of the extra config, kvtier's settings."""
+    """Return kvtier's settings in the extra config."""
     return {name: value for name, value in extra.items() if name not in BACKEND and name not in OWN_KEYS}

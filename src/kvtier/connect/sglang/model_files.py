@@ -1,8 +1,8 @@
-"""Looks at a model's files before SGLang reads them, to compare them with those that the backend digests later.
+"""Notes a model's files before SGLang reads them, to compare them with those that the backend digests later.
 
-SGLang reads the weights long before it makes a storage backend, and a folder may get other files in between. kvtier is
-a plug-in (``sglang.srt.plugins``), which SGLang calls first in each process. The plug-in registers a hook, which SGLang
-calls when it has published its arguments, before it reads the model.
+SGLang reads the weights long before it makes a storage backend, and the folder may change in between. kvtier is a
+plug-in (``sglang.srt.plugins``), which SGLang calls first in each process. The plug-in registers a hook. SGLang calls
+the hook after publishing its arguments and before reading the model.
 """
 
 import logging
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 PUBLISH = "sglang.srt.runtime_context.publish"
 
 _before: list[tuple[dict[Path, FileVersion], bool]] = []
-"""The last look, if there was one: versions, and whether SGLang may download further files."""
+"""The last note, if there is one: versions, and whether SGLang may download more files."""
 
 
 def register() -> None:
-    """Ask SGLang for a call in each process that is about to read the model. SGLang calls it as a plug-in."""
+    """Ask SGLang to call kvtier in each process that is about to read the model. SGLang calls this as a plug-in."""
     hooks: Any = import_module("sglang.srt.plugins.hook_registry")
     hooks.HookRegistry.register(PUBLISH, _published, hooks.HookType.AFTER)
 
@@ -34,7 +34,7 @@ def _published(context: Any, *_: object, role: str = "", **__: object) -> None: 
         try:
             look(context)
         except Exception:
-            logger.exception("the model's files cannot be looked at, so kvtier will store and find nothing")
+            logger.exception("the model's files cannot be inspected, so kvtier will store and find nothing")
 
 
 def look(context: Any) -> None:  # noqa: ANN401 - SGLang's runtime context
@@ -44,11 +44,11 @@ def look(context: Any) -> None:  # noqa: ANN401 - SGLang's runtime context
 
 
 def doubt(context: Any, digested: Mapping[Path, FileVersion]) -> str:  # noqa: ANN401 - SGLang's runtime context
-    """The reason why SGLang may have read other files than the digested ones; empty if there is none.
+    """Return why SGLang may have read files that were not digested. Empty if it cannot have.
 
     Args:
-        context: SGLang's.
-        digested: the versions that digests cover.
+        context: SGLang's runtime context.
+        digested: versions of the files that digests cover.
     """
     if not _before:
         return "SGLang has not loaded kvtier's plug-in; allowed: SGLANG_PLUGINS (environment) unset, or with kvtier"

@@ -1,10 +1,10 @@
-"""A program for the Python of SGLang's environment: what is installed there, and how SGLang reads a command line.
+"""A program for the Python of SGLang's environment. It reports what is installed and how SGLang reads a command line.
 
     python -P -c SOURCE '["--model-path", "MODEL", "--enable-hierarchical-cache"]'
 
 It needs the standard library alone, because kvtier may be missing there. It writes one line of JSON to stdout: the
-versions, whether SGLang loads kvtier as a plug-in, and SGLang's own resolution of `FIELDS`, which needs neither a model
-nor a GPU. Other output goes to stderr.
+versions, whether SGLang loads kvtier as a plug-in and can compile its page hash, and SGLang's own resolution of
+`FIELDS`, which needs neither a model nor a GPU. Other output goes to stderr.
 Without an argument the command line is not read, and SGLang is not imported.
 """
 
@@ -14,12 +14,18 @@ import importlib.util
 import io
 import json
 import os
+import shlex
+import subprocess
 import sys
+import sysconfig
+import tempfile
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 FIELDS = (
     "disable_radix_cache",
+    "disaggregation_mode",
     "enable_hierarchical_cache",
     "enable_metrics",
     "enable_unified_cache_external_linker",
@@ -37,17 +43,22 @@ FIELDS = (
 )
 """Fields of SGLang's `ServerArgs` that decide whether KV is stored and found."""
 
+HASH_SOURCE, HASH_LIBRARY = "srt/mem_cache/cpp_utils/hash_binding.cpp", "hicache_hash_cpp.so"
+"""What SGLang compiles at its first page, in `native_hash.py`, and what it keeps of it."""
+
+COMPILE_S = 60.0
+
 
 def main(text: str | None) -> None:
     """Write the line of JSON."""
     result: dict[str, Any] = {"sglang": _version("sglang"), "kvtier": importlib.util.find_spec("kvtier") is not None}
-    result["no_plug_in"] = _no_plug_in()
+    result["no_plug_in"], result["no_page_hash"] = _no_plug_in(), page_hash_problem()
     if text is not None and result["sglang"] is not None:
         messages = io.StringIO()
         try:
             with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(messages):
                 result["fields"], result["asked"] = _resolved(json.loads(text))
-        except SystemExit:  # of argparse, after 400 lines of usage
+        except SystemExit:  # argparse exits after 400 lines of usage
             result["refused"] = messages.getvalue().strip().rpartition("error: ")[2]
         except Exception as error:  # noqa: BLE001 - any error of SGLang or its dependencies
             result["refused"] = f"{type(error).__name__}: {error}"
@@ -62,7 +73,7 @@ def _version(name: str) -> str | None:
 
 
 def _no_plug_in() -> str:
-    """Why SGLang does not load kvtier as a plug-in; empty if it does."""
+    """Return why SGLang does not load kvtier as a plug-in. Empty if it does."""
     chosen = os.environ.get("SGLANG_PLUGINS")
     if "kvtier" not in metadata.entry_points(group="sglang.srt.plugins").names:
         return "kvtier's installation there names no plug-in of SGLang; install this release of kvtier again"
@@ -71,8 +82,31 @@ def _no_plug_in() -> str:
     return ""
 
 
+def page_hash_problem() -> str:
+    """Why SGLang cannot compile the hash that names its pages; empty if it can, or has."""
+    package = importlib.util.find_spec("sglang")
+    if package is None or not (Path(package.origin or "").parent / HASH_SOURCE).exists():
+        return ""
+    cxx, cache = os.environ.get("CXX", "c++"), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions").rglob(HASH_LIBRARY)
+    is_built = False
+    with contextlib.suppress(OSError):  # for another compiler, torch compiles again
+        is_built = any(f"cxx = {cxx}\n" in it.with_name("build.ninja").read_text() for it in built)
+    with tempfile.TemporaryDirectory() as folder:
+        include, output = sysconfig.get_path("include", "posix_prefix"), f"{folder}/trial.so"
+        compiler = [*shlex.split(cxx), "-shared", "-fPIC", "-I", include, "-x", "c++", "-", "-o", output, "-lcrypto"]
+        for command in (["ninja", "--version"], compiler)[: 1 if is_built else 2]:
+            try:
+                source = "#include <Python.h>\n#include <openssl/sha.h>\n"
+                subprocess.run(command, input=source, capture_output=True, text=True, timeout=COMPILE_S, check=True)
+            except (OSError, subprocess.SubprocessError) as error:
+                said = " ".join((getattr(error, "stderr", None) or str(error)).split())
+                return f"{command[0]}: {said[:300]}"
+    return ""
+
+
 def _resolved(arguments: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields after and before SGLang's rules for HiCache."""
+    """Return the fields after and before SGLang's rules for HiCache."""
     server: Any = importlib.import_module("sglang.srt.server_args")
     rules: Any = importlib.import_module("sglang.srt.arg_groups.hicache_hook")
     overrides: Any = importlib.import_module("sglang.srt.arg_groups.overrides")

@@ -1,4 +1,4 @@
-"""All imports from SGLang's modules, in one file. Only `storage` imports it."""
+"""The only file that imports SGLang's modules. Only `storage` imports it."""
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
 
 from typing import Any

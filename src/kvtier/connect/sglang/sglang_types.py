@@ -9,10 +9,10 @@ StorageConfig: TypeAlias = Any
 """`sglang.srt.mem_cache.hicache_storage.HiCacheStorageConfig`: model, ranks, and the extra config."""
 
 ExtraInfo: TypeAlias = Any
-"""`sglang.srt.mem_cache.hicache_storage.HiCacheStorageExtraInfo`: keys of the pages before a call's pages; or None."""
+"""`sglang.srt.mem_cache.hicache_storage.HiCacheStorageExtraInfo`: keys of the pages before a call's pages, or None."""
 
 PoolTransfer: TypeAlias = Any
-"""`sglang.srt.mem_cache.hicache_storage.PoolTransfer`: pages of one pool in a call for several pools."""
+"""`sglang.srt.mem_cache.hicache_storage.PoolTransfer`: one pool's pages in a call for several pools."""
 
 PoolTransferResult: TypeAlias = Any
 """`sglang.srt.mem_cache.hicache_storage.PoolTransferResult`: pages that the storage has, per pool."""
@@ -21,4 +21,4 @@ Indices: TypeAlias = Any
 """`torch.Tensor`: `page_size` positions in a host pool for each page."""
 
 Leaves: TypeAlias = Any
-"""Function from the name of a server argument to its value after SGLang's resolution."""
+"""Function that maps a server argument's name to its value after SGLang's resolution."""

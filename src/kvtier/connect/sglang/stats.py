@@ -1,7 +1,7 @@
 """Metrics in SGLang's `/metrics`: SGLang's own for a storage backend, and kvtier's with the prefix ``sglang:``.
 
-SGLang takes its figures in the scheduler's thread (`KvtierStorage.get_stats`). kvtier's are exported then, at most four
-times a second.
+SGLang takes its figures in the scheduler's thread (`KvtierStorage.get_stats`). The same call exports kvtier's figures,
+at most four times a second.
 """
 
 import importlib
@@ -10,28 +10,28 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
-from kvtier.connect.vllm.stats import PromMetrics, StatsReader
+from kvtier.connect.engine_metrics import PromMetrics, StatsReader
 from kvtier.observe.metrics import Metrics
 
 CALLS_MAX = 4096
-"""Calls whose figures wait for SGLang; beyond that the oldest are dropped."""
+"""Calls whose figures wait for SGLang. Beyond this many, the oldest are dropped."""
 
 GB = 1e9
 
 CallKind: TypeAlias = Literal["prefetch", "backup"]
-"""SGLang's words for pages that come from the store, and for those that go there."""
+"""SGLang's words for pages that come from the store and pages that go to it."""
 
 _places: dict[tuple[str, ...], int] = {}
 _values: dict[int, tuple[str, ...]] = {}
-"""Values of the labels, by number; one for each rank in this process, so one outside of tests."""
+"""Label values, by number. There is one entry per rank in this process, which is one outside tests."""
 
 
 class StorageStats:
     """Collects figures until SGLang takes them.
 
     Args:
-        is_wanted: SGLang's metrics are on.
-        labels: name and value of this process's labels.
+        is_wanted: whether SGLang's metrics are on.
+        labels: name and value of each label of this process.
     """
 
     def __init__(self, is_wanted: bool, labels: Mapping[str, str]) -> None:  # noqa: FBT001 - one flag
@@ -52,7 +52,7 @@ class StorageStats:
             self._calls[way].append((pages, pages * page_bytes / max(seconds, 1e-9) / GB))
 
     def take(self, make: Callable[[], Any]) -> Any:  # noqa: ANN401 - SGLang's `StorageMetrics`
-        """SGLang's figures since the last call. Exports kvtier's."""
+        """Return SGLang's figures since the last call. Export kvtier's."""
         figures = make()
         for way, calls in self._calls.items():
             while calls:
@@ -68,7 +68,7 @@ class StorageStats:
         return figures
 
 
-@cache  # a process registers each metric once, also for a backend that is attached again
+@cache  # a process registers each metric once, even if a backend is attached again
 def _exported(labels: tuple[str, ...]) -> PromMetrics:
     prometheus: Any = importlib.import_module("prometheus_client")
     types = {kind: kind for kind in (prometheus.Counter, prometheus.Gauge, prometheus.Histogram)}

@@ -1,7 +1,7 @@
-"""Weights that change while the engine runs: SGLang replaces them in place, without notifying a storage backend.
+"""Weights that change while the engine runs. SGLang replaces them in place and does not notify a storage backend.
 
-KV of the new weights must not be stored under the digest of the old ones, so kvtier is notified by SGLang's own methods
-that replace weights, and stores and finds nothing from then on. Starting again identifies the new weights.
+KV of the new weights must not be stored under the digest of the old ones. So kvtier wraps SGLang's methods that
+replace weights. From the first such call on, it stores and finds nothing. A restart identifies the new weights.
 """
 
 import importlib
@@ -18,17 +18,18 @@ UPDATES = (
     "update_weights_from_disk", "receive_weights_from_distributed", "begin_weight_update",
     "load_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_ipc",
 )  # fmt: skip
-"""Its methods that change weights."""
+"""The methods of `UPDATER` that change weights."""
 
 _SEEN = "_kvtier_has_changed_weights"
 _watchers: list[Callable[[], None]] = []
 
 
 def watch_weights(changed: Callable[[], None]) -> None:
-    """Call `changed` before this process's weights change; SGLang itself does not notify storage backends.
+    """Call `changed` before this process's weights change. SGLang itself does not notify storage backends.
 
     Raises:
-        ConfigError: they have changed already, so the checkpoint no longer identifies them; or SGLang lacks a method.
+        ConfigError: the weights have changed already, so the checkpoint no longer identifies them; or SGLang lacks a
+            method.
     """
     if getattr(install(), _SEEN):
         raise ConfigError("the engine's weights were replaced while it ran, so its KV cannot be identified; restart it")
@@ -36,7 +37,7 @@ def watch_weights(changed: Callable[[], None]) -> None:
 
 
 def install() -> Any:  # noqa: ANN401 - SGLang's class
-    """Notice changes of this process's weights from now on. Returns SGLang's class that makes them.
+    """Notice changes of this process's weights from now on. Return SGLang's class that makes them.
 
     Raises:
         ConfigError: SGLang lacks a method.
@@ -57,7 +58,7 @@ def install() -> Any:  # noqa: ANN401 - SGLang's class
 
 
 def forget(changed: Callable[[], None]) -> None:
-    """End what `watch_weights` began."""
+    """Undo `watch_weights`."""
     if changed in _watchers:
         _watchers.remove(changed)
 

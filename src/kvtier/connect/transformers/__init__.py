@@ -1,4 +1,4 @@
-"""Hugging Face Transformers, in the process that holds the model.
+"""Hugging Face Transformers, in the process that runs the model.
 
 from kvtier.connect.transformers import attach
 kv = attach(model, directory="/path/to/kv")

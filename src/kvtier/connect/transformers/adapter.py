@@ -1,7 +1,7 @@
 """`attach` and `Attachment`: `generate` with a cache that outlives the process. See `docs/transformers.md`.
 
-Steps of one call: read the options and the padding; compute the chunk keys of each row; look up and load the known
-prefix; let the library generate from there; store the new chunks. Only the store goes on after the call.
+A call reads the options and the padding, computes the chunk keys of each row, and looks up and loads the known prefix.
+The library then generates from there, and new chunks are stored. Only that store continues after the call.
 """
 
 import itertools
@@ -45,9 +45,9 @@ from kvtier.types import NextTurn, Place, Prefix
 logger = logging.getLogger(__name__)
 
 _HANDOVER_DEADLINE_S = 5.0
-"""How long a call that returns its cache waits until its chunks are copied."""
+"""How long a call that returns its cache waits for copies of its chunks."""
 _REOPEN_DEADLINE_S = 5.0
-"""How long a changed model waits for the pending writes of its former session."""
+"""How long a changed model waits for pending writes of its previous session."""
 _LOGGED_MAX = 100
 _REPLACED = {"input_ids", "attention_mask", "past_key_values", "stopping_criteria"}
 """Arguments that a cached call replaces."""
@@ -70,19 +70,19 @@ def attach(
 
     Args:
         model: a decoder-only model of the Transformers library, in evaluation mode.
-        directory: where KV is kept on disk, for ``tiers=["directory:PATH"]``; None: the tiers of the settings.
-        config: all settings; None reads the file that ``KVTIER_CONFIG`` names and the ``KVTIER_…`` environment.
-        checkpoint: file or directory with the weights that the model was loaded from and still has. Its digest is
-            cached across processes; without it the tensors in memory are digested at every attach.
-        revision: name of the weights; models with different revisions share nothing.
-        held_calls: calls whose tensors may be held while their KV is copied to host memory. A further call is not
-            stored.
+        directory: where KV is stored on disk, as in ``tiers=["directory:PATH"]``. None: the tiers of the settings.
+        config: all settings. None reads the file that ``KVTIER_CONFIG`` names and the ``KVTIER_…`` environment.
+        checkpoint: file or directory of weights that the model was loaded from and still has. Its digest is cached
+            across processes. Without it, every attach digests the tensors in memory.
+        revision: name of the weights. Models with different revisions share nothing.
+        held_calls: how many calls may keep their tensors while their KV is copied to host memory. A further call is
+            not stored.
         settings: single settings by section and name, such as ``host__capacity_bytes="8GiB"``; ``tiers``, a list of
-            texts or tables, and values of a tier, such as ``tiers__disk__capacity_bytes="200GiB"``.
+            strings or tables; or values of one tier, such as ``tiers__disk__capacity_bytes="200GiB"``.
 
     Raises:
-        UnsupportedModelError: the model cannot be served correctly; the message says what is allowed.
-        ConfigError: a setting is unknown, invalid, or names a path that cannot be used.
+        UnsupportedModelError: the model cannot be served correctly. The message says what is allowed.
+        ConfigError: a setting is unknown or invalid, or names a path that cannot be used.
     """
     checked = check_model(model)
     if held_calls < 1:
@@ -97,10 +97,10 @@ def attach(
 
 
 def _settings(config: Config | None, directory: Path | str | None, settings: dict[str, object]) -> Config:
-    """The settings of one attachment: `config`, overridden by `directory` and `settings`.
+    """Return the settings of one attachment: `config`, overridden by `directory` and `settings`.
 
     Raises:
-        ConfigError: an unknown name or an invalid value.
+        ConfigError: a name is unknown, or a value is invalid.
     """
     named = {name.replace("__", "."): value for name, value in settings.items()}
     if directory is not None:
@@ -111,10 +111,10 @@ def _settings(config: Config | None, directory: Path | str | None, settings: dic
 
 
 class Attachment:
-    """A model with its cache; made by `attach`.
+    """A model with its cache, made by `attach`.
 
-    One `generate` runs at a time; a second thread waits. `close` it, or use it as a context manager, to write stored
-    chunks to the lower tiers. The end of the process does so too, within the same deadline.
+    Only one `generate` runs at a time; a second thread waits. `close` writes stored chunks to the lower tiers. So does
+    leaving the context manager, and so does the end of the process, within the same deadline.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class Attachment:
         self._lock = threading.RLock()
         self._numbers = itertools.count()
         self._earlier = StoreCounts()
-        """Counts of closed sessions, and of chunks dropped because of `held_calls`."""
+        """Counts of closed sessions, plus chunks that were dropped because of `held_calls`."""
         self._logged: set[str] = set()
         self._ended = ""
-        """Why all calls go without the cache; empty while it is open."""
+        """Why no call uses the cache. Empty while it is open."""
         self._opened: ModelSession | None = None
         self._open()
 
@@ -156,21 +156,21 @@ class Attachment:
         store: bool = True,
         **arguments: Argument,
     ) -> Output:
-        """The output of `model.generate` for the same arguments, computed from restored KV if possible.
+        """Return what `model.generate` returns for the same arguments, computed from restored KV if possible.
 
         Args:
-            inputs: [rows, columns] tokens; also as `input_ids`. Padding is on the left, marked by `attention_mask`.
+            inputs: [rows, columns] tokens, also as `input_ids`. Padding is on the left, and `attention_mask` marks it.
             generation_config: as for `model.generate`.
-            session: name of the conversation, for `expects`; a list with several rows. A recorded trace contains
-                another name for it.
-            store: False: no tier, host memory, trace or log line gets tokens, keys or names of the call, and `session`
-                has no effect. It may restore what other calls have stored. Any value but True counts as
+            session: name of the conversation, for `expects`; a list if there are several rows. A recorded trace
+                contains another name for it.
+            store: False keeps tokens, keys and names of the call out of tiers, host memory, traces and logs. `session`
+                then has no effect. The call may still restore what others stored. Any value except True counts as
                 False.
-            return_report: return (output, `CallReport`) instead of the output; `last` has the report in any case.
+            return_report: return (output, `CallReport`) instead of the output. `last` has the report in either case.
             arguments: as for `model.generate`.
 
-        An error inside kvtier never makes the call fail: the call is then computed without the cache. So is a call that
-        the cache cannot serve; `CallReport.uncached_reason` says why.
+        An error inside kvtier never makes the call fail; the call is then computed without the cache. So is a call
+        that the cache cannot serve, and `CallReport.uncached_reason` says why.
         """
         with self._lock:
             output = self._generate(inputs, generation_config, arguments, session, opts_out=self._opts_out(store))
@@ -183,13 +183,14 @@ class Attachment:
 
         Args:
             input_ids: [1, columns] tokens without padding.
-            cache: KV of the leading tokens. Its tensors are copied in the background; do not change these columns in
+            cache: KV of the leading tokens. Its tensors are copied in the background. Do not change these columns in
                 place before `flush`.
-            known_tokens: leading tokens that are stored already; their full chunks are skipped.
+            known_tokens: leading tokens that are stored already. Their full chunks are skipped.
             session: as for `generate`.
 
         Returns:
-            Objects passed on for storing; 0 after an error inside kvtier. Models with sliding windows store nothing,
+            Objects passed on for storing, or 0 after an error inside kvtier. Models with sliding windows store
+                nothing, because their cache has only the last tokens.
             because their cache holds only the last tokens.
         """
         with self._lock:
@@ -200,9 +201,9 @@ class Attachment:
         """Announce where a conversation's next turn comes from. The cache learns how soon such turns return.
 
         Args:
-            session: as given to `generate`; an unknown session is ignored.
-            next_turn: "tool" (a tool or an agent, within seconds), "user", "nobody" (the conversation is over); None
-                withdraws the announcement.
+            session: as given to `generate`. An unknown session is ignored.
+            next_turn: "tool" (a tool or an agent, within seconds), "user", or "nobody" (the conversation is over).
+                None withdraws the announcement.
 
         Raises:
             ConfigError: `session` is not a string, or `next_turn` is unknown.
@@ -231,7 +232,7 @@ class Attachment:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Identity of the model; models with different fingerprints share no KV."""
+        """Identity of the model. Models with different fingerprints share no KV."""
         return self._current().fingerprint
 
     @property
@@ -241,27 +242,27 @@ class Attachment:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk, the unit in which KV is stored and restored."""
+        """Number of tokens per chunk, the unit in which KV is stored and restored."""
         return self._current().layout.chunk_tokens
 
     @property
     def session(self) -> Session:
-        """The session underneath; a new one after the model has changed."""
+        """The session underneath. There is a new one after the model has changed."""
         return self._current().session
 
     def flush(self, deadline_s: float = 30.0) -> bool:
-        """Wait until all stores have been copied to host memory; False if the deadline passed."""
+        """Wait until all stores are copied to host memory. Return False if the deadline passed."""
         with self._lock:
             return self._opened is None or self._opened.requests.wait_for_stores(deadline_s)
 
     def close(self, deadline_s: float | None = None) -> Closed | None:
-        """Write stored chunks to the lower tiers, and end all threads. `generate` then works without the cache.
+        """Write stored chunks to the lower tiers and end all threads. `generate` then works without the cache.
 
         Args:
             deadline_s: None takes ``limits.close_deadline_s``.
 
         Returns:
-            How the session closed; None if it was closed before.
+            How the session closed. None: it had been closed before.
         """
         with self._lock:
             self._ended = "the attachment is closed"
@@ -305,7 +306,7 @@ class Attachment:
         return self._opened
 
     def _refreshed(self) -> ModelSession:
-        """The session, reopened if the model has changed."""
+        """Return the session, reopened if the model has changed."""
         opened = self._current()
         if not opened.watch.has_changed():
             return opened
@@ -318,7 +319,7 @@ class Attachment:
         try:
             self._open()
         except Exception as error:
-            self._ended = f"the model has changed and cannot be served any more: {error}; attach it again"
+            self._ended = f"the model has changed and can no longer be served: {error}; attach it again"
             raise
         return self._current()
 
@@ -337,7 +338,7 @@ class Attachment:
         names = None if opts_out else session
         call = self._guarded(lambda: self._prepare(inputs, given, arguments, names, opts_out=opts_out))
         if isinstance(call, str):
-            if not opts_out:  # a reason may name what the call was given
+            if not opts_out:  # a reason may name something that the call was given
                 self._log_once(call, "generated without the cache: %s (logged once)")
             return self._generate_uncached(call, clock, inputs, given, arguments)
         opened, columns = self._current(), call.prompt.input_ids.shape[1]
@@ -398,7 +399,7 @@ class Attachment:
         return output
 
     def _opts_out(self, store: object) -> bool:
-        """Whether nothing of a call is stored."""
+        """Whether nothing of a call may be stored."""
         if not isinstance(store, bool):
             what = f"store is of type {type(store).__name__}; allowed: True, False"
             self._log_once(what, "%s; nothing of the call is stored (logged once)")
@@ -413,7 +414,7 @@ class Attachment:
         *,
         opts_out: bool = False,
     ) -> "Call | str":
-        """Everything before the first lookup; or why the call goes without the cache."""
+        """Do everything before the first lookup, or return why the call does not use the cache."""
         if self._ended:
             return self._ended
         prompt = prompt_of(self.model, inputs, given, arguments, accepts_padding=self._accepts_padding)
@@ -431,7 +432,7 @@ class Attachment:
     def _store_call(
         self, opened: ModelSession, call: Call, output: Output, cache: DynamicCache, report: CallReport
     ) -> CallReport:
-        """Store the new chunks of each row; returns the report with their number."""
+        """Store the new chunks of each row, and return the report with their number."""
         sequences = sequences_of(output)
         spans = recorded_spans(opened.shape, cache, sequences.shape[1] - 1)
         if spans is None:
@@ -449,7 +450,7 @@ class Attachment:
         new = [row.new_places(tokens, ends, groups) for row, tokens in zip(call.rows, sequences, strict=True)]
         count = self._begin_stores(opened, call, new, spans)
         if not isinstance(output, torch.Tensor):
-            # The caller gets the cache and may change it, so the copies are made before.
+            # The caller gets the cache and may change it, so copies must end first.
             opened.requests.wait_for_stores(_HANDOVER_DEADLINE_S, call.number)
         return replace(report, stored_chunks=count)
 
@@ -469,7 +470,7 @@ class Attachment:
     def _begin_stores(
         self, opened: ModelSession, call: Call, new: Sequence[tuple[Prefix, list[Place]]], spans: Spans
     ) -> int:
-        """Begin to store the new places of each row; returns their number."""
+        """Start to store the new places of each row, and return their number."""
         opened.requests.poll()
         is_full = opened.requests.storing_calls >= self._held_calls
         if is_full:
@@ -489,7 +490,7 @@ class Attachment:
     # ---- errors ----------------------------------------------------------------------------------------------------
 
     def _guarded(self, act: "Callable[[], T | str]") -> "T | str":
-        """The result of `act`; after an exception its description, since kvtier must never make a call fail."""
+        """Return the result of `act`, or the description of its exception: kvtier must never make a call fail."""
         try:
             return act()
         except Exception as error:

@@ -1,7 +1,7 @@
-"""The library's cache tensors: a model's layers, the layout of their bytes in a chunk, and how a cache is filled.
+"""The library's cache tensors: a model's layers, the layout of their bytes in a chunk, and how to fill a cache.
 
-A layer's share of a chunk is K as [head, token, dim], contiguous, then V likewise. Layers with full attention form one
-KV group, which needs all chunks. Layers with the same sliding window form a group that needs only the last window.
+A layer's share of a chunk is K as [head, token, dim], contiguous, and then V likewise. Layers with full attention form
+one KV group, which needs all chunks. Layers with the same sliding window form a group that needs only the last window.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,10 @@ from typing import Any, TypeAlias, cast
 import torch
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from kvtier.layout import GroupLayout, History, KvLayout, Window, run_of
+from kvtier.layout import Axes, GroupLayout, History, KvLayout, Window, run_of
 
 Model: TypeAlias = Any
-"""A `PreTrainedModel`. The library's attributes depend on the model's class, so they cannot be typed."""
+"""A `PreTrainedModel`. Its attributes depend on the model's class, so they cannot be typed."""
 
 ModelConfig: TypeAlias = Any
 """A `PreTrainedConfig`, mostly the decoder's."""
@@ -27,22 +27,22 @@ Output: TypeAlias = Any
 """Output of `generate`: a tensor of sequences, or an object with `sequences`."""
 
 Argument: TypeAlias = Any
-"""An argument that is only passed on."""
+"""An argument that is only forwarded."""
 
 
 def integers(tensor: torch.Tensor) -> list[int]:
-    """The values of a one-dimensional tensor of integers."""
+    """Return the values of a one-dimensional tensor of integers."""
     return cast("Argument", tensor).tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """One layer of the model's cache that holds KV."""
+    """One layer of the model's cache that contains KV."""
 
     index: int
     """Its position in the library's cache."""
     window: int | None
-    """Tokens that a query attends to, its own included; None for full attention."""
+    """Tokens that a query attends to, including its own. None: full attention."""
     key_heads: int
     key_dim: int
     value_heads: int
@@ -52,38 +52,38 @@ class CachedLayer:
 
     @property
     def key_bytes_per_token(self) -> int:
-        """Bytes of K of one token, all heads."""
+        """Bytes of K of one token, over all heads."""
         return self.key_heads * self.key_dim * self.dtype.itemsize
 
     @property
     def value_bytes_per_token(self) -> int:
-        """Bytes of V of one token, all heads."""
+        """Bytes of V of one token, over all heads."""
         return self.value_heads * self.value_dim * self.dtype.itemsize
 
     @property
     def past_tokens(self) -> int | None:
-        """Number of earlier tokens that a query attends to; None for all."""
+        """Number of earlier tokens that a query attends to. None: all."""
         return None if self.window is None else self.window - 1
 
     @property
     def pages(self) -> str:
-        """Name of the layout of its bytes."""
+        """Name of the layout of the layer's bytes."""
         keys, values = f"{self.key_heads}x{self.key_dim}", f"{self.value_heads}x{self.value_dim}"
         return f"{str(self.dtype).removeprefix('torch.')}/K={keys}/V={values}"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """The layers of a model's cache, cut into KV groups."""
+    """The layers of a model's cache, divided into KV groups."""
 
     config: ModelConfig
-    """The decoder's configuration; the library makes an empty cache from it."""
+    """The decoder's configuration. The library makes an empty cache from it."""
     groups: tuple[tuple[CachedLayer, ...], ...]
-    """Full attention first if there is any, then one group per window size."""
+    """Full attention first, if there is any; then one group per window size."""
 
     @property
     def layers(self) -> Iterator[CachedLayer]:
-        """All layers that hold KV, group by group."""
+        """All layers that contain KV, group by group."""
         return (layer for group in self.groups for layer in group)
 
     @property
@@ -92,12 +92,12 @@ class CacheShape:
         return any(layer.window is not None for layer in self.layers)
 
     def layout(self, chunk_tokens: int) -> KvLayout:
-        """The layout of a chunk of `chunk_tokens`."""
+        """Return the layout of a chunk of `chunk_tokens`."""
         return KvLayout(chunk_tokens, tuple(_group_layout(group, chunk_tokens) for group in self.groups))
 
 
 def group_layers(config: object, layers: Sequence[CachedLayer]) -> CacheShape:
-    """Cut `layers` into KV groups."""
+    """Divide `layers` into KV groups."""
     windows = sorted({layer.window for layer in layers if layer.window is not None})
     groups = [tuple(layer for layer in layers if layer.window == window) for window in (None, *windows)]
     return CacheShape(config, tuple(group for group in groups if group))
@@ -112,13 +112,21 @@ def _group_layout(group: tuple[CachedLayer, ...], chunk_tokens: int) -> GroupLay
         )
         for layer in group
     )
+    names = "head", "token", "channel"
+    axes = tuple(
+        (
+            Axes(names, (layer.key_heads, chunk_tokens, layer.key_dim)).fitting(keys),
+            Axes(names, (layer.value_heads, chunk_tokens, layer.value_dim)).fitting(values),
+        )
+        for layer, (keys, values) in zip(group, runs, strict=True)
+    )
     layer_bytes = tuple(sum(run.size_bytes for run in layer) for layer in runs)
-    # Layers of one shape are named once.
+    # Name layers of one shape only once.
     pages = [layer.pages for layer in group]
     shapes = pages[0] if len(set(pages)) == 1 else ",".join(pages)
     validity = History() if past_tokens is None else Window(past_tokens)
     pages_of = f"transformers/K[head,token,dim] V[head,token,dim]/{shapes}"
-    return GroupLayout(validity, layer_bytes, pages_of, runs=runs)
+    return GroupLayout(validity, layer_bytes, pages_of, runs=runs, axes=axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +136,11 @@ class Span:
     keys: torch.Tensor
     values: torch.Tensor
     start: int
-    """Column of the first one."""
+    """Column of the first token."""
 
     @property
     def stop(self) -> int:
-        """Column after the last one."""
+        """Column after the last token."""
         return self.start + self.keys.shape[-2]
 
 
@@ -141,10 +149,10 @@ Spans: TypeAlias = tuple[tuple[tuple[Span, ...], ...], ...]
 
 
 class RecordingWindowLayer(DynamicSlidingWindowLayer):
-    """The library's sliding-window layer that also records all its K and V.
+    """The library's sliding-window layer, which also records all its K and V.
 
-    The library keeps only the last window, and most chunks of a prompt lie before it. Attention reads the library's own
-    tensors, so results and speed stay the same.
+    The library keeps only the last window, but most chunks of a prompt lie before it. Attention reads the library's
+    own tensors, so results and speed stay the same.
     """
 
     def __init__(self, sliding_window: int) -> None:
@@ -161,13 +169,13 @@ class RecordingWindowLayer(DynamicSlidingWindowLayer):
 
 
 def _detached(states: torch.Tensor) -> torch.Tensor:
-    # A slice of a fused projection keeps the whole projection in memory.
+    # Copy a slice of a fused projection, because it would keep the whole projection in memory.
     is_slice = states.untyped_storage().nbytes() > states.numel() * states.element_size()
     return states.clone(memory_format=torch.contiguous_format) if is_slice else states
 
 
 def empty_cache(shape: CacheShape) -> DynamicCache:
-    """The library's cache for this model, with recording window layers."""
+    """Return the library's cache for this model, with recording window layers."""
     cache = DynamicCache(config=shape.config)
     for layer in shape.layers:
         if layer.window is not None:
@@ -176,11 +184,11 @@ def empty_cache(shape: CacheShape) -> DynamicCache:
 
 
 def blank_spans(shape: CacheShape, padding: Sequence[int], columns: int) -> Spans:
-    """Tensors for the leading `columns` columns of a cache, to be filled by loads; one run per layer.
+    """Return tensors for the leading `columns` columns of a cache, one run per layer. Loads fill them.
 
-    Window layers hold the last columns. Padding columns are zero, so that masked values are finite.
+    Window layers contain the last columns. Padding columns are zero, so that masked values are finite.
     """
-    # Other threads cannot write to tensors made in inference mode, which may be on here.
+    # Tensors made in inference mode, which may be on here, cannot be written by other threads.
     with torch.inference_mode(mode=False):
         return tuple(tuple((_blank_span(layer, padding, columns),) for layer in group) for group in shape.groups)
 
@@ -198,7 +206,7 @@ def _blank_span(layer: CachedLayer, padding: Sequence[int], columns: int) -> Spa
 
 
 def filled_cache(shape: CacheShape, spans: Spans, columns: int) -> DynamicCache:
-    """The library's cache of the first `columns` columns, over the tensors of `blank_spans`."""
+    """Return the library's cache of the first `columns` columns, over the tensors of `blank_spans`."""
     cache = empty_cache(shape)
     for group, group_spans in zip(shape.groups, spans, strict=True):
         for cached, (span,) in zip(group, group_spans, strict=True):
@@ -211,10 +219,10 @@ def filled_cache(shape: CacheShape, spans: Spans, columns: int) -> DynamicCache:
 
 
 def recorded_spans(shape: CacheShape, cache: DynamicCache, columns: int) -> Spans | None:
-    """All KV of the first `columns` columns of `cache`.
+    """Return all KV of the first `columns` columns of `cache`.
 
     Returns:
-        None if the cache has another length, because the model replaced it with its own.
+        None if the cache has another length because the model replaced it with its own.
     """
     groups: list[tuple[tuple[Span, ...], ...]] = []
     for group in shape.groups:

@@ -1,8 +1,8 @@
 """One `generate` call: its prompt, the rows of its batch with their chunk keys, and its report.
 
-A batch is padded on the left, so that all rows end at the same column. Row `i` has `pad_i` columns of padding; its
-token `t` is in column `pad_i + t`. The library's cache has one length for all rows, counted in columns. Resuming at
-column `C` needs the KV of the first `C - pad_i` tokens of each row. The attention mask hides padding columns.
+A batch is padded on the left, so that all rows end at the same column. Row `i` has `pad_i` columns of padding, and its
+token `t` is in column `pad_i + t`. The library's cache has one length for all rows, counted in columns. To resume at
+column `C`, each row needs KV of its first `C - pad_i` tokens. The attention mask hides padding columns.
 """
 
 import time
@@ -21,7 +21,7 @@ from kvtier.connect.transformers.restore import Restored, row_tokens
 from kvtier.connect.transformers.support import Options, padding_mask, reason_against
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain
-from kvtier.runtime.trace_recorder import Recorder, Served
+from kvtier.runtime.observers.trace_recorder import Recorder, Served
 from kvtier.types import NextTurn, Place, Prefix
 
 
@@ -30,7 +30,7 @@ class CallReport:
     """What one `generate` call restored, computed and stored. Tokens are summed over the rows of a batch."""
 
     prompt_tokens: int = 0
-    """Tokens of all prompts, without padding."""
+    """Tokens of all prompts, not counting padding."""
     restored_tokens: int = 0
     """Prompt tokens whose KV was restored."""
     restored_by_source: dict[str, int] = field(default_factory=dict[str, int])
@@ -38,19 +38,19 @@ class CallReport:
     computed_tokens: int = 0
     """Prompt tokens that the model computed."""
     generated_tokens: int = 0
-    """New tokens, up to and including each row's end token; 0 for a call without the cache."""
+    """New tokens, up to and including each row's end token. 0 for a call without the cache."""
     ttft_s: float = 0.0
     """Seconds from the call to the first new token, including all of kvtier's work."""
     lookup_s: float = 0.0
-    """Part of `ttft_s`: keys and lookups."""
+    """Part of `ttft_s` that went to keys and lookups."""
     load_s: float = 0.0
-    """Part of `ttft_s`: waiting for loads."""
+    """Part of `ttft_s` spent waiting for loads."""
     wall_s: float = 0.0
     """Seconds of the whole call."""
     stored_chunks: int = 0
-    """Objects (a chunk of one KV group) passed on for storing. The copies go on after the call."""
+    """Objects (a chunk of one KV group) passed on for storing. Copies continue after the call."""
     uncached_reason: str = ""
-    """Why the call, or a part of it, went without the cache; empty if nothing did."""
+    """Why the call, or a part of it, did not use the cache. Empty if all of it did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +58,10 @@ class StoreCounts:
     """Results of all stores so far, in objects."""
 
     held: int = 0
-    """Stored: readable in host memory, and on the way to the tiers that the write policy selects."""
+    """Objects stored: readable in host memory, and on their way to the tiers that the write policy selects."""
     dropped: int = 0
-    """Not admitted, no room in time, failed, or refused because `held_calls` calls were still being stored."""
+    """Objects not admitted, without room in time, failed, or refused because `held_calls` calls were still being
+    stored."""
     pending_calls: int = 0
     """Calls whose KV is still being copied."""
 
@@ -84,7 +85,7 @@ def prompt_of(
     *,
     accepts_padding: bool,
 ) -> Prompt | str:
-    """The prompt in the arguments of `generate`; or the reason why the cache cannot serve the call."""
+    """Return the prompt in the arguments of `generate`, or why the cache cannot serve the call."""
     options = Options(arguments, given, model.generation_config)
     reason = reason_against(model, options)
     if reason:
@@ -101,20 +102,20 @@ def prompt_of(
     if any(padding) and not accepts_padding:
         return f"{type(model).__name__} takes no position_ids: KV of a padded row may depend on its padding"
     limit = fixed_rope_tokens(model)
-    # One token less than the length: there "dynamic" scaling keeps its frequencies from earlier calls.
+    # Stay one token below the limit. At the limit, "dynamic" scaling keeps frequencies from earlier calls.
     if limit is not None and options.total_tokens(input_ids.shape[1]) >= limit:
         return f"the text may reach the {limit} tokens at which the position encoding changes"
     return Prompt(input_ids, mask, padding, options.tokens("eos_token_id"))
 
 
 def left_padding(mask: torch.Tensor) -> tuple[int, ...] | None:
-    """Columns of padding before each row.
+    """Return the columns of padding before each row.
 
     Args:
-        mask: [rows, columns]; zero hides a column.
+        mask: [rows, columns]. Zero hides a column.
 
     Returns:
-        None if any row is padded elsewhere than on the left, has a hole, or has no token.
+        None if a row has padding elsewhere than on the left, a hole, or no token.
     """
     shown = mask != 0
     columns = shown.shape[1]
@@ -126,7 +127,7 @@ def left_padding(mask: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def conversation_names(session: object, rows: int) -> tuple[Sequence[str | None], str]:
-    """The name of each row's conversation; if invalid, no names and what is wrong."""
+    """Return the name of each row's conversation. If they are invalid, return no names and what is wrong."""
     none = [None] * rows
     if session is None:
         return none, ""
@@ -153,12 +154,12 @@ def checked_turn(session: object, next_turn: object) -> NextTurn | None:
 
 
 def sequences_of(output: Output) -> torch.Tensor:
-    """[rows, columns] prompt and generated tokens in the output of `generate`."""
+    """Return the [rows, columns] prompt and generated tokens in the output of `generate`."""
     return output if isinstance(output, torch.Tensor) else output.sequences
 
 
 def row_end(sequence: Sequence[int], prompt_tokens: int, end_tokens: Collection[int]) -> int:
-    """Length of a row up to its first generated end token. After that the library feeds padding.
+    """Return the length of a row up to its first generated end token. After that the library feeds padding.
 
     Args:
         sequence: the row's prompt and generated tokens, without left padding.
@@ -181,10 +182,10 @@ class CallRow:
     restored_tokens: int = 0
 
     def new_places(self, sequence: torch.Tensor, end_tokens: frozenset[int], groups: int) -> tuple[Prefix, list[Place]]:
-        """The full chunks that this call completed, in each KV group. A partly restored chunk is stored already.
+        """Return the full chunks that this call completed, by KV group. A partly restored chunk is stored already.
 
         Args:
-            sequence: the row's tokens with its padding.
+            sequence: the row's tokens, including padding.
             end_tokens: tokens that end a row.
             groups: number of KV groups.
         """
@@ -195,7 +196,7 @@ class CallRow:
         return self.places(-(-self.restored_tokens // self.request.prefix.chunk_tokens), kept, groups)
 
     def places(self, first: int, tokens: int, groups: int) -> tuple[Prefix, list[Place]]:
-        """The full chunks of the leading `tokens` tokens, from chunk `first` on."""
+        """Return the full chunks of the leading `tokens` tokens, from chunk `first` on."""
         prefix = self.chain.prefix()
         size = prefix.chunk_tokens
         chunks = range(first, tokens // size)
@@ -216,7 +217,7 @@ class Call:
     arrived_s: float
     recorder: Recorder | None = None
     opts_out: bool = False
-    """Nothing of it is stored."""
+    """Nothing of the call is stored."""
 
     @classmethod
     def begun(
@@ -238,7 +239,7 @@ class Call:
         return cls(number, prompt, rows, time.perf_counter() - started, arrived_s, recorder)
 
     def report(self, output: Output, restored: Restored, clock: "FirstToken", reason: str) -> CallReport:
-        """The report before anything is stored."""
+        """Return the report before anything is stored."""
         prompt_tokens = sum(row.prompt_tokens for row in self.rows)
         generated_tokens = 0
         for row, sequence in zip(self.rows, sequences_of(output), strict=True):
@@ -266,7 +267,7 @@ class Call:
 
 
 class FirstToken(StoppingCriteria):
-    """Records the time of the first new token. Never stops generation; works with any streamer."""
+    """Records the time of the first new token. It never stops generation, and works with any streamer."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -274,7 +275,7 @@ class FirstToken(StoppingCriteria):
         self._continue: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Argument, **_: Argument) -> Argument:  # noqa: ARG002
-        """Called by the library after each new token."""
+        """Note the first call. The library calls this after each new token."""
         if self._first is None or self._continue is None:
             if input_ids.device.type == "cuda":
                 torch.cuda.current_stream(input_ids.device).synchronize()
@@ -283,12 +284,12 @@ class FirstToken(StoppingCriteria):
         return self._continue
 
     def among(self, others: Argument) -> StoppingCriteriaList:
-        """The caller's stopping criteria and this one."""
+        """Return the caller's stopping criteria and this one."""
         return StoppingCriteriaList([*(others or ()), self])
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first new token; 0 without one."""
+        """Seconds to the first new token. 0 if there was none."""
         return 0.0 if self._first is None else self._first - self._started
 
     @property

@@ -1,7 +1,7 @@
 """Compares a model's weights in memory with the checkpoint that the caller names for them.
 
-The library reads the files before `attach` is called, so kvtier has not seen which ones. A few places of every weight
-are compared, which costs far less than a digest of all bytes. Training changes whole weights.
+The library reads the files before `attach` is called, so kvtier has not seen which ones. Comparing a few places of
+every weight costs far less than a digest of all bytes. It suffices, because training changes whole weights.
 """
 
 from collections import defaultdict
@@ -17,15 +17,15 @@ from kvtier.connect.transformers.caches import Model
 from kvtier.keys.weights import WeightsDigest, changed_file, file_versions
 
 RUN_VALUES = 4096
-"""Adjacent values that are compared in each of three places: at the beginning, in the middle and at the end."""
+"""Adjacent values compared in each of three places: the start, the middle and the end."""
 
 _SUFFIX = ".safetensors"
 
 
 def difference(model: Model, files: WeightsDigest) -> str:
-    """The reason why the weights in memory may not be those of the digested files; empty if they are.
+    """Return why the weights in memory may not be those of the digested files. Empty if they are.
 
-    The dtype may be another: values of the files are cast as the library does.
+    The dtype may differ: values from the files are cast as the library does.
     """
     try:
         with ExitStack() as opened:
@@ -51,7 +51,7 @@ def _differing(model: Model, files: Iterable[Any]) -> str:
             names[tensor].append(name)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for tensor, given in names.items():
-        # Files of a base model lack the prefix, and only those of one with a head have it.
+        # Files of a base model lack the prefix. Only files of a model with a head have it.
         stored = {other for name in given for other in (name, name.removeprefix(prefix), prefix + name)} & held.keys()
         if not stored and isinstance(tensor, torch.nn.Parameter):
             return f"{given[0]} is in none of the files"

@@ -1,15 +1,15 @@
 """Copies chunks between the library's cache tensors and host slots. Called from transfer threads.
 
-`blocks` is (first token, token after the last) of a row. A request is one row of one cache; the copier holds its
+`blocks` is (first token, token after the last) of a row. A request is one row of one cache. The copier keeps its
 tensors from `expose` until `forget`.
 
-On the CPU a copy is complete on return. It uses numpy: torch would start a thread pool in every transfer thread and
-take cores from the model. On a CUDA device a layer is copied within the device to or from a buffer laid out like the
-payload, which crosses the bus in one copy. A stream per direction does both, behind everything that the engine had
-queued when the request was exposed. The fence is an event behind the last copy.
+On the CPU a copy is complete on return. It uses NumPy, because torch would start a thread pool in every transfer
+thread and take cores from the model. On a CUDA device, a layer is copied between its tensors and a device buffer laid
+out like the payload. The buffer crosses the bus in one copy. Each direction has one stream, which waits for everything
+that the engine had queued when the request was exposed. The fence is an event after the last copy.
 
-A layer's share of a payload is K as [head, token, dim], then V likewise. In the tensors each head's tokens are
-contiguous, or, in the records of a window layer, each token's heads.
+A layer's share of a payload is K as [head, token, dim], and then V likewise. In the tensors, each head's tokens are
+contiguous. In the records of a window layer, each token's heads are.
 """
 
 import threading
@@ -29,10 +29,10 @@ from kvtier.layout import KvLayout
 from kvtier.types import RequestId
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers as wide as a KV number, since numpy has no bfloat16."""
+"""Integers as wide as a KV number, because NumPy has no bfloat16."""
 
 CudaEvent: TypeAlias = Any
-"""torch has two types for it."""
+"""Any, because torch has two types for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,14 @@ class ExposedRow:
     pad: int
     spans: Spans
     ready: dict[torch.device, CudaEvent]
-    """An event per CUDA device, behind everything that the engine had queued on these tensors."""
+    """An event per CUDA device, after everything that the engine had queued on these tensors."""
 
 
-class CudaFence:
-    """Events behind the copies of one chunk, one per CUDA device.
+class StreamFence:
+    """Events after the copies of one chunk, one per CUDA device.
 
-    It holds the tensors, even if the request is forgotten meanwhile. Freed memory would be reused under the copy.
+    It keeps the tensors alive even if the request is forgotten meanwhile. Freed memory would be reused during the
+    copy.
     """
 
     def __init__(self, events: Sequence[CudaEvent], row: ExposedRow) -> None:
@@ -71,16 +72,16 @@ class CacheCopier:
         self._rows: dict[RequestId, ExposedRow] = {}
         self._lock = threading.Lock()
         self._devices = {layer.device for layer in shape.layers if layer.device.type == "cuda"}
-        # A load does not wait for stores.
+        # Two sets of streams, so that a load does not wait for stores.
         self._gather_streams = {device: torch.cuda.Stream(device) for device in self._devices}
         self._scatter_streams = {device: torch.cuda.Stream(device) for device in self._devices}
 
     def expose(self, request: RequestId, row: int, pad: int, spans: Spans) -> None:
-        """Hold these tensors for copies of `request` until `forget`.
+        """Keep these tensors for copies of `request` until `forget`.
 
         Args:
             request: a row's load or store.
-            row: its number in the tensors.
+            row: the row's number in the tensors.
             pad: columns of padding before its first token.
             spans: the tensors.
         """
@@ -89,7 +90,7 @@ class CacheCopier:
             self._rows[request] = ExposedRow(row, pad, spans, ready)
 
     def forget(self, request: RequestId) -> None:
-        """Release the tensors of `request`; an unknown request is ignored."""
+        """Release the tensors of `request`. An unknown request is ignored."""
         with self._lock:
             self._rows.pop(request, None)
 
@@ -108,7 +109,7 @@ class CacheCopier:
         return self._copy(row, group, start, stop, payload, is_gather=True)
 
     def scatter(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
-        """Copy `payload` into the tokens `blocks` of a row. Tokens outside of its tensors are skipped.
+        """Copy `payload` into the tokens `blocks` of a row. Tokens outside its tensors are skipped.
 
         Raises:
             LookupError: the request is not exposed.
@@ -118,11 +119,11 @@ class CacheCopier:
         return self._copy(row, group, start, stop, payload, is_gather=False)
 
     def done(self, fence: Fence) -> bool:
-        """Whether the copy behind `fence` is complete. Never blocks."""
-        return not isinstance(fence, CudaFence) or all(event.query() for event in fence.events)
+        """Whether the copy that `fence` stands for is complete. Never blocks."""
+        return not isinstance(fence, StreamFence) or all(event.query() for event in fence.events)
 
     def _columns(self, request: RequestId, blocks: tuple[int, ...]) -> tuple[ExposedRow, int, int]:
-        """The request's row, and the columns of these tokens."""
+        """Return the request's row, and the columns of these tokens."""
         with self._lock:
             row = self._rows.get(request)
         if row is None:
@@ -150,12 +151,12 @@ class CacheCopier:
                     slot.copy_(near, non_blocking=True)
             if not streams:
                 return None
-            return CudaFence([stream.record_event() for stream in streams.values()], row)
+            return StreamFence([stream.record_event() for stream in streams.values()], row)
 
 
 @contextmanager
 def _on_streams(streams: Mapping[torch.device, torch.cuda.Stream], row: ExposedRow) -> Generator[None]:
-    """Queue the work of this thread on these streams, behind the events of the row."""
+    """Queue this thread's work on these streams, after the events of the row."""
     with ExitStack() as entered:
         for device in islice(streams, 1):
             torch.cuda.set_device(device)  # a new thread is on device 0, where it would take memory for a context

@@ -1,11 +1,11 @@
-"""Identity of a model: the fingerprint of its weights and settings, and the detection of changes while it is in use.
+"""A model's identity: the fingerprint of its weights and settings, and the detection of changes while it is in use.
 
-The weights' digest covers the tensors in memory (`state_dict` and the buffers that it omits), or the files of the
-checkpoint that the caller names, if a sample of every weight is equal there. The whole configuration enters the
-fingerprint, except `IGNORED_FIELDS`: an unknown field may change KV, and then a miss is right.
+The weights' digest covers the tensors in memory (`state_dict` and the buffers that it omits). If the caller names a
+checkpoint and a sample of every weight matches it, the digest covers its files instead. The whole configuration enters
+the fingerprint, except `IGNORED_FIELDS`. An unknown field may change KV, and then a miss is right.
 
 Some position encodings depend on the length of the text. With ``dynamic`` and ``longrope`` scaling, a text beyond the
-original length has other frequencies from its first token on, so its KV must not be used for a shorter text, nor the
+original length has other frequencies from its first token on. So its KV must not be used for a shorter text, nor the
 reverse. A call is cached only if it stays below that length.
 """
 
@@ -32,7 +32,7 @@ IGNORED_FIELDS = UNRELATED_FIELDS | {
 """Fields that cannot change a token's KV, or that enter the fingerprint separately."""
 
 ADAPTER_STATE = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")
-"""State of an adapter layer of the peft library: which adapters are active, and their scaling."""
+"""State of a peft adapter layer: which adapters are active, and their scaling."""
 
 
 _ROPE_FIELDS = (
@@ -46,20 +46,20 @@ _ROPE_FIELDS = (
 
 
 def rope_settings(config: ModelConfig) -> dict[str, object]:
-    """The rotary position encoding in a decoder's configuration."""
+    """Return the rotary position encoding in a decoder's configuration."""
     values = {field: getattr(config, field, None) for field in _ROPE_FIELDS}
     return {field: value for field, value in values.items() if value is not None}
 
 
 def fixed_rope_tokens(model: Model) -> int | None:
-    """Length from which the position encoding depends on the length of the text; None if it never does."""
+    """Return the length from which the position encoding depends on the text's length. None: it never does."""
     config = model.config.get_text_config(decoder=True)
     lengths = [length for kind, length in _rope_kinds(config) if kind in {"dynamic", "longrope"}]
     return min(lengths) if lengths else None
 
 
 def _rope_kinds(config: ModelConfig) -> Iterator[tuple[str, int]]:
-    """(kind of scaling, original length) of each set of frequencies; some models have one per type of layer."""
+    """Yield (kind of scaling, original length) of each set of frequencies. Some models have one per type of layer."""
     found: object = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(found, Mapping):
         return
@@ -70,13 +70,13 @@ def _rope_kinds(config: ModelConfig) -> Iterator[tuple[str, int]]:
         original = settings.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
-        # "dynamic" scaling always begins at the model's own maximum.
+        # "dynamic" scaling always starts at the model's own maximum.
         length = original if original and kind != "dynamic" else getattr(config, "max_position_embeddings", 0)
         yield kind, int(cast("int", length))
 
 
 def weights_digest(model: Model, checkpoint: Path | None, cache_file: Path | None) -> WeightsDigest:
-    """The digest of the model's weights, with its cost.
+    """Return the digest of the model's weights, with its cost.
 
     Args:
         model: its tensors are digested if there is no checkpoint.
@@ -97,7 +97,7 @@ def weights_digest(model: Model, checkpoint: Path | None, cache_file: Path | Non
 
 
 def fingerprint(model: Model, weights: bytes, *, revision: str = "", dtype: torch.dtype | None = None) -> Fingerprint:
-    """The fingerprint of `model`, given the digest of its weights.
+    """Return the fingerprint of `model`, given the digest of its weights.
 
     Raises:
         ConfigError: a field of the configuration has no canonical form.
@@ -121,21 +121,21 @@ def fingerprint(model: Model, weights: bytes, *, revision: str = "", dtype: torc
 
 
 def adapter_state(model: Model) -> Iterator[tuple[str, object]]:
-    """(name, state) of each adapter layer. The adapters' weights are part of the weights' digest."""
+    """Yield (name, state) of each adapter layer. The adapters' weights are part of the weights' digest."""
     for name, module in model.named_modules():
         if "scaling" in vars(module):
             yield name, _adapter_fields(module)
 
 
 def _adapter_fields(module: torch.nn.Module) -> dict[str, object]:
-    # In many models attention layers have a number called scaling, too; this then is that number.
+    # Attention layers of many models have a number called scaling, too. Their state then is that number.
     return {field: getattr(module, field, None) for field in ADAPTER_STATE}
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
     has_moving_rope = fixed_rope_tokens(model) is not None
     named: dict[str, object] = dict(model.state_dict(keep_vars=True))
-    # Buffers outside of checkpoints, such as inverse frequencies, except those that change with the text's length.
+    # Add buffers that checkpoints omit, such as inverse frequencies, except those that change with the text's length.
     named |= {name: buffer for name, buffer in model.named_buffers() if not (has_moving_rope and "inv_freq" in name)}
     seen: set[tuple[int, tuple[int, ...], torch.dtype]] = set()
     for name, value in named.items():
@@ -148,7 +148,7 @@ def _tensors(model: Model) -> Iterator[tuple[str, str, tuple[int, ...], memoryvi
                 "model whose weights are in memory, or attach(..., checkpoint=PATH) with the files they came from"
             )
         tensor = value.detach()
-        # Tied weights are digested once, under their first name.
+        # Digest tied weights once, under their first name.
         same = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
         if tensor.numel() and same in seen:
             continue
@@ -174,20 +174,20 @@ _SAMPLED_VALUES = 8
 class ModelWatch:
     """Detects changes of a model, in well under a millisecond for hundreds of tensors.
 
-    It sees every replaced tensor, and every in-place change that torch counts, which excludes those through `.data`. Of
-    these it sees only changes of a few sampled values: an update of all weights shows. An update of a few tensors
-    through `.data` may not show, and needs a new `attach`.
+    It sees every replaced tensor and every in-place change that torch counts. torch does not count changes through
+    `.data`; the watch notices them only in a few sampled values. An update of all weights shows. An update of a few
+    tensors through `.data` may not, and needs a new `attach`.
     """
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._seen = self._look()
-        # The views are valid as long as no tensor moves, which `_look` detects.
+        # The views stay valid until a tensor moves, which `_look` detects.
         self._views = _sample_views([*model.parameters()])
         self._values = _read(self._views)
 
     def has_changed(self) -> bool:
-        """Whether the model has changed since this was made."""
+        """Whether the model has changed since the watch was made."""
         return self._look() != self._seen or _read(self._views) != self._values
 
     def _look(self) -> tuple[object, ...]:
@@ -202,7 +202,7 @@ class ModelWatch:
             held: dict[str, Argument] = vars(module)
             parameters: dict[str, torch.Tensor | None] = held["_parameters"]
             buffers: dict[str, torch.Tensor | None] = held["_buffers"]
-            # Same as parameters() and buffers(), in one pass.
+            # The same tensors as parameters() and buffers(), in one pass.
             for tensor in parameters.values():
                 if tensor is not None:
                     seen += (tensor.data_ptr(), _version(tensor))
@@ -219,7 +219,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _sample_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Every n-th value of every n-th tensor, as views."""
+    """Return every n-th value of every n-th tensor, as views."""
     views: list[torch.Tensor] = []
     for tensor in tensors[:: max(1, len(tensors) // _SAMPLED_TENSORS)]:
         if tensor.numel() and tensor.device.type != "meta" and tensor.is_contiguous():
@@ -231,5 +231,5 @@ def _sample_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def _read(views: list[torch.Tensor]) -> list[float]:
     if len({(view.device, view.dtype) for view in views}) > 1:
         views = [view.to("cpu", torch.float32) for view in views]
-    # NaN is not equal to itself, and would count as a change at every call.
+    # NaN is not equal to itself, so it would count as a change at every call.
     return cast("Argument", torch.cat(views).float().nan_to_num(0.0)).tolist() if views else []

@@ -1,4 +1,4 @@
-"""Opens a session for a model in its current state: KV layout, fingerprint, copier."""
+"""Opens a session for a model in its current state, with its KV layout, fingerprint and copier."""
 
 import logging
 import secrets
@@ -19,8 +19,8 @@ from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest, home_cache
 from kvtier.layout import KvLayout
 from kvtier.runtime import open as runtime
+from kvtier.runtime.observers.trace_recorder import Recorder
 from kvtier.runtime.session import Session
-from kvtier.runtime.trace_recorder import Recorder
 
 logger = logging.getLogger(__name__)
 

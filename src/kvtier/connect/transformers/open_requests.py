@@ -1,4 +1,4 @@
-"""Open loads and stores of the session: a call waits for its loads; stores go on after the call."""
+"""Open loads and stores of the session. A call waits for its loads; stores continue after the call."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class RowRequest:
     """One row of a call: its prompt, and the state of its restoration."""
 
     name: str
-    """Unique; the row's request ids start with it."""
+    """Unique. The row's request ids start with it."""
     pad: int
     prefix: Prefix
     conversation: str | None = None
@@ -29,7 +29,7 @@ class RowRequest:
     """Shorter prefixes, by their number of chunks."""
 
     def shortened(self, chunks: int | None) -> Prefix:
-        """The first `chunks` chunks; None: all. The same object each time, since lookups compare by identity."""
+        """Return the first `chunks` chunks (None: all), as the same object each time: lookups compare by identity."""
         if chunks is None or chunks >= len(self.prefix.keys):
             return self.prefix
         if chunks not in self.prefixes:
@@ -41,15 +41,15 @@ class OpenRequests:
     """Polls the session, and releases the tensors of each load and store that has ended.
 
     Args:
-        session: must not be polled by anything else.
-        copier: holds the tensors.
+        session: the session. Nothing else may poll it.
+        copier: keeps the tensors.
     """
 
     def __init__(self, session: Session, copier: CacheCopier) -> None:
         self._session = session
         self._copier = copier
         self._loaded: dict[RequestId, LoadDone] = {}
-        """Ended loads that the call has not taken yet."""
+        """Loads that have ended and that the call has not taken yet."""
         self._stores: dict[RequestId, int] = {}
         """Open stores, with the numbers of their calls."""
         self.held = 0
@@ -59,11 +59,11 @@ class OpenRequests:
 
     @property
     def storing_calls(self) -> int:
-        """Calls whose tensors are held for stores."""
+        """Number of calls whose tensors are kept for stores."""
         return len(set(self._stores.values()))
 
     def load(self, row: RowRequest, number: int, places: Sequence[Place], spans: Spans) -> None:
-        """Begin to load `places` of row `number` into its tensors, and hold these until the load ends."""
+        """Start to load `places` of row `number` into its tensors, and keep these until the load ends."""
         self._copier.expose(row.request, number, row.pad, spans)
         boundary = max(place.chunk for place in places) + 1
         tokens = boundary * row.prefix.chunk_tokens
@@ -76,7 +76,7 @@ class OpenRequests:
     def store(
         self, row: RowRequest, number: int, call: int, prefix: Prefix, places: Sequence[Place], spans: Spans
     ) -> None:
-        """Begin to store `places` of row `number` of a call, and hold its tensors until the store ends."""
+        """Start to store `places` of row `number` of a call, and keep its tensors until the store ends."""
         request = RequestId(f"{row.name}/store")
         self._copier.expose(request, number, row.pad, spans)
         try:
@@ -87,7 +87,7 @@ class OpenRequests:
         self._stores[request] = call
 
     def poll(self, wait_s: float = 0.0) -> None:
-        """Process ended requests; wait up to `wait_s` seconds for the first."""
+        """Process requests that have ended. Wait up to `wait_s` seconds for the first."""
         for event in self._session.poll(wait_s):
             if isinstance(event, LoadDone):
                 self._copier.forget(event.request)
@@ -95,20 +95,20 @@ class OpenRequests:
             elif isinstance(event, StoreDone):
                 self._copier.forget(event.request)
                 self._stores.pop(event.request, None)
-                self.held += event.held
+                self.held += event.stored
                 self.dropped += event.dropped
 
     def wait_for_loads(self, requests: Sequence[RequestId], until: float) -> dict[RequestId, LoadDone]:
-        """Wait for these loads, at most until `until` on the monotonic clock; returns the ended ones."""
+        """Wait for these loads until `until` on the monotonic clock, and return those that have ended."""
         while True:
             self.poll(min(_POLL_S, max(0.0, until - time.monotonic())))
             done = {request: self._loaded[request] for request in requests if request in self._loaded}
             if len(done) == len(requests) or time.monotonic() >= until:
-                self._loaded.clear()  # others are late loads of earlier calls
+                self._loaded.clear()  # the others are late loads of earlier calls
                 return done
 
     def wait_for_stores(self, deadline_s: float = 0.0, call: int | None = None) -> bool:
-        """Wait for the stores of one call, or of all; False if `deadline_s` seconds were not enough."""
+        """Wait for the stores of one call, or of all. Return False if `deadline_s` seconds were not enough."""
         until = time.monotonic() + deadline_s
         while True:
             left_s = until - time.monotonic()
@@ -119,7 +119,7 @@ class OpenRequests:
                 return False
 
     def release_all(self) -> None:
-        """Release all tensors, once the session is closed."""
+        """Release all tensors. The session must be closed."""
         self.poll()
         for request in self._stores:
             self._copier.forget(request)

@@ -1,9 +1,9 @@
 """Fills a cache for a call's prompts as far as possible: lookup, plan, load. Every wait has a deadline.
 
-The rows of a batch share one cache length, so they resume at a common column. A row with a longer restorable prefix may
-then stop inside a chunk, and uses a part of it. Full attention works with any column. A window needs the tokens before
-the column where it resumes, not those before the chunk's end. So the window's chunks of both boundaries around that
-column are loaded, and only if the lookup finds both.
+The rows of a batch share one cache length, so they resume at a common column. A row with a longer restorable prefix
+may then stop inside a chunk and use only a part of it. Full attention works with any column. A window needs the tokens
+before the column where it resumes, not those before the chunk's end. So the window's chunks of both boundaries around
+that column are loaded, and only if the lookup finds both.
 """
 
 import logging
@@ -28,15 +28,15 @@ _PLAN_ROUNDS = 8
 
 
 def row_tokens(column: int, pad: int) -> int:
-    """Number of a row's tokens before `column`."""
+    """Return the number of a row's tokens before `column`."""
     return max(0, column - pad)
 
 
 def common_column(padding: Sequence[int], restorable: Sequence[int], columns: int) -> int:
-    """The column at which all rows can resume, given the restorable tokens of each.
+    """Return the column at which all rows can resume, given the restorable tokens of each.
 
-    At least the last column is computed: its logits choose the first new token. A row whose first token lies after the
-    common column restores nothing, and does not limit the others.
+    At least the last column is computed, because its logits choose the first new token. A row whose first token lies
+    after the common column restores nothing and does not limit the others.
     """
     reach = min(pad + tokens for pad, tokens in zip(padding, restorable, strict=True))
     return max(0, min(reach, columns - 1))
@@ -44,10 +44,10 @@ def common_column(padding: Sequence[int], restorable: Sequence[int], columns: in
 
 @dataclass(slots=True)
 class Restored:
-    """The result for one call."""
+    """What one call restored."""
 
     cache: DynamicCache | None = None
-    """Filled; None if nothing could be restored."""
+    """The filled cache. None: nothing could be restored."""
     columns: int = 0
     tokens: int = 0
     """Restored tokens, summed over the rows."""
@@ -60,11 +60,11 @@ class Restorer:
     """Restores the prompts of one call at a time.
 
     Args:
-        session: for lookups.
-        requests: its loads.
+        session: answers lookups.
+        requests: starts the loads and waits for them.
         shape: the model's KV groups.
-        probe_deadline_s: longest wait for the tiers' answers to a lookup.
-        load_deadline_s: longest wait for all loads of a call; after it the prompt is computed.
+        probe_deadline_s: how long a lookup waits for the tiers' answers.
+        load_deadline_s: how long a call waits for all its loads. After that the prompt is computed.
     """
 
     def __init__(
@@ -83,22 +83,22 @@ class Restorer:
         self._load_deadline_s = load_deadline_s
 
     def restore(self, rows: Sequence[RowRequest], columns: int) -> Restored:
-        """A cache for these rows, filled as far as possible.
+        """Return a cache for these rows, filled as far as possible.
 
         Args:
-            rows: rows of the call.
-            columns: length of its prompt, padding included.
+            rows: the rows of the call.
+            columns: length of the prompt, including padding.
         """
         restored = Restored()
         deadline = time.monotonic() + self._load_deadline_s
         for attempt in range(_ATTEMPTS):
-            # Probe answers are kept per request id, so each attempt has new ids.
+            # Probe answers are kept per request id, so each attempt needs new ids.
             for row in rows:
                 row.request = RequestId(f"{row.name}/{attempt}")
             try:
                 is_over = self._attempt(rows, columns, deadline, restored)
             finally:
-                # An open load is cancelled. The copier holds its tensors until it has ended.
+                # This cancels an open load. The copier keeps its tensors until it has ended.
                 for row in rows:
                     self._session.release(row.request)
             if is_over or time.monotonic() >= deadline:
@@ -106,7 +106,7 @@ class Restorer:
         return restored
 
     def _attempt(self, rows: Sequence[RowRequest], columns: int, deadline: float, restored: Restored) -> bool:
-        """Plan and load once; False if another attempt may restore something."""
+        """Plan and load once. Return False if another attempt may restore something."""
         started = time.perf_counter()
         column = self._plan(rows, columns)
         planned = time.perf_counter()
@@ -120,7 +120,7 @@ class Restorer:
     # ---- lookup and plan -------------------------------------------------------------------------------------------
 
     def _plan(self, rows: Sequence[RowRequest], columns: int) -> int:
-        """The column to resume at."""
+        """Return the column to resume at."""
         padding = [row.pad for row in rows]
         found = self._look_up([(row, row.shortened(row.whole_chunks)) for row in rows])
         for row, lookup in zip(rows, found, strict=True):
@@ -132,7 +132,7 @@ class Restorer:
         return 0
 
     def _shorten(self, rows: Sequence[RowRequest], column: int) -> bool:
-        """Shorten rows that resume inside a chunk without a valid boundary before it; whether there were any."""
+        """Shorten rows that resume inside a chunk and have no valid boundary before it. Return whether any did."""
         has_changed = False
         for row in rows:
             chunks, rest = divmod(row_tokens(column, row.pad), row.prefix.chunk_tokens)
@@ -145,7 +145,7 @@ class Restorer:
         return has_changed
 
     def _look_up(self, questions: Sequence[tuple[RowRequest, Prefix]]) -> list[Lookup]:
-        """Look up prefixes; waits for the tiers' answers until the probe deadline."""
+        """Look up prefixes, and wait for the tiers' answers until the probe deadline."""
         deadline = time.monotonic() + self._probe_deadline_s
         answers = [self._session.lookup(row.request, prefix) for row, prefix in questions]
         pause_s = _PROBE_POLL_MIN_S
@@ -161,7 +161,7 @@ class Restorer:
     # ---- load ------------------------------------------------------------------------------------------------------
 
     def _load(self, rows: Sequence[RowRequest], column: int, deadline: float, restored: Restored) -> bool:
-        """Load all rows up to `column`; whether `restored` has a cache now."""
+        """Load all rows up to `column`. Return whether `restored` now has a cache."""
         spans = blank_spans(self._shape, [row.pad for row in rows], column)
         loaded: list[RowRequest] = []
         for number, row in enumerate(rows):
@@ -188,7 +188,7 @@ class Restorer:
         return is_whole
 
     def _places(self, row: RowRequest, tokens: int) -> list[Place]:
-        """Every chunk that the first `tokens` tokens of a row need, wholly or in part."""
+        """Return every chunk that the first `tokens` tokens of a row need, wholly or in part."""
         size = row.prefix.chunk_tokens
         boundary = -(-tokens // size) * size
         places: list[Place] = []
@@ -201,7 +201,7 @@ class Restorer:
 
 
 def _sources(rows: Sequence[RowRequest], done: Mapping[RequestId, LoadDone], column: int) -> dict[str, int]:
-    """Restored tokens by place, up to the common column."""
+    """Return the restored tokens by place, up to the common column."""
     total: dict[str, int] = {}
     for row in rows:
         left = row_tokens(column, row.pad)

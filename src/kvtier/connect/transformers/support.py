@@ -1,6 +1,6 @@
 """Supported models and calls.
 
-An unsupported model is refused by `attach`. An unsupported call is computed without the cache, and its report says why.
+`attach` refuses an unsupported model. An unsupported call is computed without the cache, and its report says why.
 """
 
 import inspect
@@ -38,7 +38,7 @@ def check_model(model: object) -> Model:
     """Refuse a model by its class and configuration, before anything is computed.
 
     Raises:
-        UnsupportedModelError: the message says what was found and what is allowed.
+        UnsupportedModelError: the model is refused. The message says what was found and what is allowed.
     """
     if not isinstance(model, PreTrainedModel):
         hint = "; for a peft model pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
@@ -72,10 +72,10 @@ _SERVED_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def inspect_cache(model: Model) -> CacheShape:
-    """Find the layers of the model's cache, by running the model on a few tokens twice.
+    """Find the layers of the model's cache by running the model twice on a few tokens.
 
     Raises:
-        UnsupportedModelError: a layer's cache is of another class, or later tokens change the KV of earlier tokens.
+        UnsupportedModelError: a layer's cache has another class, or later tokens change the KV of earlier ones.
     """
     name = type(model).__name__
     decoder = model.config.get_text_config(decoder=True)
@@ -84,7 +84,7 @@ def inspect_cache(model: Model) -> CacheShape:
     except Exception as error:
         raise UnsupportedModelError(f"{name}: the library has no dynamic cache for it: {error}; {_ALLOWED}") from error
     for index, layer in enumerate(cache.layers):
-        # A layer that shares another layer's KV, or has none, has a DummyLayer.
+        # A layer that has no KV, or shares another layer's, has a DummyLayer.
         kind = type(layer)
         if kind not in _SERVED_LAYERS and kind.__name__ != "DummyLayer":
             raise UnsupportedModelError(f"{name}: layer {index} has a cache of class {kind.__name__}; {_ALLOWED}")
@@ -103,7 +103,7 @@ def inspect_cache(model: Model) -> CacheShape:
 
 
 def _probe(model: Model, cache: DynamicCache, variant: int) -> DynamicCache:
-    """The cache after a few tokens; the last of them depend on `variant`."""
+    """Return the cache after a few tokens, the last of which depend on `variant`."""
     tokens = _plain_tokens(model, _PROBE_TOKENS + 3)
     last = tokens[_PROBE_COMMON:_PROBE_TOKENS] if variant == 0 else tokens[_PROBE_TOKENS:]
     input_ids = torch.tensor([tokens[:_PROBE_COMMON] + last], device=model.device)
@@ -120,7 +120,7 @@ def _probe(model: Model, cache: DynamicCache, variant: int) -> DynamicCache:
 
 
 def _plain_tokens(model: Model, count: int) -> list[int]:
-    """Tokens without a special meaning, so that a multimodal model expects no image."""
+    """Return tokens without a special meaning, so that a multimodal model does not expect an image."""
     config = model.config
     fields = {**config.to_dict(), **config.get_text_config(decoder=True).to_dict()}
     special = {value for name, value in fields.items() if name.endswith(("_token_id", "_token_index"))}
@@ -154,7 +154,7 @@ def _cached_layer(name: str, index: int, layer: Layer) -> CachedLayer:
 
 
 def _difference(first: Layer, second: Layer) -> float:
-    """Relative difference of two runs in their common tokens. Window layers may have dropped the first of them."""
+    """Return the relative difference of two runs in their common tokens. Window layers may lack the first."""
     if first.keys is None:
         return 0.0
     seen = first.keys.shape[-2] - (_PROBE_TOKENS - _PROBE_COMMON)
@@ -170,21 +170,21 @@ def _difference(first: Layer, second: Layer) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A call's generation options, in the library's order: argument, given configuration, the model's own."""
+    """A call's generation options. The library's order is: argument, given configuration, the model's own."""
 
     arguments: Mapping[str, Argument]
     given: GenerationConfig | None
     own: GenerationConfig
 
     def get(self, name: str) -> Argument:
-        """The value of one option."""
+        """Return the value of one option."""
         if name in self.arguments:
             return self.arguments[name]
         value = getattr(self.given, name, None)
         return value if value is not None else getattr(self.own, name, None)
 
     def tokens(self, name: str) -> frozenset[int]:
-        """The tokens of an option: one, several, or none."""
+        """Return the token ids that an option names: one, several or none."""
         value = self.get(name)
         if value is None:
             return frozenset()
@@ -193,7 +193,7 @@ class Options:
         return frozenset(cast("list[int]", value) if isinstance(value, (list, tuple, set)) else [int(value)])
 
     def total_tokens(self, prompt_columns: int) -> int:
-        """Largest number of columns at the end of the call."""
+        """Return the largest number of columns at the end of the call."""
         new_tokens = self.get("max_new_tokens")
         if new_tokens is not None:
             return prompt_columns + int(new_tokens)
@@ -232,13 +232,13 @@ _OFF: dict[str, tuple[object, ...]] = {
 
 
 _IN_PIECES_SINCE = (5, 23)
-"""First release whose chunked prefill continues a filled cache correctly; 5.17 generates wrong tokens."""
+"""First release whose chunked prefill continues a filled cache correctly. 5.17 generates wrong tokens."""
 
 CONTINUES_IN_PIECES = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= _IN_PIECES_SINCE
 
 
 def reason_against(model: Model, options: Options) -> str:
-    """Why a call with these options is computed without the cache; empty if it can be cached."""
+    """Return why a call with these options is computed without the cache. Empty if it can be cached."""
     return _reason_in_options(options) or _reason_around(model)
 
 
@@ -277,9 +277,9 @@ def _reason_around(model: Model) -> str:
 
 
 def padding_mask(input_ids: torch.Tensor, options: Options) -> torch.Tensor:
-    """The given attention mask, or the one that the library infers from padding tokens.
+    """Return the given attention mask, or the one that the library infers from padding tokens.
 
-    The library infers none if the padding token is also an end token.
+    The library infers no mask if the padding token is also an end token.
     """
     given = options.arguments.get("attention_mask")
     if isinstance(given, torch.Tensor):
@@ -291,5 +291,5 @@ def padding_mask(input_ids: torch.Tensor, options: Options) -> torch.Tensor:
 
 
 def accepts_padding(model: Model) -> bool:
-    """Whether a row's KV is independent of its padding, because positions are an input, counted from the mask."""
+    """Whether padding leaves a row's KV as it is, because positions are an input that is counted from the mask."""
     return "position_ids" in inspect.signature(model.forward).parameters

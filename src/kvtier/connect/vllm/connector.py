@@ -1,8 +1,9 @@
-"""`KvtierConnector`: implements vLLM's connector interface on top of the scheduler side and the worker side.
+"""`KvtierConnector`: vLLM's connector interface, on top of the scheduler side and the worker side.
 
-vLLM makes one connector in the scheduler's process and one in every worker. With one worker and no multiprocessing both
-live in one process. This file alone knows vLLM's interface. It also catches kvtier's internal errors, which must never
-make the engine fail.
+vLLM makes one connector in the scheduler's process and one in every worker. With one worker and no multiprocessing,
+both are in one process. Only this file knows vLLM's interface. In the scheduler's process it also catches kvtier's
+internal errors, which must not make the engine fail. In a worker's steps it catches none: an engine that went on would
+compute with KV that nothing has filled or that a copy still overwrites.
 """
 
 import logging
@@ -12,11 +13,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from functools import partial
 from typing import Any, TypeVar
 
-from kvtier.connect.vllm.events import BlockEvent
+from kvtier.connect.engine_metrics import PromMetrics, Stats
+from kvtier.connect.vllm.engine_hooks import WorkerCall, check, let_role_load, on_stack, watch_calls
+from kvtier.connect.vllm.engine_setup import EngineSetup
 from kvtier.connect.vllm.geometry import TableLayout
-from kvtier.connect.vllm.sides import EngineSetup, SchedulerSide, WorkerSide
-from kvtier.connect.vllm.stats import UNKNOWN_PLACE, PromMetrics, Stats
-from kvtier.connect.vllm.support import check_others
+from kvtier.connect.vllm.requests.kv_events import BlockEvent
+from kvtier.connect.vllm.scheduler.lookups import UNKNOWN_PLACE
+from kvtier.connect.vllm.scheduler.scheduler_side import SchedulerSide
+from kvtier.connect.vllm.scheduler.weight_calls import SLEEPS
+from kvtier.connect.vllm.step_metadata import StepDone, StepOrders
+from kvtier.connect.vllm.support import check_alone, check_others
 from kvtier.connect.vllm.vllm_imports import (
     AllBlocksCleared,
     BlockRemoved,
@@ -38,9 +44,7 @@ from kvtier.connect.vllm.vllm_imports import (
     wake_up,
 )
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, Request, VllmConfig
-from kvtier.connect.vllm.weight_calls import SLEEPS
-from kvtier.connect.vllm.weights import WorkerCall, on_stack, watch_calls
-from kvtier.connect.vllm.worker import StepDone, StepOrders
+from kvtier.connect.vllm.worker.worker_side import WorkerSide
 from kvtier.errors import described
 
 logger = logging.getLogger(__name__)
@@ -52,12 +56,9 @@ _IDENTITY, _LAYOUT = "identity", "layout"
 
 
 def _waking() -> Callable[[], None]:
-    """Wakes the loop of the engine whose method is running; without effect in an engine that its owner steps."""
-    try:
-        queue = on_stack("input_queue")
-    except LookupError:
-        return lambda: None
-    return lambda: queue.put_nowait((wake_up, None))
+    """Return a function that wakes the loop of the running engine. It has no effect if its owner steps the engine."""
+    queue = on_stack("input_queue", None)
+    return (lambda: None) if queue is None else lambda: queue.put_nowait((wake_up, None))
 
 
 class KvtierConnector(ConnectorBase, SupportsHMA):
@@ -67,78 +68,79 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         ConnectorBase.__init__(self, vllm_config, role, kv_cache_config)
         self._is_broken = False
         self._failure = ""
-        """The first internal error; empty without one."""
-        is_one_of_many = role is ConnectorRole.WORKER and vllm_config.parallel_config.world_size > 1
+        """The first internal error. Empty if there was none."""
+        is_worker = role is ConnectorRole.WORKER
+        is_one_of_many = is_worker and vllm_config.parallel_config.world_size > 1
         try:
             self._setup = EngineSetup.of(vllm_config, kv_cache_config)
-            """In a scheduler's connector identified as its workers say, once they are up."""
+            """In a scheduler's connector, its identity is what the workers report once they are up."""
+            check(
+                "engine",
+                *(("worker", "layers") if is_worker else ("core", "scheduler")),
+                *(("cpu",) if is_worker and vllm_config.device_config.device_type == "cpu" else ()),
+                *(("lora",) if is_worker and vllm_config.lora_config is not None else ()),
+                *(("prefix_protection",) if not is_worker and self._setup.config.vllm.prefix_protection else ()),
+            )
             facts = self._setup.facts(*([own_token_share()] if is_one_of_many else []))
         except BaseException:
             if is_one_of_many:
-                gathered(None)  # the others wait for this worker
+                gathered(None)  # the other workers wait for this one
             raise
-        if role is ConnectorRole.WORKER:
+        if is_worker:
             self._setup = self._setup.agreed(self._exchange(facts))
-        self._connectors = _connectors_around()
-        """All connectors of the `MultiConnector` that makes this one."""
-        self._upper: SchedulerSide | None = None
-        """None in a worker, and until all workers are up; until then every lookup is a miss."""
-        self._lower: WorkerSide | None = None
+        else:
+            let_role_load(vllm_config)
+        self._scheduler_side: SchedulerSide | None = None
+        """None in a worker, and until all workers are up. Until then every lookup is a miss."""
+        self._worker_side: WorkerSide | None = None
         """None in the scheduler's connector, and until vLLM registers its KV memory."""
-        if role is ConnectorRole.SCHEDULER:
-            # vLLM's scheduler reads the role after this, and delays the reuse of blocks that a running step still
-            # writes only in an engine that loads. A prefill engine of kvtier loads, too. In a `MultiConnector` this
-            # connector has another configuration than the scheduler.
-            config = vllm_config
-            with suppress(LookupError):
-                config = on_stack("vllm_config")
-            if config.kv_transfer_config.kv_role == "kv_producer":
-                config.kv_transfer_config.kv_role = "kv_both"
 
     def _guarded(self, act: Callable[[], T], otherwise: T) -> T:
-        """The result of `act`. After the first exception always `otherwise`: kvtier stays off until a restart."""
+        """Return the result of `act`, or `otherwise` after the first exception: kvtier stays off until a restart."""
         if not self._is_broken:
             try:
                 return act()
             except Exception as error:
-                # Also after a moment without memory: the scheduler side may be half changed. Making keys, which takes
-                # the most, has guards of its own (`KeyMaker`, `Scheduler._prefix_of`).
+                # Also after a brief lack of memory, because the scheduler side may be half changed. Making keys needs
+                # the most memory and has guards of its own (`KeyMaker`, `Scheduler._prefix_of`).
                 self._is_broken = True
                 self._failure = described(error)
                 logger.exception("kvtier has failed and is off until a restart; requests are computed without it")
         return otherwise
 
     def _guard(self, act: Callable[..., None]) -> Callable[..., None]:
-        """`act` for vLLM to call: guarded."""
+        """Return a guarded `act` that vLLM may call."""
         return lambda *given: self._guarded(lambda: act(*given), None)
 
     def _ask(self, act: Callable[[SchedulerSide], T], otherwise: T) -> T:
-        """Guarded call of the scheduler side; `otherwise` until all workers are up."""
-        side = self._upper
+        """Call the scheduler side, guarded. Return `otherwise` until all workers are up."""
+        side = self._scheduler_side
         return otherwise if side is None else self._guarded(lambda: act(side), otherwise)
 
     @property
     def _others(self) -> list[Any]:
-        return [it for it in self._connectors if it is not self]
+        """The other connectors of a `MultiConnector`, while vLLM opens this one."""
+        group = transfer_group() if self.role is ConnectorRole.WORKER else on_stack("scheduler").get_kv_connector()
+        return [it for it in getattr(group, "sub_connectors", ()) if it is not self]
 
     @property
-    def _rank(self) -> WorkerSide:
-        assert self._lower is not None, "vLLM called a worker's method of the scheduler's connector"
-        return self._lower
+    def _opened_worker_side(self) -> WorkerSide:
+        assert self._worker_side is not None, "vLLM called a worker's method of the scheduler's connector"
+        return self._worker_side
 
     # ---- scheduler: requests ---------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """All workers are up, and those of later pipeline stages, too."""
+        """Open the scheduler side: all workers are up, also those of later pipeline stages."""
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """All workers are up. vLLM 0.33 says so again when it wakes up."""
-        if self._upper is not None:
+        """Open the scheduler side: all workers are up. vLLM 0.33 calls this again when it wakes up."""
+        if self._scheduler_side is not None:
             return
         executor, handshakes = on_stack("model_executor"), list(metadata.values())
         call_all: Callable[..., list[Any]] = executor.collective_rpc
-        if self._others or len(handshakes) < self._setup.ranks:  # vLLM may give two workers one number
+        if self._others or len(handshakes) < self._setup.ranks:  # vLLM may give two workers the same number
             handshakes = executor.collective_rpc(KvtierConnector._handshake_of_worker)
 
         def ask(method: str) -> list[Any]:
@@ -152,7 +154,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         handshakes = [dict(it) for it in handshakes]
         layouts = [it.pop(_LAYOUT) for it in handshakes]
         self._setup = self._setup.identified_as([it.pop(_IDENTITY) for it in handshakes].pop())
-        self._upper = side = SchedulerSide(
+        self._scheduler_side = side = SchedulerSide(
             *(self._setup, handshakes, layouts),
             *(on_stack("scheduler"), self._guard, lambda: self._failure),
             extras_of=lambda request, start, stop: extra_keys(request, start, stop, 0)[0],
@@ -161,10 +163,10 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             ask=ask,
             is_alone=not self._others,
         )
-        watch_calls(executor, self._around(side))
+        watch_calls(executor, self._around(side), side.noted)
 
     def _around(self, side: SchedulerSide) -> Callable[[WorkerCall], AbstractContextManager[None]]:
-        """`side.around`, guarded: vLLM's call is made whatever fails, unless a copy cannot be kept off its memory."""
+        """Guard `side.around`: vLLM's call is made whatever fails, unless a copy cannot be kept off its memory."""
 
         @contextmanager
         def around(call: WorkerCall) -> Generator[None]:
@@ -188,21 +190,21 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._ask(lambda side: side.scheduler.arrived(request), None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded."""
+        """Return how many tokens can be loaded."""
         tokens = self._ask(lambda side: side.scheduler.matched(request, num_computed_tokens), 0)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
-        """Begin the load into the allocated blocks."""
+        """Start the load into the allocated blocks."""
         if num_external_tokens > 0:
             tables = blocks.get_block_ids()
             self._ask(lambda side: side.scheduler.allocated(request, tables, num_external_tokens), None)
-            if self._is_broken and self._upper is not None:
-                # The match may have been made before the error, and vLLM waits for its load from now on.
-                self._upper.scheduler.allocated_after_error(request, tables)
+            if self._is_broken and self._scheduler_side is not None:
+                # The match may be older than the error, and vLLM now waits for its load.
+                self._scheduler_side.scheduler.allocated_after_error(request, tables)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """The kinds of places that the load needs, for vLLM's metrics."""
+        """Return the kinds of places that the load needs, for vLLM's metrics."""
         found = self._ask(
             lambda side: side.hit_sources(request, num_external_tokens), {UNKNOWN_PLACE: num_external_tokens}
         )
@@ -215,19 +217,19 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request. vLLM may free its blocks at once: pins protect the sources of stores."""
+        """End a request. vLLM may free its blocks at once, because pins protect the sources of stores."""
         announcement = self._ask(lambda side: side.scheduler.finished(request, block_ids), None)
-        if self._is_broken and self._upper is not None:
-            self._upper.scheduler.forget(request)
+        if self._is_broken and self._scheduler_side is not None:
+            self._scheduler_side.scheduler.requests.pop(request.request_id, None)
         return False, announcement
 
     # ---- scheduler: steps ------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:  # noqa: ANN401
-        """Metadata for the workers of a step."""
-        if self._upper is None:
+        """Return the metadata for the workers of a step."""
+        if self._scheduler_side is None:
             return StepOrders(0)
-        scheduler = self._upper.scheduler
+        scheduler = self._scheduler_side.scheduler
         orders = self._guarded(lambda: scheduler.orders(scheduler_output), None)
         if orders is None:
             orders = StepOrders(0)
@@ -246,7 +248,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             self._ask(lambda side: side.scheduler.stepped(done), None)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks come free in the next step without a preemption."""
+        """Whether the next step frees blocks without a preemption."""
         return self._ask(lambda side: side.scheduler.has_freed_blocks(), otherwise=False)
 
     def has_pending_push_work(self) -> bool:
@@ -254,11 +256,12 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         return self._ask(lambda side: side.has_news, otherwise=False)
 
     def take_events(self) -> list[Any]:
-        """KV events for routers."""
+        """Return KV events for routers."""
         events = self._ask(self._taken, None)
-        if events is None and self._upper is not None:  # kvtier is off, and routers must not send prompts for its KV
+        if events is None and self._scheduler_side is not None:
+            # kvtier is off, and routers must not send prompts for its KV.
             with suppress(Exception):
-                events = self._taken(self._upper)
+                events = self._taken(self._scheduler_side)
         return events or []
 
     def _taken(self, side: SchedulerSide) -> list[Any]:
@@ -266,7 +269,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         return [AllBlocksCleared()] if found is None else found
 
     def _event(self, event: BlockEvent, table: TableLayout | None) -> Any:  # noqa: ANN401 - vLLM's class
-        """In the form of vLLM 0.32's own events (`BlockPool.cache_full_blocks`), without `ownership` and `locality`."""
+        """Return the event as vLLM 0.32 makes it (`BlockPool.cache_full_blocks`), less `ownership` and `locality`."""
         assert table is not None
         blocks = event.blocks
         hashes = [external_hash(it) for it in blocks.hashes]
@@ -287,7 +290,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         )
 
     def get_kv_connector_stats(self) -> Stats | None:
-        """Metrics since the last call; the scheduler side counts for all ranks."""
+        """Return metrics since the last call. The scheduler side counts for all ranks."""
         return self._ask(lambda side: side.stats.take(), None)
 
     def reset_cache(self) -> bool:
@@ -296,68 +299,70 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped store is only a later miss."""
+        """False: a dropped store is only a later miss."""
         return False
 
-    # ---- worker ----------------------------------------------------------------------------------------------------
+    # ---- worker: not guarded, because each answer tells vLLM or the scheduler side which KV to trust -----------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the rank on the worker's KV memory."""
-        check_others(type(it).__name__ for it in self._others)
-        self._lower = WorkerSide(self._setup, kv_caches, self._exchange)
+        others = [type(it).__name__ for it in self._others]
+        check_others(others)
+        check_alone(others, self._setup.config.store.loss)
+        self._worker_side = WorkerSide(self._setup, kv_caches, self._exchange)
 
     def _exchange(self, own: object) -> list[Any]:
-        """What the connector of each worker calls this with, by rank. Waits for all of them."""
+        """Return what each worker's connector passes to this call, by rank. Waits for all of them."""
         return gathered(own) if self._setup.ranks > 1 else [own]
 
     def get_handshake_metadata(self) -> Any:  # noqa: ANN401
-        """The address at which the scheduler side reaches this rank.
+        """Return the address at which the scheduler side reaches this rank.
 
-        A `MultiConnector` passes on the metadata of one connector, to all. Then it is another one's, if any has some,
-        and `_handshake_of_worker` finds this address.
+        A `MultiConnector` passes the metadata of one connector to all. If another connector has some, that is
+        returned, and `_handshake_of_worker` finds this rank's address.
         """
         theirs = (it.get_handshake_metadata() for it in self._others)
         return next((it for it in theirs if it is not None), self._handshake)
 
     @property
     def _handshake(self) -> Any:  # noqa: ANN401
-        """Arguments of `rank_server.connect`, identity and layout; None before vLLM has registered its KV memory."""
-        if self._lower is None:
+        """Arguments of `rank_server.connect`, identity and layout. None before vLLM has registered its KV memory."""
+        if self._worker_side is None:
             return None
-        more = {_IDENTITY: self._setup.identity._replace(weights=None, versions={}), _LAYOUT: self._lower.layout}
-        return {**self._lower.server.handshake, **more}
+        more = {_IDENTITY: self._setup.identity._replace(weights=None, versions={}), _LAYOUT: self._worker_side.layout}
+        return {**self._worker_side.server.handshake, **more}
 
     @staticmethod
     def _of_worker() -> "KvtierConnector":
-        """The connector of the worker in this process, alone or beside others.
+        """Return the connector of the worker in this process, whether alone or beside others.
 
         Raises:
-            StopIteration: there is none.
+            StopIteration: there is no such connector.
         """
         group = transfer_group()
         return next(it for it in getattr(group, "sub_connectors", [group]) if isinstance(it, KvtierConnector))
 
     @staticmethod
     def _handshake_of_worker(worker: Any) -> Any:  # noqa: ANN401, ARG004 - vLLM's worker
-        """The handshake of kvtier's rank in this process, beside other connectors. vLLM calls it in each worker."""
+        """Return the handshake of this process's rank, beside other connectors. vLLM calls it in each worker."""
         return KvtierConnector._of_worker()._handshake  # noqa: SLF001
 
     @staticmethod
     def _answer_of_worker(worker: Any, method: str) -> tuple[bool, Any]:  # noqa: ANN401, ARG004
-        """Whether `method` of the worker side in this process fails, and what it returns or the error's text.
+        """Call `method` of this process's worker side. Return whether it failed, and its result or error text.
 
-        vLLM calls it in each worker. It raises nothing: after an error of one rank, vLLM would take the answers of
-        later ranks for those to its next call.
+        vLLM calls this in each worker. It never raises: after an error of one rank, vLLM would take later ranks'
+        answers for those to its next call.
         """
         try:
-            return False, getattr(KvtierConnector._of_worker()._rank, method)()  # noqa: SLF001
+            return False, getattr(KvtierConnector._of_worker()._opened_worker_side, method)()  # noqa: SLF001
         except Exception as error:
             logger.exception("%s() of kvtier has failed in this worker", method)
             return True, described(error)
 
     def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
-        """Begin a step. Not guarded: if copies cannot be kept off reused blocks, the engine must not go on."""
-        self._rank.worker.begin(kv_connector_metadata)
+        """Start a step. It raises if copies cannot be kept off reused blocks."""
+        self._opened_worker_side.worker.begin(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """No-op: loads run between steps."""
@@ -366,31 +371,31 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         """No-op: loads run between steps."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """No-op: stores begin when the step has returned."""
+        """No-op: stores start when the step has returned."""
 
     def wait_for_save(self) -> None:
-        """A step has been launched. The engine never waits for a store."""
-        self._rank.launched()
+        """Note that a step has been launched, so that no store copies blocks before it. The engine waits for none."""
+        self._opened_worker_side.launched()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401, ARG002
-        """The ended loads."""
-        received, failed = self._rank.worker.results()
+        """Return the loads that have ended. It raises if a failed one may still write to its blocks."""
+        received, failed = self._opened_worker_side.worker.results()
         return TransferResults(finished_recving=received, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that vLLM takes for filled, but that no load filled."""
-        return self._rank.worker.take_bad_blocks()
+        """Return blocks that vLLM considers filled, but that no load filled."""
+        return self._opened_worker_side.worker.take_bad_blocks()
 
     def build_connector_worker_meta(self) -> StepDone:
-        """Metadata for the scheduler after a step."""
-        return self._rank.worker.done
+        """Return the metadata for the scheduler after a step. Without it, changed weights would go unnoticed."""
+        return self._opened_worker_side.worker.done
 
     # ---- both ------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Close the side of this process."""
         self._is_broken = False  # close even after an internal error
-        side = self._lower if self._upper is None else self._upper
+        side = self._worker_side if self._scheduler_side is None else self._scheduler_side
         if side is not None:
             self._guarded(side.close, None)
 
@@ -398,7 +403,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        """Unpack metrics of another process."""
+        """Unpack the metrics of another process."""
         return Stats(data)
 
     @classmethod
@@ -409,13 +414,5 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
-        """Metrics for `/metrics`."""
+        """Return the metrics for `/metrics`."""
         return PromMetrics(metric_types, labelnames, per_engine_labelvalues)
-
-
-def _connectors_around() -> list[Any]:
-    """The list that a `MultiConnector` fills while it makes its connectors; empty without one."""
-    try:
-        return on_stack("_connectors")
-    except LookupError:
-        return []

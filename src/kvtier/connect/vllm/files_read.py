@@ -1,25 +1,27 @@
-"""The versions of the files that vLLM reads, of checkpoints and adapters, compared with those that kvtier identifies.
+"""The versions of checkpoint and adapter files that vLLM reads, compared with those that kvtier identifies.
 
-vLLM loads the weights before it makes a connector, minutes earlier with a large model. In between a checkpoint may be
-replaced in its folder. So versions are taken twice, and travel with vLLM's `LoadConfig` to all of its processes:
+vLLM loads the weights before it makes a connector, minutes earlier if the model is large. The checkpoint may be
+replaced in its folder in between. So versions are taken twice, and travel with vLLM's `LoadConfig` to all of its
+processes:
 
-early    while vLLM's configuration is made: of settings and code, which it reads then. A download may come later
-read     in each worker, when the loader is about to open its first file, after any download: of all weights
+early    while vLLM makes its configuration and reads settings and code: their versions. A download may come later
+read     in each worker, after any download, when the loader is about to open its first file: versions of all weights
 
-An adapter is identified when a request arrives, and read by the workers in the step that first uses it. It is read
-again after vLLM has evicted it from its own cache. `AdaptersRead` takes the versions around each read.
+An adapter is identified when a request arrives. The workers read it in the step that first uses it, and again after
+vLLM has evicted it from its own cache. `AdaptersRead` takes the versions around each read.
 
-Only a difference from the files that were identified is a doubt. Their age decides nothing.
+Only a difference from the identified files is a doubt. Their age decides nothing.
 """
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.connect.local_files import adapter_versions, checkpoint_versions, digested_files, local_folder
+from kvtier.connect.vllm.engine_hooks import has_room, watch_adapter_loads
 from kvtier.connect.vllm.vllm_types import LoraRequest, VllmConfig
 from kvtier.errors import ConfigError
 from kvtier.keys.weights import FileVersion, changed_file, file_versions
@@ -34,9 +36,9 @@ _Versions = dict[Path, FileVersion]
 
 
 def look_early(config: VllmConfig) -> None:
-    """Take the versions of all files of the model and its draft model, while vLLM makes its configuration."""
+    """Take the versions of all files of the model and its draft model while vLLM makes its configuration."""
     if _EARLY in config.load_config.__dict__:
-        return  # vLLM copies its configuration for a draft model, when the weights are loaded
+        return  # vLLM copies its configuration for a draft model when it loads the weights
     for model, load in models_of(config):
         folder = local_folder(str(model.model_weights or model.model), model.revision, load.download_dir)
         now = checkpoint_versions(folder, is_code_trusted=bool(model.trust_remote_code))
@@ -44,7 +46,7 @@ def look_early(config: VllmConfig) -> None:
 
 
 def models_of(config: VllmConfig) -> list[tuple[Any, Any]]:
-    """The `ModelConfig` and the `LoadConfig` of the model, and of its draft model."""
+    """Return `ModelConfig` and `LoadConfig` of the model, and of its draft model."""
     found = [(config.model_config, config.load_config)]
     drafting = config.speculative_config
     draft = getattr(drafting, "draft_model_config", None)
@@ -58,12 +60,12 @@ def note(load: Any, name: str, folder: str, files: Iterable[str]) -> None:  # no
 
     Args:
         load: vLLM's `LoadConfig`, which keeps the versions.
-        name: the model's, as vLLM was asked for it.
-        folder: of the model, if not `name`.
-        files: of its weights.
+        name: the model's name, as vLLM was asked for it.
+        folder: the model's folder, if it is not `name`.
+        files: the files of its weights.
     """
     paths = list(map(Path, files))
-    with suppress(ConfigError):  # the digest will say it
+    with suppress(ConfigError):  # the digest will report it
         paths += digested_files(Path(folder or name), is_code_trusted=True)
     read: _Versions = load.__dict__.setdefault(_READ, {}).setdefault(name, {})
     # A file that is read twice and changes in between differs from one of its two versions in any case.
@@ -71,10 +73,10 @@ def note(load: Any, name: str, folder: str, files: Iterable[str]) -> None:  # no
 
 
 def doubt(config: VllmConfig, identified: Mapping[Path, FileVersion]) -> str:
-    """Why what the workers of this process have read may not be what was identified; empty without a doubt.
+    """Return why the workers of this process may have read other files than were identified. Empty without a doubt.
 
     Args:
-        config: the engine's, after its weights were loaded in this process.
+        config: the engine's configuration, after its weights were loaded in this process.
         identified: the versions that the digests of the weights cover.
     """
     models = models_of(config)
@@ -95,17 +97,17 @@ def doubt(config: VllmConfig, identified: Mapping[Path, FileVersion]) -> str:
 
 
 def doubt_of(worker: Any, identified: Mapping[Path, FileVersion]) -> str:  # noqa: ANN401 - vLLM's `WorkerWrapperBase`
-    """`doubt` in a worker's process. vLLM calls it in each worker."""
+    """Run `doubt` in a worker's process. vLLM calls this in each worker."""
     return doubt(worker.vllm_config, identified)
 
 
 class AdapterRead(NamedTuple):
-    """An adapter that a worker has loaded, or is about to."""
+    """An adapter that a worker has loaded or is about to load."""
 
     number: int
     """Its `lora_int_id`."""
     versions: Mapping[Path, FileVersion]
-    """The versions of its files, the same before and after the load; empty if they were not."""
+    """The versions of its files, if they were the same before and after the load; else empty."""
 
 
 class AdaptersRead:
@@ -118,29 +120,27 @@ class AdaptersRead:
     def __init__(self, manager: Any) -> None:  # noqa: ANN401
         self._manager = manager
         self._last: dict[int, AdapterRead] = {}
-        """The last read of each adapter that vLLM holds."""
+        """The last read of each adapter that vLLM keeps."""
         self._new: list[AdapterRead] = []
-        self._load = manager._load_adapter  # noqa: SLF001
-        manager._load_adapter = self._watched  # noqa: SLF001
+        watch_adapter_loads(manager, self._watched)
 
     def take(self) -> tuple[AdapterRead, ...]:
-        """The reads since the last call."""
+        """Return the reads since the last call."""
         new, self._new = self._new, []
         return tuple(new)
 
     def has_read(self, adapter: LoraRequest, named: Collection[Mapping[Path, FileVersion]]) -> bool:
-        """Whether a step with this adapter computes with files of versions `named`. Called before a step's forward.
+        """Whether a step with this adapter computes with files of versions `named`. Called before the step's forward.
 
-        The adapter is loaded unless that evicted another one. If it is not, its files count as they are now.
+        The adapter is loaded, unless that evicts another one. If it is not loaded, its present files count.
         """
         manager, number = self._manager, adapter.lora_int_id
         try:
-            held = manager._adapter_manager  # noqa: SLF001
-            if number not in manager.list_adapters() and len(held) < held.capacity:
+            if number not in manager.list_adapters() and has_room(manager):
                 manager.add_adapter(adapter)
             is_held = number in manager.list_adapters()
             read = self._last[number] if is_held else AdapterRead(number, adapter_versions(adapter.lora_path))
-        except Exception as error:  # noqa: BLE001 - vLLM meets it in a step, and answers for it
+        except Exception as error:  # noqa: BLE001 - vLLM meets the error in a step and handles it
             logger.warning("adapter %r cannot be loaded: %r", adapter.lora_name, error)
             read = AdapterRead(number, {})
         if read.versions not in named:
@@ -148,9 +148,9 @@ class AdaptersRead:
             return False
         return True
 
-    def _watched(self, adapter: LoraRequest) -> object:
+    def _watched(self, load: Callable[[LoraRequest], object], adapter: LoraRequest) -> object:
         before = adapter_versions(adapter.lora_path)
-        loaded, after = self._load(adapter), adapter_versions(adapter.lora_path)
+        loaded, after = load(adapter), adapter_versions(adapter.lora_path)
         read = AdapterRead(adapter.lora_int_id, after if not before or before == after else {})  # or a download
         held = self._manager.list_adapters()
         self._last = {number: it for number, it in self._last.items() if number in held} | {read.number: read}

@@ -1,30 +1,30 @@
 """Layout of chunks in vLLM's block tables: from a request's block ids to the addresses that the copier uses.
 
-vLLM groups layers by page size as well as by attention rule: Gemma-3's five sliding layers are five groups of one. Here
-groups of one rule are merged, and each vLLM group is one `TableLayout`. The address of a chunk (`Place.blocks`) is the
-block ids of its tables, one table after the other, each in token order:
+vLLM groups layers by page size as well as by attention rule: Gemma-3's five sliding layers are five groups of one.
+Here, groups of one rule are merged, and each vLLM group is one `TableLayout`. The address of a chunk (`Place.blocks`)
+is the block ids of its tables, one table after the other, each in token order:
 
     group 0, sliding window, 2 tables of 4 blocks:   [ table 0: 7 8 9 10 | table 1: 31 32 33 34 ]
 
-`SKIP` replaces an id that must not be written. The rule decides which blocks of a chunk a table names, for n tokens at
-the end of the chunk:
+`SKIP` replaces an id that must not be written. The rule decides which of a chunk's blocks a table names, for n tokens
+at the end of the chunk:
 
     history   all blocks
     window    the blocks that overlap the last `window` tokens before n
     state     the block with the state after n tokens
 
-With decode context parallelism (DCP) a block id names one block on each of several ranks. Together these blocks hold
-``block_size * ranks`` consecutive tokens, dealt out in turns (`DcpShards`). Numbers of tokens are of such whole blocks,
-as in vLLM's scheduler (`resolve_dcp_kv_block_size`, vLLM 0.32 and 0.33).
+With decode context parallelism (DCP), a block id names one block on each of several ranks. Together these blocks
+contain ``block_size * ranks`` consecutive tokens, dealt out in turns (`DcpShards`). Token counts refer to such whole
+blocks, as in vLLM's scheduler (`resolve_dcp_kv_block_size`, vLLM 0.32 and 0.33).
 
-With `store.token_shares` = N a history of latents is N groups, with the same blocks. Group s is the tokens t with
+With `store.token_shares` = N, a history of latents is N groups with the same blocks. Group s is the tokens t with
 ``t // interleave % N == s``, ascending, on whichever rank they are. So its bytes and names do not depend on the sizes
-of TP, DCP and blocks. A rank holds every group s with ``s % dcp`` equal to its number in the DCP group:
+of TP, DCP and blocks. A rank has every group s with ``s % dcp`` equal to its number in the DCP group:
 
     turn of a block on rank r of dcp     0      1        2         ...
     of share (N = 2 * dcp)               r      r + dcp  r         ...
 
-Everything here is arithmetic on lists; neither vLLM nor torch is imported.
+Everything here is arithmetic on lists. Neither vLLM nor torch is imported.
 """
 
 import math
@@ -32,6 +32,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.connect.vllm.support import check_groups, specs_of, validity_of
@@ -44,7 +45,19 @@ from kvtier.connect.vllm.vllm_types import (
     plain_name,
 )
 from kvtier.errors import ConfigError, UnsupportedModelError
-from kvtier.layout import ELEMENT_BYTES, GroupLayout, History, KvLayout, Run, RunKind, State, Validity, Window, run_of
+from kvtier.layout import (
+    ELEMENT_BYTES,
+    Axes,
+    GroupLayout,
+    History,
+    KvLayout,
+    Run,
+    RunKind,
+    State,
+    Validity,
+    Window,
+    run_of,
+)
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.types import Place
 
@@ -52,7 +65,7 @@ SKIP = -1
 """Replaces a block id that must not be written."""
 
 NULL_BLOCK = 0
-"""vLLM's id for a block that is not kept: it slid out of a window, or its state was superseded."""
+"""vLLM's id for a block that is not kept, because it slid out of a window or its state was superseded."""
 
 
 class DcpShards(NamedTuple):
@@ -60,38 +73,41 @@ class DcpShards(NamedTuple):
 
     ranks: int = 1
     interleave: int = 1
-    """Consecutive tokens of a rank's turn."""
+    """Consecutive tokens in one turn of a rank."""
     shares: int = 0
-    """Shares of the tokens, each a group of its own and a multiple of `ranks`; 0: a group is what one rank holds."""
+    """Shares of the tokens, each a group of its own. A multiple of `ranks`. 0: a group is what one rank has."""
 
     @staticmethod
     def of(config: VllmConfig, shares: int = 0) -> "DcpShards":
-        """The division in an engine. Prefill context parallelism divides no KV: each of its ranks holds all of it.
+        """Return an engine's division. Prefill context parallelism does not divide KV: each of its ranks has it all.
 
         Args:
-            config: the engine's.
+            config: the engine's configuration.
             shares: the setting `store.token_shares`.
 
         Raises:
-            ConfigError: the ranks cannot hold whole shares.
+            ConfigError: the ranks cannot have whole shares.
         """
         parallel = config.parallel_config
         size = parallel.decode_context_parallel_size
         if shares % size:
             raise ConfigError(
-                f"store.token_shares = {shares} does not fit decode_context_parallel_size = {size}; allowed: its "
-                "multiples, and 0"
+                f"does not fit decode_context_parallel_size = {size}",
+                setting="store.token_shares",
+                value=str(shares),
+                allowed=f"0, or a multiple of {size}",
             )
         return DcpShards(size, parallel.cp_kv_cache_interleave_size, shares) if size > 1 or shares else UNDIVIDED
 
     def on(self, spec: KvCacheSpec) -> "DcpShards":
-        """The division of one kind of KV: states and some draft layers are whole on each rank."""
+        """Return the division of one kind of KV. States and some draft layers are whole on each rank."""
         return self if self.shares or (self.ranks > 1 and spec.dcp_sharded) else UNDIVIDED
 
     def of_all(self, specs: Iterable[KvCacheSpec]) -> "DcpShards":
-        """This division, without shares where some KV of the engine has no row of bytes for each token.
+        """Return this division, without shares if some KV of the engine has no row of bytes for each token.
 
-        That is certain of MLA alone. Other backends may mix the tokens of a block, and no specification says so.
+        Only MLA is certain to have such rows. Other backends may mix the tokens of a block, and no specification says
+        so.
 
         Raises:
             ConfigError: a block does not end with a whole turn of each share.
@@ -106,9 +122,11 @@ class DcpShards(NamedTuple):
         sizes = [spec.block_size for spec in specs if spec.block_size % turn]
         if sizes:
             raise ConfigError(
-                f"store.token_shares = {self.shares} with decode_context_parallel_size = {self.ranks} and "
-                f"cp_kv_cache_interleave_size = {self.interleave} does not fit blocks of {sizes[0]} tokens; allowed: "
-                f"block_size a multiple of {turn}"
+                f"with decode_context_parallel_size = {self.ranks} and cp_kv_cache_interleave_size = "
+                f"{self.interleave} it does not fit blocks of {sizes[0]} tokens",
+                setting="store.token_shares",
+                value=str(self.shares),
+                allowed=f"block_size a multiple of {turn}",
             )
         return self
 
@@ -117,26 +135,28 @@ UNDIVIDED = DcpShards()
 
 
 class TableLayout(NamedTuple):
-    """One vLLM group, as a part of a `Group`."""
+    """One vLLM group as a part of a `Group`."""
 
     number: int
     """Index of the vLLM group in the block tables."""
     block_tokens: int
-    """Tokens of a block, on all ranks together that share them."""
+    """Tokens of a block, over all ranks that share them."""
     blocks: int
-    """Blocks of a chunk in an address: the last ones of the chunk."""
+    """How many blocks of a chunk an address has: the chunk's last ones."""
     layers: tuple[str, ...]
-    """The layers of this vLLM group on the worker's pipeline stage, which may have none."""
+    """The layers of this vLLM group on the worker's pipeline stage. There may be none."""
     runs: tuple[Run, ...]
-    """Of one block of one layer, without padding; several only where a chunk has one block."""
+    """The runs of one block of one layer, without padding. There are several only if a chunk has one block."""
     pages: str
     """Name of a page's contents, from the configuration."""
     piece: int = 0
-    """Which one of the `pieces` this is."""
+    """Number of this table among its `pieces`."""
     pieces: int = 1
-    """Tables that share the rows of a block on one rank: each gets every `pieces`-th turn."""
+    """Tables that share the rows of a block on one rank. Each gets every `pieces`-th turn."""
     row_bytes: int = 0
     """Bytes of one turn."""
+    channels: int = 0
+    """Channels of a key and of a value, if a page has nothing but these and all tokens of its block; otherwise 0."""
 
     @property
     def page_bytes(self) -> int:
@@ -144,7 +164,7 @@ class TableLayout(NamedTuple):
         return sum(run.size_bytes for run in self.runs)
 
     def run(self, chunk: int, chunk_tokens: int) -> tuple[int, int]:
-        """Range of block table positions in an address of `chunk`."""
+        """Return the range of block table positions in an address of `chunk`."""
         stop = (chunk + 1) * chunk_tokens // self.block_tokens
         return stop - self.blocks, stop
 
@@ -156,11 +176,11 @@ class Group:
     validity: Validity
     tables: tuple[TableLayout, ...]
     share: int = 0
-    """Number of the share of the tokens; see `DcpShards.shares`."""
+    """Number of the group's share of the tokens; see `DcpShards.shares`."""
     shares: int = 0
 
     def needed_from(self, table: TableLayout, tokens: int) -> int:
-        """First block table position that a request needs to resume after `tokens`."""
+        """Return the first block table position that a request needs to resume after `tokens`."""
         if isinstance(self.validity, History):
             return 0
         if isinstance(self.validity, Window):
@@ -170,7 +190,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Division of one engine's KV into chunks; equal in the scheduler and all workers, apart from a stage's layers.
+    """How one engine's KV is divided into chunks. Equal in the scheduler and all workers, apart from a stage's layers.
 
     Args:
         chunk_tokens: tokens of a chunk.
@@ -182,15 +202,15 @@ class Geometry:
 
     @staticmethod
     def of(config: KvCacheConfig, chunk_tokens: int = 0, shards: DcpShards = UNDIVIDED) -> "Geometry":
-        """The geometry of an engine.
+        """Return the geometry of an engine.
 
         Args:
             config: `KVCacheConfig` of the scheduler or a worker.
-            chunk_tokens: the setting `store.chunk_tokens`; 0: the smallest valid size of at least 256.
-            shards: division of the tokens among ranks.
+            chunk_tokens: the setting `store.chunk_tokens`. 0: the smallest valid size of at least 256.
+            shards: how tokens are divided among ranks.
 
         Raises:
-            UnsupportedModelError: KV of an unknown kind, or stored in an unknown way.
+            UnsupportedModelError: KV is of an unknown kind, or stored in an unknown way.
             ConfigError: `chunk_tokens` is not a multiple of vLLM's alignment.
         """
         check_groups(config)
@@ -222,12 +242,12 @@ class Geometry:
 
     @property
     def shares(self) -> int:
-        """Number of shares of the tokens; 0 if the setting is off or has no effect."""
+        """Number of shares of the tokens. 0 if the setting is off or has no effect."""
         return self.groups[0].shares
 
     @property
     def _tables(self) -> list[TableLayout]:
-        """One for each vLLM group, although shares have the same."""
+        """One table for each vLLM group, even if shares use the same table."""
         return list({table.number: table for group in self.groups for table in group.tables}.values())
 
     @property
@@ -237,49 +257,50 @@ class Geometry:
 
     @cached_property
     def layout(self) -> KvLayout:
-        """Layout for the core. The `pages` of its groups lack the details of a worker; see `layout_with`."""
+        """Layout for the core. The `pages` of its groups lack a worker's details; see `layout_with`."""
         return self.layout_with({})
 
-    def layout_with(self, details: Mapping[str, str]) -> KvLayout:
-        """Layout of a worker.
+    def layout_with(self, details: Mapping[str, str], axes: Mapping[str, Axes] = MappingProxyType({})) -> KvLayout:
+        """Return the layout of a worker.
 
         Args:
-            details: per layer: properties of a page that are not in its configuration, such as its attention backend.
+            details: for each layer, page properties that its configuration lacks, such as its attention backend.
+            axes: the axes of a page of each layer whose backend defines them, beginning with `page`.
         """
-        return KvLayout(self.chunk_tokens, tuple(_group_layout(group, details) for group in self.groups))
+        return KvLayout(self.chunk_tokens, tuple(_group_layout(group, details, axes) for group in self.groups))
 
     @cached_property
     def has_states(self) -> bool:
-        """Whether any group keeps states, which are stored only from vLLM's offers."""
+        """Whether any group has states. They are stored only if vLLM offers them."""
         return any(isinstance(group.validity, State) for group in self.groups)
 
     @cached_property
     def can_load_in_part(self) -> bool:
         """Whether vLLM can use the leading blocks of a load that failed later on.
 
-        With several groups vLLM takes no report of single blocks. With a window, blocks before the load's end were
-        never allocated, so no earlier boundary is valid. Then a partly failed load delivers nothing.
+        With several groups, vLLM accepts no report of single blocks. With a window, blocks before the load's end were
+        never allocated, so no earlier boundary is valid. In both cases a partly failed load delivers nothing.
         """
         return len(self._tables) == 1 and isinstance(self.groups[0].validity, History)
 
     def hit_tokens(self, tokens: int) -> int:
-        """The most tokens that a prompt of `tokens` can load: vLLM always computes the last token."""
+        """Return the most tokens that a prompt of `tokens` can load. vLLM always computes the last token."""
         return max(tokens - 1, 0) // self.chunk_tokens * self.chunk_tokens
 
     def blocks(self, tokens: int) -> int:
-        """The most blocks that `tokens` occupy."""
+        """Return the most blocks that `tokens` occupy."""
         return sum(-(-tokens // table.block_tokens) for table in self._tables)
 
     # ---- stores ----------------------------------------------------------------------------------------------------
 
     def sources(self, chunks: Iterable[int], tables: BlockTables, offers: Iterable[StateOffer] = ()) -> list[Place]:
-        """Places to read chunks from; incomplete chunks are skipped.
+        """Return places to read chunks from. Incomplete chunks are skipped.
 
         Args:
             chunks: computed chunks.
-            tables: the request's.
-            offers: states that vLLM offered for this request and that are still valid. A block table alone is not
-                enough: its block may hold the state of another boundary.
+            tables: the request's block tables.
+            offers: states that vLLM offered for this request and that are still valid. A block table does not suffice,
+                because its block may hold the state of another boundary.
         """
         wanted = list(chunks)
         places: list[Place] = []
@@ -317,14 +338,14 @@ class Geometry:
     # ---- loads -----------------------------------------------------------------------------------------------------
 
     def targets(self, tokens: int, tables: BlockTables, resident_tokens: int = 0) -> list[Place] | None:
-        """Places to write a load of the leading `tokens` to; None if the load does not fit the allocation.
+        """Return places to write a load of the leading `tokens` to. None: the load does not fit the allocation.
 
-        vLLM takes every allocated block up to `tokens` for filled. So the load must write every such block that is not
-        resident, or nothing is loaded. Resident blocks are never written: other requests may be reading them.
+        vLLM considers every allocated block up to `tokens` filled. So the load must write each of these that is not
+        resident, or nothing is loaded. Resident blocks are never written, because other requests may be reading them.
 
         Args:
             tokens: a multiple of `chunk_tokens`.
-            tables: the request's, allocated up to `tokens`.
+            tables: the request's block tables, allocated up to `tokens`.
             resident_tokens: leading tokens in vLLM's own cache.
 
         Raises:
@@ -343,7 +364,7 @@ class Geometry:
         return places
 
     def unfilled(self, tables: BlockTables, delivered_tokens: int, wanted_tokens: int) -> set[int]:
-        """Blocks that vLLM takes for filled, but that a load of `delivered_tokens` did not fill."""
+        """Return blocks that vLLM considers filled, but that a load of `delivered_tokens` did not fill."""
         found: set[int] = set()
         for table in self._tables:
             start, stop = delivered_tokens // table.block_tokens, wanted_tokens // table.block_tokens
@@ -389,9 +410,9 @@ def _fits(
 
 
 def _spec_of(number: int, group: KvCacheConfig) -> KvCacheSpec:
-    """The spec of a group's layers.
+    """Return the spec of a group's layers.
 
-    A worker may have one spec per layer, where the scheduler has only the first. They must have equal pages.
+    A worker may have one spec per layer where the scheduler has only the first. They must have equal pages.
     """
     specs = specs_of(group.kv_cache_spec)
     kinds = {(type(spec).__name__, spec.block_size, _page_bytes(spec), _pages(spec)) for spec in specs}
@@ -406,7 +427,7 @@ def _table(
     config: KvCacheConfig, number: int, spec: KvCacheSpec, validity: Validity, chunk_tokens: int, shards: DcpShards
 ) -> TableLayout:
     group = config.kv_cache_groups[number]
-    # A layer that shares another layer's KV is in the group, but has no pages.
+    # A layer that shares another layer's KV is in the group but has no pages.
     placed = {layer for tensor in config.kv_cache_tensors for layer in tensor.layers}
     layers = tuple(layer for layer in group.layer_names if layer in placed)
     if group.layer_names and not layers:
@@ -418,15 +439,15 @@ def _table(
         needed = chunk_tokens if isinstance(validity, History) else min(validity.tokens, chunk_tokens)
         blocks = -(-needed // tokens)
     pages = f"vllm/{config.kv_cache_layout}/{_pages(spec)}"
-    if shards.shares:  # nothing of the engine's blocks and ranks
+    if shards.shares:  # independent of the engine's blocks and ranks
         pages = f"{pages.replace(f'/N={spec.num_states}', '')}/shares={shards.shares}/interleave={shards.interleave}"
     elif shards.ranks > 1:
         pages += f"/dcp={shards.ranks}/interleave={shards.interleave}"
-    return TableLayout(number, tokens, blocks, layers, _runs(spec), pages)
+    return TableLayout(number, tokens, blocks, layers, _runs(spec), pages, channels=_channels(spec, tokens))
 
 
 def _share(group: Group, share: int, shards: DcpShards) -> Group:
-    """One share of a group's tokens."""
+    """Return one share of a group's tokens."""
     pieces = shards.shares // shards.ranks
     tables: list[TableLayout] = []
     for table in group.tables:
@@ -441,7 +462,7 @@ def _page_bytes(spec: KvCacheSpec) -> int:
 
 
 def _runs(spec: KvCacheSpec) -> tuple[Run, ...]:
-    """The runs of a block, as far as the specification tells them."""
+    """Return the runs of a block, as far as the specification shows them."""
     name, size = type(spec).__name__, _page_bytes(spec)
     if name == "MambaSpec":
         states = [run_of("state", dtype, 0) for dtype in spec.dtypes]
@@ -453,8 +474,18 @@ def _runs(spec: KvCacheSpec) -> tuple[Run, ...]:
 
 
 def _is_plain(spec: KvCacheSpec) -> bool:
-    """Whether heads and dtype alone decide the size of a page. Other pages also hold numbers such as scales."""
+    """Whether heads and dtype alone decide the size of a page. Other pages contain further numbers, such as scales."""
     return getattr(spec, "state_content_bytes", None) is None
+
+
+def _channels(spec: KvCacheSpec, block_tokens: int) -> int:
+    """Return the channels of a key and of a value if nothing else is in a block of so many tokens, otherwise 0."""
+    is_dense = (
+        type(spec).__name__ == "FullAttentionSpec"
+        and _is_plain(spec)
+        and (spec.head_size_v, spec.num_heads, spec.num_states) == (spec.head_size, spec.num_kv_heads, block_tokens)
+    )
+    return spec.head_size if is_dense else 0
 
 
 def _pages(spec: KvCacheSpec) -> str:
@@ -466,12 +497,14 @@ def _pages(spec: KvCacheSpec) -> str:
     return f"{kind}/{plain_name(spec.dtype)}/{plain_name(spec.kv_quant_mode)}/{numbers}"
 
 
-def _group_layout(group: Group, details: Mapping[str, str]) -> GroupLayout:
+def _group_layout(group: Group, details: Mapping[str, str], axes: Mapping[str, Axes]) -> GroupLayout:
     runs: list[tuple[Run, ...]] = []
+    of_runs: list[tuple[Axes | None, ...]] = []
     names: list[str] = []
     for table in group.tables:
         of_chunk = tuple(run._replace(size_bytes=run.size_bytes * table.blocks) for run in table.runs)
         runs += [of_chunk] * len(table.layers)
+        of_runs += [_axes_of(of_chunk, table, axes.get(layer)) for layer in table.layers]
         found = [details.get(layer, "") for layer in table.layers]
         detail = found[0] if len(set(found)) == 1 else ",".join(found)
         extent = f"{table.blocks * table.block_tokens}" if group.shares else f"{table.blocks}x{table.block_tokens}"
@@ -479,4 +512,20 @@ def _group_layout(group: Group, details: Mapping[str, str]) -> GroupLayout:
         names.append(name.rstrip())
     pages = "; ".join(f"{len(list(same))} * {text}" for text, same in groupby(names))
     layer_bytes = tuple(sum(run.size_bytes for run in layer) for layer in runs)
-    return GroupLayout(group.validity, layer_bytes, pages, runs=tuple(runs))
+    return GroupLayout(group.validity, layer_bytes, pages, runs=tuple(runs), axes=tuple(of_runs))
+
+
+def _axes_of(runs: tuple[Run, ...], table: TableLayout, page: Axes | None) -> tuple[Axes | None, ...]:
+    """Return the axes of a layer's runs in a chunk, whose blocks are pages in the order of their tokens."""
+    if page is None or len(runs) != 1:
+        return (None,) * len(runs)
+    return (page._replace(sizes=(page.sizes[0] * table.blocks, *page.sizes[1:])).fitting(runs[0]),)
+
+
+def layer_starts(config: KvCacheConfig) -> dict[str, tuple[int, int]]:
+    """Return (offset, block stride) of each layer in a worker's KV memory, in bytes."""
+    return {
+        layer: (tensor.offset + number * tensor.layer_stride, tensor.block_stride)
+        for tensor in config.kv_cache_tensors
+        for number, layer in enumerate(tensor.layers)
+    }

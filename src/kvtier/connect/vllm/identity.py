@@ -1,10 +1,10 @@
 """Identity of a vLLM engine: the fingerprint of its weights and of every setting that changes a token's KV.
 
 All processes of one engine compute the same fingerprint. The weights' digest covers the files that the engine loaded.
-If they cannot be read, the engine gets a private digest, and shares KV with no other engine.
+If they cannot be read, the engine gets a private digest and shares KV with no other engine.
 
-Not part of the fingerprint: the attention backend and the processor (`pages`) and the rank, which are part of every
-object's name; and everything that belongs to single requests (`request_keys`).
+The fingerprint omits the attention backend, the processor (`pages`) and the rank, because every object's name contains
+them. It also omits everything that belongs to single requests (`requests.keys`).
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from kvtier.connect.fingerprint_exclusions import plain
 from kvtier.connect.local_files import checkpoint_digest, local_folder
 from kvtier.connect.vllm.installed import release_of
 from kvtier.connect.vllm.support import draft_model
-from kvtier.connect.vllm.vllm_types import VllmConfig, plain_name
+from kvtier.connect.vllm.vllm_types import ConfigPart, VllmConfig, plain_name
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import FileVersion, WeightsDigest
@@ -29,30 +29,30 @@ LOCAL_FORMATS = frozenset({
 
 
 class EngineIdentity(NamedTuple):
-    """Fingerprint of an engine."""
+    """An engine's fingerprint, and how it was obtained."""
 
     fingerprint: Fingerprint
     weights: WeightsDigest | None
-    """Digest of the weights, with its cost; None for a private engine."""
+    """Digest of the weights, with its cost. None: the engine is private."""
     is_private: bool
-    """No other engine can use this KV, now or later, so it is not written below host memory."""
+    """No other engine can use this KV, now or later, so it stays in host memory."""
     detail: str
-    """Why it is private."""
+    """Why the engine is private."""
     versions: Mapping[Path, FileVersion] = {}
     """The versions of the files that the digests of the weights and of the draft model's weights cover."""
 
     def made_private(self, config: VllmConfig, detail: str) -> "EngineIdentity":
-        """The identity of an engine that may have read other files than were identified."""
+        """Return the identity of an engine that may have read other files than were identified."""
         fingerprint = replace(self.fingerprint, weights=_own_digest(config))
         return EngineIdentity(fingerprint, None, is_private=True, detail=detail)
 
 
 def identify(config: VllmConfig, engine_version: str, shares: int = 0) -> EngineIdentity:
-    """The fingerprint of an engine.
+    """Return the fingerprint of an engine.
 
     Args:
-        config: the engine's.
-        engine_version: vLLM's, such as ``0.32.0``.
+        config: the engine's configuration.
+        engine_version: vLLM's version, such as ``0.32.0``.
         shares: see `DcpShards.shares`.
 
     Raises:
@@ -75,7 +75,7 @@ def identify(config: VllmConfig, engine_version: str, shares: int = 0) -> Engine
         dtype=plain_name(model.dtype),
         rope={"model_len": model.max_model_len} if _depends_on_length(settings) else {},
         other={
-            # The layout of pages and the numerics change between releases.
+            # The page layout and the numerics change between releases.
             "engine": ["vllm", *release_of(engine_version)],
             "architectures": plain(model.architectures),
             "config": plain(settings),
@@ -85,9 +85,9 @@ def identify(config: VllmConfig, engine_version: str, shares: int = 0) -> Engine
             "kv": [plain_name(cache.cache_dtype), plain(cache.kv_cache_dtype_skip_layers)],
             "state": [plain_name(cache.mamba_cache_dtype), plain_name(cache.mamba_ssm_cache_dtype)],
             "multimodal": _multimodal(model.multimodal_config),
-            # The division of heads and tokens decides each rank's share. Shares of all shapes are the same.
+            # The division of heads and tokens decides each rank's share. Shares are equal in all shapes.
             "ranks": shares_of_ranks(shares) if shares else _ranks(config.parallel_config),
-            # An engine with other stages could use some ranks' objects only: what one rank finds, another would lack.
+            # An engine with other stages could use only some ranks' objects: what one rank finds, another would lack.
             **({"stages": stages} if stages > 1 else {}),
             **drafts,
         },
@@ -96,24 +96,24 @@ def identify(config: VllmConfig, engine_version: str, shares: int = 0) -> Engine
 
 
 def shares_of_ranks(shares: int) -> list[str | int]:
-    """What stands for the shape of an engine whose tokens are dealt out in shares; see `DcpShards.shares`."""
+    """Return what replaces the shape of an engine whose tokens are dealt out in shares; see `DcpShards.shares`."""
     return ["shares", shares]
 
 
-def _ranks(parallel: VllmConfig) -> int | list[int]:
-    """The number of TP ranks, or the shape with context parallelism: [TP, PCP, DCP]."""
+def _ranks(parallel: ConfigPart) -> int | list[int]:
+    """Return the number of TP ranks, or with context parallelism the shape [TP, PCP, DCP]."""
     sizes = [parallel.tensor_parallel_size, parallel.prefill_context_parallel_size]
     sizes.append(parallel.decode_context_parallel_size)
     return sizes if sizes[1:] != [1, 1] else sizes[0]
 
 
 def _own_digest(config: VllmConfig) -> bytes:
-    """32 bytes that only the processes of this engine have in common, in place of a digest of its weights."""
+    """Return 32 bytes that only this engine's processes share, in place of a digest of its weights."""
     return hashlib.sha256(f"kvtier.own\0{config.kv_transfer_config.engine_id}\0{config.instance_id}".encode()).digest()
 
 
 def _drafts(config: VllmConfig, weights: WeightsDigest) -> dict[str, object]:
-    """What determines the KV of draft layers. The number of guesses does not."""
+    """Return what determines the KV of draft layers. The number of guesses does not."""
     settings, draft = config.speculative_config, config.speculative_config.draft_model_config
     return {
         "method": settings.method,
@@ -127,8 +127,8 @@ def _drafts(config: VllmConfig, weights: WeightsDigest) -> dict[str, object]:
     }
 
 
-def _multimodal(settings: VllmConfig) -> object:
-    """Settings that change the embedding of an item."""
+def _multimodal(settings: ConfigPart) -> object:
+    """Return the settings that change the embedding of an item."""
     if settings is None:
         return None
     names = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method")
@@ -136,13 +136,13 @@ def _multimodal(settings: VllmConfig) -> object:
 
 
 def _words(value: object) -> object:
-    """`value`, or the fields of a settings object."""
+    """Return `value`, or the fields of a settings object."""
     fields = getattr(value, "__dict__", None)
     return value if fields is None or isinstance(value, type) else dict(fields)
 
 
 def _depends_on_length(settings: Mapping[str, object]) -> bool:
-    """Whether RoPE depends on the engine's maximum length: ``longrope`` has long and short factors."""
+    """Whether RoPE depends on the engine's maximum length. ``longrope`` has long and short factors."""
     return any(
         (name in {"rope_type", "type"} and value in {"longrope", "su"})
         or (isinstance(value, Mapping) and _depends_on_length(cast("Mapping[str, object]", value)))
@@ -150,8 +150,8 @@ def _depends_on_length(settings: Mapping[str, object]) -> bool:
     )
 
 
-def _weights(model: VllmConfig, load: VllmConfig) -> tuple[WeightsDigest | None, str]:
-    """The digest of a checkpoint, given vLLM's `ModelConfig` and `LoadConfig`; or None, and why."""
+def _weights(model: ConfigPart, load: ConfigPart) -> tuple[WeightsDigest | None, str]:
+    """Return the digest of a checkpoint, given vLLM's `ModelConfig` and `LoadConfig`; or None, and why."""
     name = str(model.model_weights or model.model)
     load_format = plain_name(load.load_format)
     if load_format == "dummy":

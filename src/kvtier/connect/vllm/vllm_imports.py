@@ -1,4 +1,4 @@
-"""All imports from vLLM's modules, in one file. Only `connector` imports it."""
+"""The modules of vLLM without which there is no connector. Only `connector` imports this file."""
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
 
 from datetime import timedelta
@@ -33,16 +33,16 @@ spec_kind: Any = kv_cache_interface.get_kv_cache_spec_kind
 
 
 START_S = 300.0
-"""How long a worker waits for another one at start. All of them read the same checkpoint before."""
+"""How long a worker waits for another one at start, in seconds. Before that, all of them read the same checkpoint."""
 
 
 def gathered(own: object) -> list[Any]:
-    """What each worker of the engine calls this with, by rank. Waits for all of them, for `START_S` at most.
+    """Return what each worker of the engine passes to this call, by rank. Wait for all of them, up to `START_S`.
 
     vLLM numbers them by stage, then by rank of prefill context parallelism, then by rank of tensor parallelism.
 
     Raises:
-        RuntimeError: a worker has not come; the message names it.
+        RuntimeError: a worker did not arrive. The message names it.
     """
     found = [own]
     groups: list[Any] = [parallel_state.get_tp_group(), parallel_state.get_pcp_group(), parallel_state.get_pp_group()]
@@ -56,6 +56,6 @@ def gathered(own: object) -> list[Any]:
 
 
 def own_token_share() -> tuple[int, int]:
-    """Which share of the tokens this worker holds; see `held_parts.token_share`."""
+    """Return this worker's share of the tokens, as `rank_parts.token_share` does."""
     group: Any = parallel_state.get_dcp_group()
     return group.rank_in_group, group.world_size

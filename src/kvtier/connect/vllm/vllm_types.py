@@ -1,10 +1,13 @@
 """Type aliases for vLLM's objects. They are `Any`: vLLM is not installed where this package is type-checked."""
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 VllmConfig: TypeAlias = Any
 """`vllm.config.VllmConfig`"""
+
+ConfigPart: TypeAlias = Any
+"""A part of `VllmConfig`, such as `ModelConfig`, `LoRAConfig` or `ParallelConfig`."""
 
 KvCacheConfig: TypeAlias = Any
 """`vllm.v1.kv_cache_interface.KVCacheConfig`: layer groups and the location of their pages."""
@@ -19,7 +22,7 @@ LoraRequest: TypeAlias = Any
 """`vllm.lora.request.LoRARequest`: the adapter of a request."""
 
 Item: TypeAlias = Any
-"""`vllm.multimodal.inputs.MultiModalFeatureSpec`: an image or other item of a request, with its data and its place."""
+"""`vllm.multimodal.inputs.MultiModalFeatureSpec`: an image or other item of a request, with its data and position."""
 
 Layer: TypeAlias = Any
 """A layer of the model, from `CompilationConfig.static_forward_context`."""
@@ -28,7 +31,7 @@ Block: TypeAlias = Any
 """`vllm.v1.core.kv_cache_utils.KVCacheBlock`: one block of the pool, in use or free."""
 
 BlockPool: TypeAlias = Any
-"""`vllm.v1.core.block_pool.BlockPool`: owner of all blocks."""
+"""`vllm.v1.core.block_pool.BlockPool`, which owns all blocks."""
 
 KvCacheManager: TypeAlias = Any
 """`vllm.v1.core.kv_cache_manager.KVCacheManager`: block tables, the block pool and vLLM's own cache."""
@@ -45,11 +48,17 @@ TransferJob: TypeAlias = Any
 BlockTables: TypeAlias = Sequence[Sequence[int]]
 """Block ids of one request for each vLLM group, in token order."""
 
-StateOffer: TypeAlias = tuple[int, int, int]
-"""(vLLM group, block, tokens): the block holds the recurrent state after that number of tokens."""
+
+class StateOffer(NamedTuple):
+    """A block that holds the recurrent state after a number of tokens."""
+
+    table: int
+    """Number of the vLLM group."""
+    block: int
+    tokens: int
 
 
 def plain_name(value: object) -> str:
-    """Name of an enum member; otherwise `str` without the module of a torch dtype."""
+    """Return the name of an enum member, else `str(value)` without the module of a torch dtype."""
     name = getattr(value, "name", None)
     return name if isinstance(name, str) else str(value).removeprefix("torch.")

@@ -8,11 +8,11 @@ from kvtier.policy.base import Evictor, Hinted
 from kvtier.policy.name_table import NameTable
 from kvtier.tier.base import UNKNOWN, About, never_pinned
 from kvtier.tier.directory.snapshot import SnapshotRow, oldest_first, slices
-from kvtier.tier.store_paths import Found, charge_bytes
+from kvtier.tier.files.store_paths import Found, charge_bytes
 from kvtier.types import NextTurn, ObjectName
 
 RECENCY_WRITE_NS = 60 * 10**9
-"""Shortest time between two writes of an object's last use to its file's mtime, which other processes see."""
+"""Minimum time between two writes of an object's last use to its file's mtime, which other processes see."""
 
 
 class _Record:
@@ -29,9 +29,9 @@ class _Record:
 
 
 class DirectoryIndex:
-    """Names with sizes and last uses, and the evictor that orders them. One lock; no I/O under it.
+    """Names with sizes and last uses, and the evictor that orders them. It has one lock and does no I/O under it.
 
-    Work on all names takes the lock for `SLICE` names at a time.
+    Work on all names holds the lock for `SLICE` names at a time.
     """
 
     def __init__(self, evictor: Evictor, *, is_bare: bool = False) -> None:
@@ -48,24 +48,24 @@ class DirectoryIndex:
         return len(self._records)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether it is indexed."""
+        """Return for each name whether it is indexed."""
         with self._lock:
             return [name in self._records for name in names]
 
     def add(self, name: ObjectName, size_bytes: int, mtime_ns: int, about: About) -> None:
-        """`name` was written, or offered again: a use now, with metadata `about`."""
+        """Note that `name` was written or offered again, with metadata `about`. This is a use."""
         with self._lock:
             self._enter(name, size_bytes, self._now_ns(), mtime_ns, about)
 
     def add_found(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> None:
-        """`name` was found in the directory, written by another process. Not a use."""
+        """Note that `name`, written by another process, was found in the directory. This is not a use."""
         with self._lock:
             if name not in self._records:
-                # The evictor orders by event, so the object counts as new whatever its mtime is.
+                # The evictor orders by event, so the object counts as new whatever its mtime.
                 self._enter(name, size_bytes, mtime_ns, mtime_ns, UNKNOWN)
 
     def use(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> int | None:
-        """`name` was read. Returns the time to write to the file's mtime when that is due, else None."""
+        """Note that `name` was read. Return the time to write to the file's mtime if that is due, else None."""
         with self._lock:
             now_ns = self._now_ns()
             record = self._records.get(name)
@@ -74,36 +74,36 @@ class DirectoryIndex:
             else:
                 record.used_ns = now_ns
                 record.mtime_ns = max(record.mtime_ns, mtime_ns)
-                self._evictor.touched(record.about.held(name))
+                self._evictor.touched(record.about.use(name))
             if now_ns - record.mtime_ns < RECENCY_WRITE_NS:
                 return None
             record.mtime_ns = now_ns
             return now_ns
 
     def spare(self, name: ObjectName, mtime_ns: int) -> bool:
-        """True when the file's mtime shows an unknown use. It counts as a use now, and `name` is not evicted."""
+        """Return True if the file's mtime shows an unknown use. It then counts as a use, and `name` is not evicted."""
         with self._lock:
             record = self._records.get(name)
             if record is None or mtime_ns <= record.used_ns:
                 return False
             record.used_ns = record.mtime_ns = mtime_ns
-            self._evictor.touched(record.about.held(name))
+            self._evictor.touched(record.about.use(name))
             return True
 
     def postpone(self, name: ObjectName) -> None:
-        """`name` could not be removed: move it to the end of the eviction order."""
+        """Move `name`, which could not be removed, to the end of the eviction order."""
         with self._lock:
             record = self._records.get(name)
             if record is not None:
-                self._evictor.touched(record.about.held(name))
+                self._evictor.touched(record.about.use(name))
 
     def forget(self, name: ObjectName) -> None:
-        """`name` no longer exists."""
+        """Note that `name` no longer exists."""
         with self._lock:
             self._drop(name)
 
     def victim(self) -> ObjectName | None:
-        """The next object to evict; None when the index is empty."""
+        """Return the next object to evict; None if the index is empty."""
         with self._lock:
             name = self._evictor.victim(never_pinned)
             return None if name is None else ObjectName(name)
@@ -115,7 +115,7 @@ class DirectoryIndex:
                 self._evictor.expects(conversation, next_turn)
 
     def load_snapshot(self, rows: Iterable[SnapshotRow]) -> None:
-        """Add the rows of an index snapshot, oldest use first. Stale ones are corrected on use, or by `merge`."""
+        """Add the rows of an index snapshot, oldest use first. Use of an object, or `merge`, corrects stale rows."""
         for some in slices(rows):
             with self._lock:
                 for row in some:
@@ -124,9 +124,9 @@ class DirectoryIndex:
                         self._enter(name, row.size_bytes, row.used_ns, row.used_ns, About(parent, row.depth, row.group))
 
     def merge(self, found: Iterable[Found]) -> None:
-        """Make the index what a walk finds. What enters meanwhile stays. One call at a time.
+        """Make the index equal to what a walk finds; entries added meanwhile stay. Only one call at a time.
 
-        New objects are added in the order of their mtimes, after the walk. The evictor orders by event, so it treats
+        New objects are added after the walk, in the order of their mtimes. The evictor orders by event, so it treats
         all of them as newer than the indexed objects.
         """
         self._walk += 1
@@ -140,7 +140,7 @@ class DirectoryIndex:
         self.load_snapshot(missing)
 
     def rows(self) -> Iterator[SnapshotRow]:
-        """The rows of the index snapshot, in any order, without the lock. What changes meanwhile is in it or not.
+        """Yield the rows of the index snapshot, in any order, without the lock. Concurrent changes may be missing.
 
         A bare index writes no parents, depths and groups.
         """
@@ -151,7 +151,7 @@ class DirectoryIndex:
                 yield SnapshotRow(name, about.parent, record.size_bytes, record.used_ns, about.depth, about.group)
 
     def _missing(self, files: list[Found]) -> list[SnapshotRow]:
-        """Those of `files` that are not indexed. The sizes of the others are corrected."""
+        """Return those of `files` that are not indexed, and correct the sizes of the others."""
         missing: list[SnapshotRow] = []
         with self._lock:
             for file in files:
@@ -175,7 +175,7 @@ class DirectoryIndex:
             record.walk = self._walk
             if about.parent is not None or record.about.parent is None:
                 record.about = about
-        self._evictor.added(about.held(name))
+        self._evictor.added(about.use(name))
         return record
 
     def _drop(self, name: bytes) -> None:
@@ -185,6 +185,6 @@ class DirectoryIndex:
         self._evictor.removed(name)
 
     def _now_ns(self) -> int:
-        """The wall clock, which files and other processes share, made monotonic."""
+        """Return the wall clock, which files and other processes share, made monotonic."""
         self._last_ns = max(self._last_ns, time.time_ns())
         return self._last_ns

@@ -1,7 +1,7 @@
 """The kind `directory`: its settings, checks and how it opens."""
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -9,16 +9,16 @@ from typing import ClassVar, Literal
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Choice, Location, Size, Switch
 from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
-from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.directory.view import DirectoryView, view_at
-from kvtier.tier.directory_marker import STORE_VERSION, find_marker, layout_of, repair_marker
-from kvtier.tier.machine import FileTierSettings, store_problems
-from kvtier.tier.raw_files import RawFiles
+from kvtier.tier.base import Tier
+from kvtier.tier.files.directory_marker import STORE_VERSION, find_marker, layout_of, repair_marker
+from kvtier.tier.files.machine import FileTierSettings, store_problems
+from kvtier.tier.files.raw_files import RawFiles
+from kvtier.tier.files.store_root import mend_secret
 from kvtier.tier.registry import Problem, TierContext, TierKind
-from kvtier.tier.store_root import mend_secret
+from kvtier.tier.store_view import StoreView
 
 TRIAL_LOCK_DEADLINE_S = 60.0
-"""Longer than in an engine, so that a busy machine gives a slow measurement instead of none."""
+"""Longer than in an engine, so that a busy machine yields a slow measurement instead of none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,9 @@ class DirectorySettings(FileTierSettings):
     )
 
 
-def _open(settings: DirectorySettings, context: TierContext) -> DirectoryTier:
+def _open(settings: DirectorySettings, context: TierContext) -> Tier:
+    from kvtier.tier.directory.tier import DirectoryTier
+
     return DirectoryTier(
         settings.path,
         name=settings.name,
@@ -53,7 +55,9 @@ def _open(settings: DirectorySettings, context: TierContext) -> DirectoryTier:
     )
 
 
-def _open_trial(settings: DirectorySettings, place: Path, capacity_bytes: int, _object_bytes: int) -> DirectoryTier:
+def _open_trial(settings: DirectorySettings, place: Path, capacity_bytes: int, _object_bytes: int) -> Tier:
+    from kvtier.tier.directory.tier import DirectoryTier
+
     return DirectoryTier(
         place,
         name=settings.name,
@@ -73,6 +77,18 @@ def _check(settings: DirectorySettings) -> Iterator[Problem]:
     )
 
 
+def _view(settings: DirectorySettings) -> Sequence[StoreView]:
+    from kvtier.tier.directory.view import DirectoryView
+
+    return [DirectoryView(settings.path)]
+
+
+def _view_at(root: Path) -> StoreView | None:
+    from kvtier.tier.directory.view import view_at
+
+    return view_at(root)
+
+
 def _repaired(root: Path) -> list[str] | None:
     if layout_of(root) != STORE_VERSION:
         return None
@@ -85,6 +101,7 @@ KIND = TierKind(
     settings=DirectorySettings,
     where="path",
     open=_open,
+    keeps_memory=False,
     is_common=lambda settings: settings.shared,  # otherwise each process trusts its own index
     has_one_cap=True,
     check=_check,
@@ -92,7 +109,7 @@ KIND = TierKind(
     secret_path=lambda settings: settings.path / "secret",
     open_trial=_open_trial,
     raw=lambda settings, _context: RawFiles(settings.path, direct=settings.direct_io != "off"),
-    inspect=lambda settings: [DirectoryView(settings.path)],
-    view_at=view_at,
+    inspect=_view,
+    view_at=_view_at,
     repair=lambda settings: _repaired(settings.path),
 )

@@ -1,4 +1,4 @@
-"""The index snapshot of a directory store, for fast starts: names, sizes, last uses and parents.
+"""The index snapshot of a directory store, which has names, sizes, last uses and parents for fast starts.
 
 It may be stale: names may be gone or missing. A damaged file or one of another version counts as absent. FORMAT.md
 describes the layout.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from kvtier.tier.safe_open import open_file, write_file
+from kvtier.tier.files.safe_open import open_file, write_file
 
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version, bytes of a row, rows, checksum of the rows
 _MAGIC = b"kvtindex"
@@ -31,10 +31,10 @@ _ROW = np.dtype(
 )
 _NO_PARENT = bytes(32)
 SLICE = 64
-"""Objects that are handled at once. A larger piece of work would hold a lock, or the interpreter's, for too long."""
+"""Number of objects handled at once. More would hold a lock, or the interpreter's lock, for too long."""
 _CHECKSUM_BYTES = 1 << 22
 _ROWS_MAX = 1 << 22
-"""Most rows written or read: 352 MiB."""
+"""Maximum number of rows written or read, 352 MiB in all."""
 _NS_MAX = (1 << 63) - 1
 _DEPTH_MAX = (1 << 32) - 1
 _GROUP_MAX = (1 << 16) - 1
@@ -47,7 +47,7 @@ class SnapshotRow(NamedTuple):
     parent: bytes | None
     size_bytes: int
     used_ns: int
-    """Last known use, nanoseconds since 1970."""
+    """Last known use, in nanoseconds since 1970."""
     depth: int
     group: int
 
@@ -56,19 +56,19 @@ _T = TypeVar("_T")
 
 
 def slices(items: Iterable[_T], count: int = SLICE) -> Iterator[list[_T]]:
-    """`items` in lists of at most `count`."""
+    """Yield `items` in lists of at most `count`."""
     iterator = iter(items)
     while piece := list(islice(iterator, count)):
         yield piece
 
 
 def oldest_first(rows: Iterable[SnapshotRow]) -> Iterator[SnapshotRow]:
-    """`rows` in the order of their last uses. They are read at once, and kept in 88 bytes each."""
+    """Yield `rows` in the order of their last uses. All are read first and kept in 88 bytes each."""
     return _rows(_by_use(rows))
 
 
 def pack_snapshot(rows: Iterable[SnapshotRow]) -> memoryview:
-    """The file's bytes. Of `rows`, in any order, the `_ROWS_MAX` with the latest uses are kept, oldest first."""
+    """Pack `rows`, in any order, into the file's bytes: the `_ROWS_MAX` with the latest uses, oldest first."""
     newest = _by_use(rows)[-_ROWS_MAX:]
     content = np.empty(_HEADER.size + newest.nbytes, np.uint8)
     body = content[_HEADER.size :]
@@ -78,7 +78,7 @@ def pack_snapshot(rows: Iterable[SnapshotRow]) -> memoryview:
 
 
 def unpack_snapshot(content: bytes | memoryview) -> Iterator[SnapshotRow] | None:
-    """The rows, oldest use first; None when `content` is damaged or of another version."""
+    """Return the rows, oldest use first; None if `content` is damaged or of another version."""
     if len(content) != _size_of(content[: _HEADER.size]):
         return None
     *_, checksum = _HEADER.unpack_from(content)
@@ -92,30 +92,33 @@ def save_snapshot(path: str, rows: Iterable[SnapshotRow]) -> None:
     """Write the snapshot of `rows`, in any order, to `path` atomically, mode 0600.
 
     Raises:
-        OSError: it cannot be written; the previous file is unchanged.
+        OSError: the file cannot be written; the previous one is unchanged.
     """
     write_file(path, f"{path}.{os.getpid()}.{os.urandom(8).hex()}", pack_snapshot(rows))
 
 
 def load_snapshot(path: str) -> Iterator[SnapshotRow] | None:
-    """The rows at `path`, oldest use first; None when absent, unreadable, too long, damaged or of another version."""
+    """Return the rows at `path`, oldest use first.
+
+    None if the file is absent, unreadable, too long, damaged or of another version.
+    """
     try:
         descriptor, status = open_file(path, os.O_RDONLY)
         with os.fdopen(descriptor, "rb") as file:
             header = file.read(_HEADER.size)
-            # Checked before reading: a sparse file may have any length.
+            # The length is checked before reading, because a sparse file may have any length.
             if status.st_size != _size_of(header):
                 return None
             content = np.empty(status.st_size, np.uint8).data
             content[: len(header)] = header
-            file.readinto(content[len(header) :])  # what is missing fails the checksum
+            file.readinto(content[len(header) :])  # a short read fails the checksum
             return unpack_snapshot(content)
     except OSError:
         return None
 
 
 def _size_of(header: bytes | memoryview) -> int | None:
-    """File length by `header`; None when it is not a header of this version."""
+    """Return the file length that `header` implies; None if it is not a header of this version."""
     if len(header) != _HEADER.size:
         return None
     magic, version, row_bytes, row_count, _ = _HEADER.unpack(header)
@@ -132,10 +135,10 @@ def _checksum(body: memoryview) -> int:
 
 
 def _by_use(rows: Iterable[SnapshotRow]) -> np.ndarray[Any, np.dtype[np.void]]:
-    """Python objects are handled in slices. NumPy frees the interpreter's lock while it sorts and copies the rest."""
+    """Sort rows by use. Python objects are handled in slices; NumPy frees the interpreter's lock for the rest."""
     table = bytearray()
     for some in slices(rows):
-        table += _packed(some).tobytes()  # one copy of all would keep the lock
+        table += _packed(some).tobytes()  # one copy of everything would keep the lock
     found = np.frombuffer(table, _ROW)
     return np.take(found, np.argsort(found["used_ns"], kind="stable"), mode="clip")
 

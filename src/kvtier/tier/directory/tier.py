@@ -2,14 +2,14 @@
 
 The files are authoritative. The in-memory index may be stale, the index snapshot only speeds up the start, and a walk
 rebuilds the cap file's count. Names appear and disappear only under the cap file's lock. Bytes are written and read
-outside the lock. No lock is held for longer than it takes to handle a few hundred objects, but in a rare recount. Index
-snapshots have a thread of their own.
+outside the lock. Except in a rare recount, no lock is held for longer than it takes to handle a few hundred objects. A
+thread of its own writes index snapshots.
 
-Nothing is synced to the device. After a power loss a file may be missing or damaged; frame verification makes either a
-miss.
+Nothing is synced to the device. After a power loss a file may be missing or damaged; frame verification turns either
+into a miss.
 """
 
-# Descriptors and plain strings: this code runs once per object.
+# Descriptors and plain strings, because this code runs once per object.
 # ruff: noqa: PTH108, PTH118, PTH208
 
 import fcntl
@@ -27,31 +27,31 @@ from pathlib import Path
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
 from kvtier.tier.base import About, Figures
-from kvtier.tier.cap_file import CapFile
-from kvtier.tier.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
-from kvtier.tier.directory.byte_cap import ByteCap
 from kvtier.tier.directory.index import DirectoryIndex
+from kvtier.tier.directory.ledger_cap import ByteCap
 from kvtier.tier.directory.snapshot import load_snapshot, save_snapshot
-from kvtier.tier.directory_marker import STORE_VERSION
-from kvtier.tier.file_tier import FileTier
-from kvtier.tier.safe_open import MISSING, SuppressErrno, open_file
-from kvtier.tier.store_lock import StoreLock
-from kvtier.tier.store_paths import Paths, charge_bytes, stat_in
-from kvtier.tier.store_tier import CLOSE_DEADLINE_S
-from kvtier.tier.temp_files import TempFile
+from kvtier.tier.files.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
+from kvtier.tier.files.directory_marker import STORE_VERSION
+from kvtier.tier.files.file_system_tier import CLOSE_DEADLINE_S
+from kvtier.tier.files.file_tier import FileTier
+from kvtier.tier.files.ledger import Ledger
+from kvtier.tier.files.safe_open import MISSING, SuppressErrno, open_file
+from kvtier.tier.files.store_lock import StoreLock
+from kvtier.tier.files.store_paths import Paths, charge_bytes, stat_in
+from kvtier.tier.files.temp_files import TempFile
 from kvtier.types import NextTurn, ObjectName
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_INTERVAL_S = 30.0
-"""The index snapshot is written at close, and this long after a write. It takes 1 ms more for each object."""
+"""The index snapshot is written at close, and this long after a write, plus 1 ms for each object."""
 _SNAPSHOT_OBJECT_S = 0.001
 _SNAPSHOT_LONGEST_S = 300.0
 
 USES_MAX = 4096
-"""Uses queued for publication to other processes; the oldest are dropped."""
+"""Maximum number of uses queued for publication to other processes. The oldest are dropped."""
 USES_AT_ONCE = 64
-"""Uses that one write publishes at most."""
+"""Maximum number of uses that one write publishes."""
 _OPEN_TRIES = 3
 _SNAPSHOT_TEMP = re.compile(r"index\.[0-9]+\.[0-9a-f]{16}")
 
@@ -60,25 +60,25 @@ class DirectoryTier(FileTier):
     """Frames as files under `root`.
 
     Args:
-        root: the directory; created when missing. One with foreign files is refused.
+        root: the directory, created if missing. A directory with foreign files is refused.
         capacity_bytes: cap for objects and temporary files, each rounded up to 4 KiB. It holds at every moment for any
             number of processes that use the same cap. The marker, the cap file and the index snapshot (88 bytes per
             object) are not counted.
         name: the tier's name in metrics and errors.
         evictor: eviction policy, not shared with another tier. Default: `Lru`.
         direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
-        shared: other processes may write to the store, so a name missing from the index is looked up on disk. When
-            False a miss costs no system call.
+        shared: whether other processes may write to the store, so that a name missing from the index is looked up on
+            disk. If not, a miss costs no system call.
         lock_deadline_s: longest wait for other processes in an operation.
-        is_sealed: the index snapshot has no parents, depths and groups.
-        open_deadline_s: longest wait for another process that is opening the store. A process that opens it as its only
-            user counts it meanwhile: a second for 100,000 objects.
-        any_owner: see `StoreTier`.
+        is_sealed: whether the index snapshot omits parents, depths and groups.
+        open_deadline_s: longest wait for another process that is opening the store. If that is its only user, it counts
+            the store meanwhile, which takes a second for 100,000 objects.
+        any_owner: as in `FileSystemTier`.
 
     Raises:
         ConfigError: a setting is invalid.
         DamagedStoreError: what is at `root` cannot be used; nothing was changed.
-        TierError: the storage failed while it was opened.
+        TierError: the storage failed while the tier was opened.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class DirectoryTier(FileTier):
         self._lock_deadline_s = lock_deadline_s
         self._index = DirectoryIndex(Lru() if evictor is None else evictor, is_bare=is_sealed)
         self._uses: deque[tuple[ObjectName, int]] = deque(maxlen=USES_MAX)
-        """(name, time) of reads that are not yet in the files' mtimes."""
+        """Name and time of each read that is not yet in its file's mtime."""
         self._snapshot_lock = threading.Lock()
         self._is_closing = threading.Event()
         with self._opening(STORE_VERSION):
             self._paths.make()
             self._store_lock = StoreLock(self._paths.marker, name)
-            self._cap_file = CapFile(self._paths.cap_file, name, lock_deadline_s, self._store_lock.is_current)
+            self._cap_file = Ledger(self._paths.cap_file, name, lock_deadline_s, self._store_lock.is_current)
             self._byte_cap = ByteCap(
                 self._paths,
                 capacity_bytes,
@@ -125,7 +125,7 @@ class DirectoryTier(FileTier):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes counted against the cap, of all processes."""
+        """Bytes of all processes counted against the cap."""
         return self._cap_file.peek()
 
     @property
@@ -139,11 +139,11 @@ class DirectoryTier(FileTier):
         return self._byte_cap.evictions
 
     def figures(self) -> Figures:
-        """See `Tier`."""
+        """Return the current figures."""
         return Figures(self.used_bytes, self.limit_bytes, self.evictions, direct_io=self.direct_io)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether the index has it or, in a shared store, the directory.
+        """Return for each name whether the index or, in a shared store, the directory has it.
 
         Raises:
             TierError: the file system fails, or the store's marker is gone.
@@ -161,7 +161,10 @@ class DirectoryTier(FileTier):
             return answers
 
     def newest(self, most: int, until_s: float) -> list[ObjectName]:
-        """See `Tier`. What this process has in its index, last used first; no system call."""
+        """Return at most `most` names, newest first where the kind knows the order cheaply.
+
+        These are names in this process's index, last used first. It makes no system call.
+        """
         del until_s
         with self._guard:
             rows = nlargest(most, self._index.rows(), key=lambda row: row.used_ns)
@@ -188,9 +191,9 @@ class DirectoryTier(FileTier):
             return count
 
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
-        """Store `frame` under `name`, evicting others if needed. True when the name exists now.
+        """Write `frame` under `name`, evicting others if needed. Return whether the name now exists.
 
-        False when the frame is larger than the cap, or nothing can be evicted.
+        It does not if the frame is larger than the cap or nothing can be evicted.
         """
         with self._operation("write", name):
             charge = charge_bytes(frame.nbytes)
@@ -250,14 +253,14 @@ class DirectoryTier(FileTier):
             )
 
     def _on_replaced(self) -> None:
-        """The directory was replaced: lock the marker there."""
+        """Lock the marker in the directory that replaced the old one."""
         self._store_lock.move()
         self._store_lock.share(self._lock_deadline_s)
 
     def _publish_uses(self, most: int) -> None:
         """Write queued uses to the files' mtimes, which order eviction in other processes. Raises nothing.
 
-        A read does not do this itself, because a read must not wait for a write.
+        Reads do not do this themselves, because a read must not wait for a write.
         """
         for _ in range(min(most, len(self._uses))):
             with suppress(OSError, IndexError):
@@ -267,7 +270,7 @@ class DirectoryTier(FileTier):
                         os.utime(name.hex(), ns=(used_ns, used_ns), dir_fd=fan, follow_symlinks=False)
 
     def _save_snapshot_later(self) -> None:
-        """Let a thread write the index snapshot, unless one is about to. A killed process thus loses little of it."""
+        """Let a thread write the index snapshot, unless one is about to. So a killed process loses little of it."""
         if self._snapshot_lock.acquire(blocking=False):
             delay_s = min(SNAPSHOT_INTERVAL_S + len(self._index) * _SNAPSHOT_OBJECT_S, _SNAPSHOT_LONGEST_S)
             name = f"kvtier {self.name} snapshot"
@@ -277,10 +280,12 @@ class DirectoryTier(FileTier):
         """Write the index snapshot after `delay_s`, or when the tier closes, and release its lock."""
         self._is_closing.wait(delay_s)
         try:
-            if self._store_lock.is_current():  # else the disk is not mounted: the path leads to another one
+            if self._store_lock.is_current():  # otherwise the disk is not mounted, and the path leads to another one
                 save_snapshot(self._paths.snapshot, self._index.rows())
         except OSError as error:
-            logger.info("tier %s: index snapshot not written, the next start is slower: %s", self.name, error)
+            logger.info(
+                "tier %s: the index snapshot was not written, so the next start is slower: %s", self.name, error
+            )
         finally:
             self._snapshot_lock.release()
 
@@ -292,7 +297,7 @@ class DirectoryTier(FileTier):
 
 @contextmanager
 def _collector_paused() -> Generator[None]:
-    """Disable the cycle collector: loading 100,000 names creates no cycles, and collecting took a third of the time."""
+    """Disable the cycle collector. Loading 100,000 names creates no cycles, and collecting took a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -303,7 +308,7 @@ def _collector_paused() -> Generator[None]:
 
 
 def _open_for_reading(paths: Paths, name: ObjectName, *, is_direct: bool) -> tuple[int, os.stat_result] | None:
-    """A locked descriptor of the object's file, and its status; None when there is no regular file.
+    """Return a locked descriptor of the object's file, and its status; None if there is no regular file.
 
     `ByteCap` may reuse an evicted file for another object, but never a locked one. The name is checked again under the
     lock, because the file may have been reused before the lock was taken.
@@ -331,7 +336,7 @@ def _open_for_reading(paths: Paths, name: ObjectName, *, is_direct: bool) -> tup
 
 
 def _fill(draft: TempFile, frame: memoryview) -> os.stat_result:
-    """Write and close the temporary file; returns its status."""
+    """Write and close the temporary file, and return its status."""
     try:
         write_all(draft.descriptor, frame)
         return os.fstat(draft.descriptor)
@@ -342,7 +347,7 @@ def _fill(draft: TempFile, frame: memoryview) -> os.stat_result:
 
 
 def _remove_unfinished_snapshots(root: str) -> None:
-    """Remove unfinished index snapshots. Only under the exclusive store lock."""
+    """Remove unfinished index snapshots. Called only under the exclusive store lock."""
     for name in os.listdir(root):
         if _SNAPSHOT_TEMP.fullmatch(name):
             with suppress(IsADirectoryError):  # not a snapshot

@@ -9,15 +9,15 @@ from pathlib import Path
 from shutil import disk_usage
 
 from kvtier.errors import ConfigError
-from kvtier.tier.cap_file import read_cap_file
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.directory_marker import BESIDE, MARKER_NAME, read_marker
-from kvtier.tier.safe_open import folder_at, open_file
-from kvtier.tier.store_lock import StoreLock, is_locked
-from kvtier.tier.store_paths import Paths, charge_bytes, walk
+from kvtier.tier.files.directory_marker import BESIDE, MARKER_NAME, read_marker
+from kvtier.tier.files.ledger import read_ledger
+from kvtier.tier.files.safe_open import folder_at, open_file
+from kvtier.tier.files.store_lock import StoreLock, is_locked
+from kvtier.tier.files.store_paths import Paths, charge_bytes, walk
+from kvtier.tier.files.temp_files import NAMES as TEMP_NAMES
+from kvtier.tier.files.temp_files import reserved
 from kvtier.tier.store_view import UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage, remove_files
-from kvtier.tier.temp_files import NAMES as TEMP_NAMES
-from kvtier.tier.temp_files import reserved
 
 _FILES = re.compile(rf"objects/[0-9a-f]{{2}}/[0-9a-f]{{64}}|drafts/({TEMP_NAMES.pattern})|{BESIDE.pattern}")
 _FOLDERS = re.compile(r"objects(/[0-9a-f]{2})?|drafts")
@@ -27,7 +27,7 @@ class DirectoryView:
     """The directory store at `root`.
 
     Raises:
-        ConfigError: `root` has none.
+        ConfigError: there is no store at `root`.
     """
 
     def __init__(self, root: Path) -> None:
@@ -40,14 +40,14 @@ class DirectoryView:
         self._paths = Paths(str(root))
 
     def objects(self) -> list[ObjectFile]:
-        """All objects, by name."""
+        """Return all objects, sorted by name."""
         path = self._paths.object
         found = walk(self._paths)
         objects = [ObjectFile(it.name, it.size_bytes, it.mtime_ns / 1e9, path(it.name)) for it in found]
         return sorted(objects, key=lambda stored: stored.name)
 
     def usage(self) -> Usage:
-        """Usage from the marker, the cap file and the temporary files."""
+        """Return the usage, from the marker, the cap file and the temporary files."""
         temp_files = reserved(self._paths.temp_files)
         return Usage(
             store_id=self._marker.store_id,
@@ -55,7 +55,7 @@ class DirectoryView:
             created=self._marker.created,
             charged_bytes=sum(charge_bytes(it.size_bytes) for it in walk(self._paths)),
             open_in=is_locked(self._paths.marker),
-            recorded_bytes=read_cap_file(self._paths.cap_file),
+            recorded_bytes=read_ledger(self._paths.cap_file),
             temp_files=len(temp_files),
             temp_bytes=sum(temp_files),
             free_bytes=disk_usage(self.root).free,
@@ -63,7 +63,7 @@ class DirectoryView:
 
     @contextmanager
     def opened(self, stored: ObjectFile) -> Generator[FileReader]:
-        """See `StoreView`."""
+        """Open the object for the block."""
         with self._paths.found_fan(stored.name) as fan:
             if fan is None:
                 raise FileNotFoundError(errno.ENOENT, "does not exist", stored.path)
@@ -73,7 +73,7 @@ class DirectoryView:
 
     @contextmanager
     def opened_tier(self) -> Generator[DirectoryTier]:
-        """See `StoreView`."""
+        """Open the store for the block, as a tier that evicts nothing."""
         with closing(DirectoryTier(self.root, capacity_bytes=UNBOUNDED_BYTES, direct_io="off")) as tier:
             yield tier
 
@@ -102,10 +102,10 @@ class DirectoryView:
 
 
 def view_at(root: Path) -> DirectoryView | None:
-    """The view of the directory store at `root`; None if it has none.
+    """Return the view of the directory store at `root`; None if there is none.
 
     Raises:
-        ConfigError: its marker is damaged, or of an unknown version.
+        ConfigError: the marker is damaged or of an unknown version.
     """
     is_store = False
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Batched reads and writes of the disk tier: one index lookup, one system call per run of adjacent frames.
+"""Batched reads and writes of the disk tier, with one index lookup and one system call per run of adjacent frames.
 
 A failed call is repeated per frame, so that one bad block affects one frame, and its error names that frame.
 """
@@ -14,7 +14,7 @@ from kvtier.tier.disk.pool import Extent, Pool
 def read_many(pool: Pool, reads: Sequence[Read], *, is_use: bool = True) -> list[int | OSError | TierError | None]:
     """Read frames, adjacent ones together. An error takes the place of its frame."""
     results: list[int | OSError | TierError | None] = [None] * len(reads)
-    extents = pool.find([read.name for read in reads], is_use=is_use)
+    extents = pool.locate([read.name for read in reads], is_use=is_use)
     found = {at: extent for at, extent in enumerate(extents) if extent is not None}
     try:
         for run in _runs(found, reads):
@@ -33,7 +33,7 @@ def write_many(pool: Pool, writes: Sequence[Write]) -> list[bool | OSError | Tie
     """Write frames adjacent to each other, as far as the current segment goes.
 
     Args:
-        pool: of the store.
+        pool: the store's pool.
         writes: admitted frames that do not exist yet.
     """
     results: list[bool | OSError | TierError] = []
@@ -79,7 +79,7 @@ def _write_alone(pool: Pool, write: Write) -> bool | OSError | TierError:
 
 
 def _runs(found: dict[int, Extent], reads: Sequence[Read]) -> list[list[int]]:
-    """Indices into `reads`, grouped by adjacent frames. A frame that is not read whole is a group of its own."""
+    """Return indices into `reads`, grouped by adjacent frames. A frame that is not read whole is its own group."""
     runs: list[list[int]] = []
     follows: tuple[int, int] | None = None  # (segment, offset) after the run
     for at in sorted(found, key=lambda at: (found[at].segment.number, found[at].block)):

@@ -1,9 +1,9 @@
-"""On-disk structures of the disk tier: segment header and index blocks (FORMAT.md, Disk tier).
+"""On-disk structures of the disk tier, which are segment headers and index blocks (FORMAT.md, Disk tier).
 
     header | frame | frame | frame ...            free            ... index block 1 | index block 0
     0        4096                                                                       the segment's end
 
-Frames grow from the front and index blocks from the end; a segment is full when they would meet. A block is written
+Frames grow from the front and index blocks from the end. A segment is full when they would meet. A block is written
 once, so a crash cannot damage earlier entries; only `DiskTier.delete` blanks an entry in place.
 
 A block is valid only with its own checksum and the generation of its segment's header.
@@ -25,15 +25,16 @@ BLOCK_MAGIC: Final = b"kvt\x89indx"
 BLOCK_BYTES: Final = ALIGNMENT
 STORE_ID_BYTES: Final = 16
 GENERATION_MAX: Final = (1 << 63) - 1
-"""Nanoseconds since 1970 until the year 2262."""
+"""Nanoseconds from 1970 to the year 2262."""
 
 ENTRY: Final = np.dtype(
     [("name", "<u8", (4,)), ("block", "<u4"), ("size_bytes", "<u4"), ("reserved", "<u8")]
-)  # 48 bytes; the name as four words, as in the object table
+)  # 48 bytes, with the name as four words, as in the object table
 ENTRIES_PER_BLOCK: Final = 84
 
 Entries = npt.NDArray[np.void]
-"""Rows of `ENTRY`. `block` counts units of 4096 bytes from the segment's start; `size_bytes` 0 is a blanked entry."""
+"""Rows of `ENTRY`. `block` counts units of 4096 bytes from the segment's start. `size_bytes` is 0 in a blanked
+entry."""
 
 BLOCK: Final = np.dtype(
     [
@@ -63,7 +64,7 @@ _BLOCK_CHECKSUM_AT = 48
 
 
 SEGMENT_BYTES_MIN: Final = 4 * BLOCK_BYTES
-"""A header, one block of a frame, two of index."""
+"""Enough for a header, one block of a frame and two index blocks."""
 
 SEGMENT_BYTES_MAX: Final = BLOCK_BYTES << 32
 """An entry counts blocks in 32 bits."""
@@ -77,12 +78,12 @@ class Header(NamedTuple):
 
     store_id: bytes
     generation: int
-    """Orders segments by start; never repeats within a store. 0 is none."""
+    """Orders segments by start; never repeats within a store. 0 means none."""
     segment_bytes: int
 
 
 def pack_header(header: Header) -> bytes:
-    """The first block of a segment."""
+    """Pack the first block of a segment."""
     packed = bytearray(
         _HEADER.pack(HEADER_MAGIC, VERSION, 0, header.store_id, header.generation, header.segment_bytes, 0)
     )
@@ -92,7 +93,7 @@ def pack_header(header: Header) -> bytes:
 
 
 def read_header(block: memoryview | bytes) -> Header | str:
-    """The header in `block`, or the reason why it is invalid."""
+    """Return the header in `block`, or the reason why it is invalid."""
     if len(block) != BLOCK_BYTES:
         return f"{len(block)} bytes"
     magic, version, _, store_id, generation, segment_bytes, checksum = _HEADER.unpack_from(block)
@@ -108,7 +109,7 @@ def read_header(block: memoryview | bytes) -> Header | str:
 
 
 def is_foreign(block: bytes) -> bool:
-    """Whether `block`, the first of a file, was not written by this version of the disk tier."""
+    """Whether `block`, a file's first, was not written by this version of the disk tier."""
     magic, version = _HEADER.unpack_from(block.ljust(BLOCK_BYTES, b"\0"))[:2]
     return any(block) and (magic != HEADER_MAGIC or version != VERSION)
 
@@ -119,15 +120,15 @@ def is_segment_size(size_bytes: int) -> bool:
 
 
 def segment_bytes_for(capacity_bytes: int) -> int:
-    """Default segment size of a new store."""
+    """Return the default segment size of a new store."""
     least = min(64 << 20, capacity_bytes // 4)
-    # Slightly below an even share, so that file system blocks do not cost a segment.
+    # The size is slightly below an even share, so that file system blocks do not cost a segment.
     wanted = min(max(capacity_bytes // SEGMENTS_WANTED, least), 1 << 30) * 1023 // 1024
     return max(wanted // ALIGNMENT * ALIGNMENT, SEGMENT_BYTES_MIN)
 
 
 def pack_blocks(header: Header, first_number: int, entries: Entries) -> list[bytes]:
-    """Index blocks for all `entries`, numbered from `first_number`."""
+    """Pack index blocks for all `entries`, numbered from `first_number`."""
     blocks: list[bytes] = []
     for start in range(0, len(entries), ENTRIES_PER_BLOCK):
         part = entries[start : start + ENTRIES_PER_BLOCK]
@@ -143,11 +144,11 @@ def pack_blocks(header: Header, first_number: int, entries: Entries) -> list[byt
 
 
 def read_blocks(header: Header, first_number: int, packed: memoryview | bytes) -> Blocks:
-    """The valid index blocks in `packed`, ordered by number.
+    """Return the valid index blocks in `packed`, ordered by number.
 
     Args:
-        header: of their segment.
-        first_number: of the last block.
+        header: header of their segment.
+        first_number: number of the last block in `packed`.
         packed: whole blocks in device order, the highest number first.
     """
     rows = np.frombuffer(packed, np.uint8).reshape(-1, BLOCK_BYTES)[::-1].copy()
@@ -166,7 +167,7 @@ def read_blocks(header: Header, first_number: int, packed: memoryview | bytes) -
 
 
 def entries_in(blocks: Blocks) -> Entries:
-    """All entries of `blocks`, in order."""
+    """Return all entries of `blocks`, in order."""
     if (blocks["count"] == ENTRIES_PER_BLOCK).all():
         return blocks["entries"].reshape(-1)
     is_used = np.arange(ENTRIES_PER_BLOCK) < blocks["count"][:, np.newaxis]
@@ -174,25 +175,25 @@ def entries_in(blocks: Blocks) -> Entries:
 
 
 def names_in(entries: Entries) -> list[bytes]:
-    """The name of each entry."""
+    """Return the name of each entry."""
     packed = np.ascontiguousarray(entries["name"]).tobytes()
     return [packed[at : at + 32] for at in range(0, len(packed), 32)]
 
 
 def blocks_for(entry_count: int) -> int:
-    """Number of index blocks for `entry_count` entries."""
+    """Return the number of index blocks for `entry_count` entries."""
     return -(-entry_count // ENTRIES_PER_BLOCK)
 
 
 def are_sound(entries: Entries, segment_bytes: int) -> npt.NDArray[np.bool_]:
-    """For each entry, whether its frame lies within a segment of this size, after the header."""
+    """Return for each entry whether its frame lies after the header and within a segment of this size."""
     start = entries["block"].astype(np.int64) * ALIGNMENT
     size = entries["size_bytes"].astype(np.int64)
     return (size > 0) & (start >= BLOCK_BYTES) & (start + size <= segment_bytes - BLOCK_BYTES)
 
 
 def name_words(name: bytes) -> npt.NDArray[np.uint64]:
-    """A name as four words."""
+    """Return a name as four words."""
     return np.frombuffer(name, "<u8")
 
 

@@ -1,37 +1,28 @@
 """The kind `disk`: its settings, checks and how it opens."""
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from kvtier.codec.frame import frame_bytes
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Choice, Location, Seconds, Size
 from kvtier.errors import ConfigError, DamagedStoreError
 from kvtier.layout import ALIGNMENT
-from kvtier.tier.disk.format import SEGMENT_BYTES_MIN, segment_bytes_for
-from kvtier.tier.disk.marker import (
-    ALLOWED_RANKS,
-    find_marker,
-    holds_store,
-    refuse_foreign_ranks,
-    repair_marker,
-)
-from kvtier.tier.disk.tier import DiskTier
-from kvtier.tier.disk.view import DiskView, is_disk, view_at
-from kvtier.tier.machine import FileTierSettings, store_problems
-from kvtier.tier.raw_files import RawSegment
+from kvtier.tier.base import Tier
+from kvtier.tier.files.machine import FileTierSettings, store_problems
+from kvtier.tier.files.raw_files import RawSegment
+from kvtier.tier.files.safe_open import check_private, make_root
+from kvtier.tier.files.store_root import RANK, command, mend_secret, opening
 from kvtier.tier.registry import Problem, TierContext, TierKind
-from kvtier.tier.safe_open import check_private, make_root
-from kvtier.tier.store_root import RANK, command, mend_secret, opening
+from kvtier.tier.store_view import StoreView
 
 TRIAL_LOCK_DEADLINE_S = 60.0
-"""Longer than in an engine, so that a busy machine gives a slow measurement instead of none."""
+"""Longer than in an engine, so that a busy machine yields a slow measurement instead of none."""
 
 TRIAL_SEGMENTS = 3
-"""Eviction frees whole segments, and one segment is spare: two more keep all objects of a trial."""
+"""Eviction frees whole segments, and one segment is spare, so two more are needed to keep all objects of a trial."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +38,20 @@ class DiskSettings(FileTierSettings):
     )
     reserve_bytes: int = setting(2**30, Size(0), "Free space of the file system that kvtier does not use.")
     sync_interval_s: float = setting(
-        1.0, Seconds(1e-2, 3600), "Interval between syncs; a crash loses the writes since."
+        1.0, Seconds(1e-2, 3600), "Interval between syncs; a crash loses the writes since the last."
     )
     write_bytes_per_day: int = setting(
         0, Size(0), "Write budget per rank and day, from the drive's endurance; 0: no limit."
     )
 
 
-def _open(settings: DiskSettings, context: TierContext) -> DiskTier:
-    """The rank's disk tier. Each rank has a store of its own, so that ranks share no lock."""
+def _open(settings: DiskSettings, context: TierContext) -> Tier:
+    """Open the rank's disk tier. Each rank has its own store, so that ranks share no lock."""
+    from kvtier.codec.frame import frame_bytes
+    from kvtier.tier.disk.format import SEGMENT_BYTES_MIN, segment_bytes_for
+    from kvtier.tier.disk.marker import ALLOWED_RANKS, refuse_foreign_ranks
+    from kvtier.tier.disk.tier import DiskTier
+
     name, ranks = settings.name, context.ranks
     with opening(name, settings.path, ALLOWED_RANKS):
         refuse_foreign_ranks(settings.path)
@@ -78,17 +74,21 @@ def _open(settings: DiskSettings, context: TierContext) -> DiskTier:
             raise DamagedStoreError(
                 name,
                 f"a chunk takes {largest} bytes, and {tier.root} has segments of a smaller model or cap, for "
-                f"{tier.frame_bytes_max} bytes; to begin with larger ones: {command('purge', tier.root)}",
+                f"{tier.frame_bytes_max} bytes; to start again with larger ones: {command('purge', tier.root)}",
             )
         raise ConfigError(
-            f"{settings.label}.capacity_bytes = {settings.capacity_bytes} is too small: a chunk of "
-            f"{context.layout.chunk_tokens} tokens of this model takes {largest} bytes, and a segment for each of "
-            f"{ranks} ranks has {tier.frame_bytes_max}"
+            f"too small: a chunk of {context.layout.chunk_tokens} tokens of this model takes {largest} bytes, and a "
+            f"segment for each of {ranks} ranks has {tier.frame_bytes_max}",
+            setting=f"{settings.label}.capacity_bytes",
+            value=str(settings.capacity_bytes),
         )
     return tier
 
 
-def _open_trial(settings: DiskSettings, place: Path, capacity_bytes: int, object_bytes: int) -> DiskTier:
+def _open_trial(settings: DiskSettings, place: Path, capacity_bytes: int, object_bytes: int) -> Tier:
+    from kvtier.tier.disk.format import SEGMENT_BYTES_MIN
+    from kvtier.tier.disk.tier import DiskTier
+
     share = min(64 << 20, capacity_bytes // TRIAL_SEGMENTS)
     segment_bytes = max(share, SEGMENT_BYTES_MIN + 2 * object_bytes) // ALIGNMENT * ALIGNMENT
     return DiskTier(
@@ -103,6 +103,8 @@ def _open_trial(settings: DiskSettings, place: Path, capacity_bytes: int, object
 
 def _check(settings: DiskSettings) -> Iterator[Problem]:
     def is_store(path: Path) -> bool:
+        from kvtier.tier.disk.marker import find_marker, refuse_foreign_ranks
+
         refuse_foreign_ranks(path)
         found = [find_marker(root) for root in path.glob("rank-*")]  # any of them may be damaged
         return any(found)
@@ -113,12 +115,25 @@ def _check(settings: DiskSettings) -> Iterator[Problem]:
 
 
 def _repaired(root: Path) -> list[str] | None:
-    """Repair the store at `root`, or those of all ranks below it; None: there is none."""
+    """Repair the store at `root`, or the stores of all ranks below it; None if there are none."""
+    from kvtier.tier.disk.marker import holds_store, repair_marker
+
     stores = [it for it in (root, *sorted(root.glob("rank-*"))) if holds_store(it)]
     if not stores:
         return None
     done = [line for store in stores for line in repair_marker(store)]
     return done + mend_secret((root.parent if RANK.fullmatch(root.name) else root) / "secret")
+
+
+def _views(settings: DiskSettings) -> Sequence[StoreView]:
+    roots = sorted(settings.path.glob("rank-*"))
+    return [view for view in map(_view_at, roots) if view is not None]
+
+
+def _view_at(root: Path) -> StoreView | None:
+    from kvtier.tier.disk.view import view_at
+
+    return view_at(root)
 
 
 KIND = TierKind(
@@ -127,13 +142,14 @@ KIND = TierKind(
     settings=DiskSettings,
     where="path",
     open=_open,
+    keeps_memory=False,
     needs_drive=True,
     check=_check,
     folder=lambda settings: settings.path,
     secret_path=lambda settings: settings.path / "secret",
     open_trial=_open_trial,
     raw=lambda settings, _context: RawSegment(settings.path, direct=settings.direct_io != "off"),
-    inspect=lambda settings: [DiskView(root) for root in sorted(settings.path.glob("rank-*")) if is_disk(root)],
-    view_at=view_at,
+    inspect=_views,
+    view_at=_view_at,
     repair=lambda settings: _repaired(settings.path),
 )

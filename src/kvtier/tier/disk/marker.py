@@ -1,4 +1,4 @@
-"""The marker of a disk store. Its lock restricts the store to one process."""
+"""The marker of a disk store, whose lock restricts the store to one process."""
 
 import os
 import re
@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.errors import other_version
-from kvtier.tier import store_root
-from kvtier.tier.checked_json import pack_json, read_json
-from kvtier.tier.directory_marker import MARKER_NAME as DIRECTORY_MARKER_NAME
 from kvtier.tier.disk.format import (
     SEGMENT_BYTES_MAX,
     STORE_ID_BYTES,
@@ -19,8 +16,11 @@ from kvtier.tier.disk.format import (
 )  # fmt: skip
 from kvtier.tier.disk.segment_files import SEGMENTS_NAME, newest_head
 from kvtier.tier.disk.status import FILES as STATUS_FILES
-from kvtier.tier.safe_open import UnusableStoreError, folder_at
-from kvtier.tier.store_root import RANK, read_marker
+from kvtier.tier.files import store_root
+from kvtier.tier.files.checked_json import pack_json, read_json
+from kvtier.tier.files.directory_marker import MARKER_NAME as DIRECTORY_MARKER_NAME
+from kvtier.tier.files.safe_open import UnusableStoreError, folder_at
+from kvtier.tier.files.store_root import RANK, read_marker
 
 MARKER_NAME = "kvtier-disk.json"
 
@@ -43,9 +43,9 @@ class DiskMarker(NamedTuple):
 
 
 def open_marker(root: Path, segment_bytes: int) -> DiskMarker:
-    """The marker of the disk store at `root`, which is made with `segment_bytes` in a missing or empty directory.
+    """Open the disk store's marker at `root`. A missing or empty directory becomes a store with `segment_bytes`.
 
-    See `store_root.open_marker` for errors.
+    Raises the errors of `store_root.open_marker`.
     """
     return store_root.open_marker(
         root / MARKER_NAME, parse_marker, _is_new, ALLOWED, _packed(new_marker(segment_bytes))
@@ -53,19 +53,19 @@ def open_marker(root: Path, segment_bytes: int) -> DiskMarker:
 
 
 def replace_marker(root: Path, segment_bytes: int) -> DiskMarker:
-    """Make the store at `root` a new, empty one. Only under its exclusive lock, which is of the old file.
+    """Make the store at `root` a new, empty one. Called only under the exclusive lock of its old marker.
 
     Raises:
         OSError: the marker cannot be written.
     """
     marker = new_marker(segment_bytes)
-    # A new file: the old one may have another hard link, outside the store, at any time.
+    # This makes a new file, because the old one may have another hard link outside the store at any time.
     store_root.write_marker(root / MARKER_NAME, _packed(marker), replaces=True)
     return marker
 
 
 def new_marker(segment_bytes: int) -> DiskMarker:
-    """The marker of a new store."""
+    """Make the marker of a new store."""
     return DiskMarker(os.urandom(STORE_ID_BYTES), segment_bytes, _now())
 
 
@@ -74,30 +74,30 @@ def _is_new(_name: str) -> bool:
 
 
 def find_marker(root: Path) -> DiskMarker | None:
-    """The marker of the disk store at `root`; None where `open_marker` makes one. Read-only.
+    """Read the marker of the disk store at `root`; None where `open_marker` would make one.
 
     Raises:
-        UnusableStoreError: the marker is damaged or of an unknown version, or is missing next to other files.
-        OSError: it cannot be read.
+        UnusableStoreError: the marker is damaged, of an unknown version, or missing next to other files.
+        OSError: the marker cannot be read.
     """
     return store_root.find_marker(root / MARKER_NAME, parse_marker, _is_new, ALLOWED)
 
 
 def repair_marker(root: Path) -> list[str]:
-    """Give the disk store at `root` a new marker if its own is missing or damaged. What was done, in sentences.
+    """Give the disk store at `root` a new marker if its own is missing or damaged. Return what was done, in sentences.
 
-    The newest segment tells the store's identity. Without a valid segment the store is empty.
+    The newest segment identifies the store. Without a valid segment the store is empty.
 
     Raises:
         UnusableStoreError: `root` has foreign files or a marker of another version, or a process has it open.
-        OSError: it cannot be read or written.
+        OSError: the marker cannot be read or written.
     """
     path = root / MARKER_NAME
     return store_root.repair_marker(path, partial(read_marker, path, parse_marker), lambda: _packed(_recovered(root)))
 
 
 def _recovered(root: Path) -> DiskMarker:
-    """The marker by the newest segment; without a valid one of a size that opening replaces.
+    """Make a marker from the newest segment. Without a valid one, its segment size is one that opening replaces.
 
     Raises:
         UnusableStoreError: nothing identifies the store, and the directory has foreign files.
@@ -127,16 +127,16 @@ def _packed(marker: DiskMarker) -> bytes:
 
 
 def holds_store(root: Path) -> bool:
-    """Whether `root` has names of a disk store, whatever its marker says."""
+    """Whether `root` has files with names of a disk store, whatever its marker says."""
     return any(os.path.lexists(root / name) for name in (MARKER_NAME, SEGMENTS_NAME))
 
 
 def refuse_foreign_ranks(path: Path) -> None:
-    """Refuse a directory for ranks' stores that has foreign files.
+    """Refuse a directory for the ranks' stores if it has foreign files.
 
     Raises:
         UnusableStoreError: `path` has foreign files, and neither a rank's store nor a directory store.
-        OSError: it cannot be listed.
+        OSError: `path` cannot be listed.
     """
     try:
         store_root.refuse_foreign_files(path, lambda name: bool(RANK.fullmatch(name)), ALLOWED_RANKS)
@@ -146,11 +146,11 @@ def refuse_foreign_ranks(path: Path) -> None:
 
 
 def parse_marker(text: bytes, path: Path) -> DiskMarker:
-    """The content of the marker at `path`.
+    """Parse the content of the marker at `path`.
 
     Raises:
         UnusableStoreError: the version is unknown.
-        ValueError: it is damaged.
+        ValueError: the marker is damaged.
     """
     members, is_sound = read_json(text)
     version, segment_bytes = members.get("version"), members.get("segment_bytes")
@@ -158,7 +158,7 @@ def parse_marker(text: bytes, path: Path) -> DiskMarker:
     if type(version) is int and version != VERSION and is_sound is not False:
         raise UnusableStoreError(f"{path} has {other_version(version, VERSION)}; nothing was changed")
     if not is_sound:
-        raise ValueError("its checksum does not match" if members else "no JSON object")
+        raise ValueError("its checksum does not match" if members else "not a JSON object")
     store_id = bytes.fromhex(members["store_id"])
     if len(store_id) != STORE_ID_BYTES or type(segment_bytes) is not int or not is_segment_size(segment_bytes):
         raise ValueError("out of range")

@@ -1,9 +1,9 @@
-"""The segments of one disk store: allocation of frames, eviction by segment, and the index on the device.
+"""Manages the segments of one disk store: allocates frames, evicts by segment, and writes the index to the device.
 
-Segments are filled and evicted in order, oldest first. Before eviction, frames read more often than most are copied to
-the current segment. The device gets long sequential writes and whole segments, which suits flash.
+Segments are filled and evicted in order, oldest first. Before eviction, frames that are read more often than most are
+copied to the current segment. Long sequential writes and the removal of whole segments suit flash.
 
-Three locks, in this order. I/O runs under the first two, so waiting for them has a deadline:
+Three locks are taken in this order. I/O runs under the first two, so waiting for them has a deadline:
     turn    starting, evicting, creating and removing segments
     sync    writing index blocks
     lock    the table and the segments' counters; held for microseconds, never during I/O
@@ -23,28 +23,28 @@ import numpy as np
 
 from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT, align_up
-from kvtier.tier.direct import aligned_buffer
 from kvtier.tier.disk.format import BLOCK_BYTES, GENERATION_MAX, names_in
 from kvtier.tier.disk.segment import Segment
 from kvtier.tier.disk.segment_files import SegmentFiles
 from kvtier.tier.disk.table import ObjectTable
+from kvtier.tier.files.direct import aligned_buffer
 
 logger = logging.getLogger(__name__)
 
 SURVIVOR_SHARE = 0.25
-"""Largest share of a segment that is copied forward when it is evicted."""
+"""Maximum share of a segment that is copied forward when it is evicted."""
 
 SPARE_SEGMENTS_MIN = 4
 """Pools of at least this many segments keep one empty, so that no write waits for an eviction."""
 
 LEAVE_DEADLINE_S = 1.0
-"""Longest wait for reads from a segment to be evicted, before another segment is tried."""
+"""Longest wait for reads from a segment that is to be evicted, before another one is tried."""
 
 _REMOVED_AT_ONCE = 256
 _ROWS_AT_ONCE = 1 << 16
 _CANDIDATES_MAX = 3
 _TURNS_MAX = 8
-"""Concurrent writers may fill each new segment; after this many attempts the frame is refused."""
+"""After this many attempts a frame is refused, because concurrent writers may fill each new segment."""
 
 
 class Extent(NamedTuple):
@@ -62,26 +62,26 @@ class Extent(NamedTuple):
 
 @dataclass(slots=True)
 class Counts:
-    """Counters of a tier, whose store may be opened several times."""
+    """The counters of a tier, which may open its store several times."""
 
     evictions: int = 0
     frame_bytes: int = 0
-    """Written by callers."""
+    """Bytes that callers wrote."""
     upkeep_bytes: int = 0
-    """Written as copies and as index."""
+    """Bytes written as copies and index."""
 
 
 class Pool:
-    """The segments and the table of their objects.
+    """The segments of a store and the table of their objects.
 
     Args:
         files: the segment files.
         tier: name of the tier, for errors.
         store_id: 16 bytes; segments of another store count as empty.
-        rows_max: most objects.
+        rows_max: maximum number of objects.
         deadline_s: longest wait for another operation that starts or evicts segments.
-        counts: increased by what is written and evicted.
-        on_turn: called when a segment was started and `prepare` may be due. Must be quick.
+        counts: counts what is written and evicted.
+        on_turn: called when a segment was started, so that `prepare` may be due. It must be quick.
 
     Raises:
         OSError: the files cannot be listed or read.
@@ -122,21 +122,21 @@ class Pool:
 
     @property
     def object_count(self) -> int:
-        """Objects held."""
+        """Number of stored objects."""
         return len(self._table)
 
     @property
     def frame_bytes_max(self) -> int:
-        """The largest frame that fits next to the header and two index blocks, of which one may be wasted."""
+        """Size of the largest frame that fits next to the header and two index blocks, one of which may be wasted."""
         return self.files.segment_bytes - 3 * BLOCK_BYTES
 
     def contains(self, names: Sequence[bytes]) -> list[bool]:
-        """For each name, whether it is held."""
+        """Return for each name whether it is stored."""
         with self._lock:
-            return self._table.holds(names)
+            return self._table.contains(names)
 
     def everything(self) -> list[tuple[bytes, int]]:
-        """(name, frame bytes) of all objects. Concurrent changes may be missing."""
+        """Return the names and frame bytes of all objects. Concurrent changes may be missing."""
         listed: list[tuple[bytes, int]] = []
         for start in range(0, self._table.used_rows, _ROWS_AT_ONCE):
             with self._lock:
@@ -144,7 +144,7 @@ class Pool:
         return listed
 
     def newest(self, most: int) -> list[bytes]:
-        """Names of the `most` objects that were written last, newest first. Concurrent changes may be missing."""
+        """Return the names of the `most` objects written last, newest first. Concurrent changes may be missing."""
         with self._lock:
             segments = [it for it in self._segments.values() if it.header is not None and it.rows]
         listed: list[bytes] = []
@@ -154,13 +154,13 @@ class Pool:
                 listed += [self._table.name(row) for row in rows[: most - len(listed)].tolist()]
         return listed
 
-    def find(self, names: Sequence[bytes], *, is_use: bool = True) -> list[Extent | None]:
-        """The extent of each name, pinned and perhaps counted as a use; `unpin` after the read."""
+    def locate(self, names: Sequence[bytes], *, is_use: bool = True) -> list[Extent | None]:
+        """Return the pinned extent of each name, perhaps counted as a use. Call `unpin` after the read."""
         with self._lock:
-            return [self._find(name, is_use=is_use) for name in names]
+            return [self._locate(name, is_use=is_use) for name in names]
 
     def unpin(self, segments: Iterable[Segment]) -> None:
-        """Release the pins of `find`."""
+        """Release the pins of `locate`."""
         with self._lock:
             for segment in segments:
                 segment.pins -= 1
@@ -168,7 +168,7 @@ class Pool:
                     self._unpinned.notify_all()
 
     def take_here(self, sizes: Sequence[int]) -> list[Extent]:
-        """Adjacent extents for as many of these frames as fit in the current segment."""
+        """Take adjacent extents for as many of these frames as fit in the current segment."""
         with self._lock:
             segment, extents = self._filling, list[Extent]()
             if segment is None or len(self._table) + len(sizes) > self._table.rows_max:
@@ -181,7 +181,7 @@ class Pool:
             return extents
 
     def take(self, size_bytes: int) -> Extent | None:
-        """An extent for a frame, evicting if needed; None when there is none. `put` or `abandon` it afterwards.
+        """Take an extent for a frame, evicting if needed; None if there is none. `put` or `abandon` it afterwards.
 
         Raises:
             OSError: the device or the file system fails.
@@ -207,7 +207,7 @@ class Pool:
         return None
 
     def put(self, written: Iterable[tuple[Extent, bytes]]) -> list[bool]:
-        """Record that each extent holds its frame. False where the table is full."""
+        """Record that each extent contains its frame. The result is False where the table is full."""
         with self._lock:
             return [self._put(extent, name) for extent, name in written]
 
@@ -218,14 +218,14 @@ class Pool:
                 self._end_write(extent.segment)
 
     def remove(self, name: bytes) -> None:
-        """Delete `name`, on the device too. A copy written meanwhile stays.
+        """Delete `name`, also on the device. A copy written meanwhile stays.
 
         Raises:
             OSError: the device fails; the object may reappear at the next start.
             TierError: another thread wrote the index for longer than the deadline.
         """
         with self._lock:
-            row = self._table.find(name)
+            row = self._table.row(name)
             if row is None:
                 return
             number, *place = self._table.place(row)
@@ -296,8 +296,8 @@ class Pool:
 
     # ---- under the lock, for microseconds ----------------------------------------------------------------------------
 
-    def _find(self, name: bytes, *, is_use: bool) -> Extent | None:
-        row = self._table.find(name)
+    def _locate(self, name: bytes, *, is_use: bool) -> Extent | None:
+        row = self._table.row(name)
         if row is None:
             return None
         if is_use:
@@ -310,7 +310,7 @@ class Pool:
     def _put(self, extent: Extent, name: bytes) -> bool:
         self._end_write(extent.segment)
         self._counts.frame_bytes += extent.size_bytes
-        if self._table.find(name) is not None:
+        if self._table.row(name) is not None:
             return True  # a concurrent write was first
         if self._table.is_full:
             return False
@@ -327,7 +327,7 @@ class Pool:
     # ---- starting and evicting segments: under the turn lock ---------------------------------------------------------
 
     def _next(self) -> Segment | None:
-        """An empty segment with a new header; None when no space can be made."""
+        """Return an empty segment with a new header; None if no space can be made."""
         if not self._spare:
             grown = self._grow()
             if grown is not None:
@@ -335,7 +335,7 @@ class Pool:
             elif not self._evict_segment():
                 return None
         segment = self._spare[-1]
-        # The clock keeps a generation from repeating after a crash. A planted header may hold the largest one: then
+        # The clock keeps a generation from repeating after a crash. If a planted header has the largest generation,
         # only the clock counts.
         candidates = (self._generation + 1, time.time_ns())
         self._generation = max(it for it in (1, *candidates) if it <= GENERATION_MAX)
@@ -349,7 +349,7 @@ class Pool:
         return segment
 
     def _evict_segment(self) -> bool:
-        """Evict the oldest segment that is not in use. False when there is none."""
+        """Evict the oldest segment that is not in use. Return False if there is none."""
         with self._lock:
             if not self._full and self._filling is not None:
                 self._full.append(self._filling)
@@ -375,7 +375,7 @@ class Pool:
                     if self._table.place(row)[0] == segment.number:
                         self._table.remove(row)
                         self._counts.evictions += 1
-        # No lookup finds its objects any more. Wait for earlier ones.
+        # New lookups no longer find its objects, but earlier readers may still use them.
         with self._lock:
             segment.pending = {}
         return self._wait_until(segment, lambda: segment.pins == 0)
@@ -389,9 +389,9 @@ class Pool:
                 segment.is_leaving = False
 
     def _copy_survivors(self, segment: Segment) -> bool:
-        """Copy forward the objects read at least twice as often as the segment's average. True when any were copied.
+        """Copy forward objects read at least twice as often as the segment's average. Return whether any were copied.
 
-        Uniformly read objects are not copied: that would only wear the device.
+        Uniformly read objects are not copied, because that would only wear the device.
         """
         with self._lock:
             rows = self._table.rows_in(segment.number, segment.rows)
@@ -411,7 +411,7 @@ class Pool:
             self.unpin([segment])
 
     def _copy(self, row: int, segment: Segment, scratch: memoryview) -> bool:
-        """Copy the object in `row` forward. False when it is gone or there is no space."""
+        """Copy the object in `row` forward. Return False if it is gone or there is no space."""
         with self._lock:
             number, block, size_bytes = self._table.place(row)
         extents = self.take_here([size_bytes]) if number == segment.number else []
@@ -443,7 +443,7 @@ class Pool:
             self._filling = segment
 
     def _grow(self) -> Segment | None:
-        """A new segment; None when the cap or the file system has no space."""
+        """Create a new segment; None if the cap or the file system has no space."""
         segment = self.files.make()
         if segment is not None:
             with self._lock:

@@ -1,4 +1,4 @@
-"""One segment: a preallocated file of frames with their index at its end.
+"""One segment, which is a preallocated file of frames with their index at its end.
 
 Shared fields change only under the pool's lock. I/O runs outside the lock, on pinned extents.
 """
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvtier.layout import ALIGNMENT, align_up
-from kvtier.tier.direct import aligned_buffer
 from kvtier.tier.disk.format import (
     BLOCK_BYTES,
     ENTRY,
@@ -28,16 +27,17 @@ from kvtier.tier.disk.format import (
     read_blocks,
     read_header,
 )  # fmt: skip
-from kvtier.tier.safe_open import Descriptor, open_file
+from kvtier.tier.files.direct import aligned_buffer
+from kvtier.tier.files.safe_open import Descriptor, open_file
 
 logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 20
-"""Bytes read at once, from the end, while the index is loaded."""
+"""How many bytes are read at once, from the end, while the index is loaded."""
 
 
 def file_name(number: int) -> str:
-    """File name of segment `number`."""
+    """Return the file name of segment `number`."""
     return f"{number:08d}.segment"
 
 
@@ -46,12 +46,12 @@ class Segment:
 
     Args:
         folder: descriptor of the directory of segments.
-        number: of the segment.
+        number: number of the segment.
         direct_io: open with O_DIRECT.
         read_only: open read-only.
 
     Raises:
-        OSError: it cannot be opened, or is not a regular file.
+        OSError: the file cannot be opened, or is not a regular file.
     """
 
     def __init__(self, folder: int, number: int, *, direct_io: bool, read_only: bool = False) -> None:
@@ -60,7 +60,7 @@ class Segment:
         self.direct_io = direct_io
         self.header: Header | None = None
         self.rows = array("I")
-        """Rows of objects written here, including ones removed since."""
+        """Rows of the objects written here, including those removed since."""
         self.pending: dict[bytes, tuple[int, int]] = {}
         """(first block, size) of objects that are not yet in an index block."""
         self.next_block = 1
@@ -72,7 +72,7 @@ class Segment:
         self.pins = 0
         """Reads, copies and index writes in flight."""
         self.is_leaving = False
-        """Whether the segment is being evicted: unpinning then notifies the pool."""
+        """Whether the segment is being evicted, so that unpinning notifies the pool."""
         flags = (os.O_RDONLY if read_only else os.O_RDWR) | (os.O_DIRECT if direct_io else 0)
         descriptor, status = open_file(self.name, flags, folder)
         self._descriptor = Descriptor(descriptor)
@@ -80,7 +80,7 @@ class Segment:
 
     @property
     def generation(self) -> int:
-        """Generation in the header; 0 when the segment is empty."""
+        """Generation in the header; 0 if the segment is empty."""
         return 0 if self.header is None else self.header.generation
 
     @property
@@ -93,7 +93,7 @@ class Segment:
         return os.fstat(self._descriptor.fileno()).st_blocks * 512
 
     def is_in(self, folder: int) -> bool:
-        """Whether the file is still the one of its name in `folder`.
+        """Whether the file still has its name in `folder`.
 
         Raises:
             OSError: the file system fails.
@@ -105,7 +105,7 @@ class Segment:
         return os.path.samestat(status, os.fstat(self._descriptor.fileno()))
 
     def take(self, size_bytes: int) -> int | None:
-        """The first block of an extent for a frame of `size_bytes`; None when it does not fit. Under the lock.
+        """Take an extent for a frame of `size_bytes`; return its first block, or None if none fits. Under the lock.
 
         Reserves index blocks for pending objects and one for each write in flight, because a sync may run between any
         two writes.
@@ -123,7 +123,7 @@ class Segment:
         return self.next_block + align_up(size_bytes) // ALIGNMENT <= self.size_bytes // BLOCK_BYTES - index_blocks
 
     def take_pending(self) -> dict[bytes, tuple[int, int]]:
-        """The objects to index now; their index blocks count as written. Under the lock."""
+        """Take the objects to index now, whose index blocks then count as written. Under the lock."""
         pending, self.pending = self.pending, {}
         self.index_blocks += blocks_for(len(pending))
         return pending
@@ -132,7 +132,7 @@ class Segment:
         """Write a new header, which discards all objects. The segment must not be in use.
 
         Raises:
-            OSError: the device fails. The segment is empty then, too.
+            OSError: the device fails. The segment is then also empty.
         """
         self.header = None
         self.rows = array("I")
@@ -143,7 +143,7 @@ class Segment:
         self.header = header
 
     def read(self, into: memoryview, offset: int) -> int:
-        """Read from `offset` until `into` is full; returns fewer bytes only for a truncated file.
+        """Read from `offset` until `into` is full. Return the bytes read, which are fewer only for a truncated file.
 
         Raises:
             OSError: the device fails.
@@ -154,7 +154,7 @@ class Segment:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-        # A caller's unaligned buffer; slots are always aligned.
+        # The caller's buffer is unaligned, unlike slots.
         start, stop = offset // ALIGNMENT * ALIGNMENT, align_up(offset + into.nbytes)
         around = aligned_buffer(stop - start)
         count = self._read_whole(around, start)
@@ -181,7 +181,7 @@ class Segment:
         self._write_file(padded, offset)
 
     def read_run(self, views: Sequence[memoryview], offset: int) -> bool:
-        """Fill `views` from `offset` in one call. False when not read whole.
+        """Fill `views` from `offset` in one call. Return False if they were not read whole.
 
         The caller then reads each frame separately, which reports the reason.
         """
@@ -191,7 +191,7 @@ class Segment:
             return False
 
     def write_run(self, frames: Sequence[memoryview], offset: int) -> bool:
-        """Write `frames` contiguously from `offset` in one call. False when not written whole."""
+        """Write `frames` contiguously from `offset` in one call. Return False if they were not written whole."""
         try:
             return os.pwritev(self._descriptor.fileno(), frames, offset) == sum(frame.nbytes for frame in frames)
         except OSError:
@@ -225,7 +225,7 @@ class Segment:
         os.fdatasync(self._descriptor.fileno())
 
     def load(self, store_id: bytes) -> Entries | str:
-        """Read header and index. Returns the entries in writing order, or the reason why the segment is empty.
+        """Read header and index. Return the entries in writing order, or the reason why the segment is empty.
 
         Raises:
             OSError: the device fails.
@@ -233,7 +233,7 @@ class Segment:
         return self.load_header(store_id) or self.load_index()
 
     def load_header(self, store_id: bytes) -> str:
-        """Read the header. Returns "", or the reason why the segment is empty. EIO counts as damage.
+        """Read the header. Return "", or the reason why the segment is empty. EIO counts as damage.
 
         Raises:
             OSError: the device fails otherwise.
@@ -252,9 +252,9 @@ class Segment:
         return ""
 
     def load_index(self) -> Entries:
-        """Read the index of a segment whose header was read. Returns the entries in writing order.
+        """Read the index of a segment whose header was read. Return the entries in writing order.
 
-        Afterwards frames can be appended. Without a readable index the segment counts as empty, because the end of the
+        Afterwards frames can be appended. A segment without a readable index counts as empty, because the end of its
         index is unknown.
 
         Raises:
@@ -301,7 +301,7 @@ class Segment:
         self._descriptor.close()
 
     def _index(self) -> Iterator[Blocks]:
-        """Valid index blocks, in pieces from the end of the file, until a piece has none."""
+        """Yield the valid index blocks, in pieces from the end of the file, until a piece has none."""
         if self.header is None:
             return
         stop = self.size_bytes

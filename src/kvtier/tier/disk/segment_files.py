@@ -1,4 +1,4 @@
-"""The segment files of one store: created, counted and removed, within the cap and outside the reserve."""
+"""Creates, counts and removes the segment files of one store, within the cap and outside the reserve."""
 
 import errno
 import logging
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from kvtier.tier.disk.format import BLOCK_BYTES, Header, is_foreign, read_header
 from kvtier.tier.disk.segment import Segment, file_name
-from kvtier.tier.effective_cap import FULL_ERRNOS, EffectiveCap
-from kvtier.tier.safe_open import (
+from kvtier.tier.files.full_disk import FULL_ERRNOS, EffectiveCap
+from kvtier.tier.files.safe_open import (
     MISSING,
     Descriptor,
     SuppressErrno,
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _FULL_ERRNOS = FULL_ERRNOS | {errno.EFBIG}
 _FILE = re.compile(r"(\d{8})\.segment", re.ASCII)
 _TAKEN_MAX = 16
-"""Names that are tried for a new file."""
+"""Maximum number of names tried for a new file."""
 
 
 class SegmentFiles:
@@ -42,8 +42,8 @@ class SegmentFiles:
         tier: name of the tier, for the log.
         capacity_bytes: the configured cap for all files on the device.
         effective_cap: the cap while the file system is full.
-        segment_bytes: of each file; a multiple of 4096.
-        reserve_bytes: free space left to other programs.
+        segment_bytes: size of each file, a multiple of 4096.
+        reserve_bytes: free space to leave to other programs.
         direct_io: open files with O_DIRECT.
 
     Raises:
@@ -75,7 +75,7 @@ class SegmentFiles:
 
     @property
     def is_current(self) -> bool:
-        """Whether the directory of the files is the one that was opened."""
+        """Whether the directory that was opened is still at its path."""
         return self._folder.is_open and is_at(f"{self._path}/{SEGMENTS_NAME}", self._folder.fileno())
 
     @property
@@ -84,7 +84,7 @@ class SegmentFiles:
         return sum(self._charges.copy().values())
 
     def update(self, segments: Iterable[Segment]) -> None:
-        """Count the bytes of `segments` again: the file system may add blocks while a file fills.
+        """Recount the bytes of `segments`, because the file system may add blocks while a file fills.
 
         Raises:
             OSError: the file system fails.
@@ -112,7 +112,7 @@ class SegmentFiles:
         return self.used_bytes > self._capacity_bytes or self._free_bytes() < self._reserve_bytes
 
     def make(self) -> Segment | None:
-        """Create and allocate a file; None when there is no space.
+        """Create and allocate a file; None if there is no space.
 
         Raises:
             OSError: the file system fails, or has no space for the first file.
@@ -151,7 +151,7 @@ class SegmentFiles:
         return segment
 
     def remove(self, segment: Segment) -> None:
-        """Unlink and close a file. Anything else of its name is kept.
+        """Unlink and close a file. Anything else with its name is kept.
 
         Raises:
             OSError: the unlink fails; nothing changed.
@@ -163,7 +163,7 @@ class SegmentFiles:
         self._charges.pop(segment.number, None)
 
     def load(self, store_id: bytes) -> list[Segment]:
-        """Existing segments with their headers: empty ones first, then by generation.
+        """Load the existing segments with their headers, empty ones first, then by generation.
 
         Removes files of another size and names with further hard links. Above the cap, the first segments are removed.
 
@@ -176,7 +176,7 @@ class SegmentFiles:
         try:
             for number, status in segment_files(folder):
                 if not stat.S_ISREG(status.st_mode):
-                    rejected["no regular file"] += 1
+                    rejected["not a regular file"] += 1
                     continue
                 is_linked = status.st_nlink > 1  # the other link may lie outside the store
                 if is_linked or status.st_size != self.segment_bytes:  # settings changed, or an unfinished file
@@ -207,13 +207,13 @@ class SegmentFiles:
         self._charges[segment.number] = max(segment.allocated_bytes, segment.size_bytes)
 
     def _create(self) -> tuple[int, int]:
-        """Number and descriptor of a new empty file. Names that something else has are left out."""
+        """Create an empty file; return its number and descriptor. Names that something else has are skipped."""
         for number in range(len(self._charges) + _TAKEN_MAX):
             if number not in self._charges:
                 with suppress(FileExistsError):
                     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
                     return number, open_file(file_name(number), flags, self._folder.fileno())[0]
-        raise OSError(errno.EEXIST, "something else has the names of new segments", self._path)
+        raise OSError(errno.EEXIST, "other files have the names of new segments", self._path)
 
     def _free_bytes(self) -> int:
         status = os.statvfs(self._folder.fileno())
@@ -221,7 +221,7 @@ class SegmentFiles:
 
 
 def segment_files(folder: int) -> list[tuple[int, os.stat_result]]:
-    """Number and status of each entry of the directory `folder` with a segment's name.
+    """Return the number and status of each entry of directory `folder` that has a segment's name.
 
     Raises:
         OSError: the file system fails.
@@ -232,7 +232,7 @@ def segment_files(folder: int) -> list[tuple[int, os.stat_result]]:
 
 
 def newest_head(root: int) -> tuple[Header | None, str]:
-    """The newest segment's header, and the name of a foreign file among the segments ("" for none).
+    """Return the newest segment's header, and the name of a foreign file among the segments ("" for none).
 
     Args:
         root: descriptor of the store's directory.

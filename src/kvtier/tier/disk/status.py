@@ -1,7 +1,7 @@
-"""The status file of an open disk store: counters and faults for `kvtier inspect`.
+"""The status file of an open disk store, with counters and faults for `kvtier inspect`.
 
-It may be stale, damaged, missing or of a dead process, and no decision uses it. It is not synced. Its age shows a
-device that hangs.
+It may be stale, damaged, missing or left by a dead process, and no decision uses it. It is not synced. Its age reveals
+a device that hangs.
 """
 
 import os
@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from kvtier.tier.checked_json import pack_json, read_json
-from kvtier.tier.safe_open import folder_at, read_file, write_file
+from kvtier.config.value_types import age_text, date_text, size_text
+from kvtier.tier.files.checked_json import pack_json, read_json
+from kvtier.tier.files.safe_open import folder_at, read_file, write_file
 
 STATUS_NAME = "kvtier-status.json"
 FILES = re.compile(rf"\.?{re.escape(STATUS_NAME)}(\.[0-9a-f]+)?")
@@ -20,11 +21,11 @@ FILES = re.compile(rf"\.?{re.escape(STATUS_NAME)}(\.[0-9a-f]+)?")
 
 STATUS_INTERVAL_S = 10.0
 SILENT_S = 60.0
-"""A process whose status is older than this hangs in its device, or is stopped."""
+"""A process whose status is older than this hangs in its device or is stopped."""
 
 FAULT_LENGTH_MAX = 300
 _BYTES_MAX = 4096
-_BYTES_HELD_MAX = 1 << 62
+_COUNT_MAX = 1 << 62
 _TIME_MAX_S = 1e11
 _ABOUT = "Status of the store beside this file, for people. It may be deleted at any time."
 
@@ -37,7 +38,7 @@ class DiskStatus:
     pid: int
     """Process that has the store open."""
     is_open: bool
-    """False: the process has closed the store."""
+    """Whether the process still has the store open."""
     is_up: bool | None
     """Whether the session uses the tier; False while it backs off after errors. None: unknown."""
     faults: int
@@ -51,11 +52,11 @@ class DiskStatus:
     capacity_bytes: int
     """The configured cap."""
     limit_bytes: int
-    """The cap now: lower while the file system is full."""
+    """The current cap, which is lower while the file system is full."""
     free_bytes: int
     """Free bytes of the file system."""
     reserve_bytes: int
-    """Free bytes left to other programs."""
+    """Free bytes to leave to other programs."""
     frame_bytes: int
     """Bytes of frames written since the store was opened."""
     upkeep_bytes: int
@@ -63,20 +64,63 @@ class DiskStatus:
     avoided_bytes: int
     """Bytes refused by the write budget."""
     write_bytes_per_day: int
-    """The write budget; 0: none."""
+    """The write budget; 0 for none."""
     direct_io: bool
 
     @property
     def amplification(self) -> float | None:
-        """Write amplification: bytes written per byte of frames; None before the first write."""
+        """Write amplification, in bytes written per byte of frames; None before the first write."""
         return (self.frame_bytes + self.upkeep_bytes) / self.frame_bytes if self.frame_bytes else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreHealth:
+    """Health of a disk store, from the status file of the process that has it open or had it open last."""
+
+    directory: str
+    state: str
+    """``in use``, ``backed off``, ``silent`` (open in a process that writes no status), ``not open``."""
+    age_s: float | None
+    """Age of the status; None without one."""
+    amplification: float | None
+    status: DiskStatus | None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the store has no problem at present."""
+        return self.state in {"in use", "not open"}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return what there is to show, with its values as text."""
+        status = self.status
+        if status is None:
+            return [("state", f"{self.state}; no status was ever written")]
+        use = {True: "", False: "", None: "; the metric kvtier_tier_up shows whether its session backs off"}
+        limit = f"; the cap is {size_text(status.limit_bytes)} while the file system has no room"
+        cap = f"{size_text(status.capacity_bytes)}{limit if status.limit_bytes < status.capacity_bytes else ''}"
+        faults = (
+            f"{status.faults} since it was opened, the last at {date_text(status.last_fault_s)}: {status.last_fault}"
+        )
+        budget = f"budget: {size_text(status.write_bytes_per_day)} a day" if status.write_bytes_per_day else "no budget"
+        return [
+            ("state", f"{self.state}{use[status.is_up]}"),
+            ("status", f"{age_text(self.age_s)}, by process {status.pid}"),
+            ("I/O errors", "none since it was opened" if status.last_fault_s is None else faults),
+            ("objects", str(status.objects)),
+            ("in use", f"{size_text(status.used_bytes)} of {cap}"),
+            ("disk free", f"{size_text(status.free_bytes)}, of which {size_text(status.reserve_bytes)} is reserved"),
+            ("written", f"{size_text(status.frame_bytes)} of frames, {size_text(status.upkeep_bytes)} of upkeep"),
+            ("amplification", "-" if self.amplification is None else f"{self.amplification:.3f}"),
+            ("refused by the write budget", f"{size_text(status.avoided_bytes)} ({budget})"),
+            ("direct I/O", "yes" if status.direct_io else "no"),
+        ]
 
 
 def write_status(root: Path, status: DiskStatus) -> None:
     """Write the status of the store at `root` atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the status cannot be written.
     """
     with folder_at(root) as folder:
         draft = f".{STATUS_NAME}.{os.urandom(8).hex()}"
@@ -84,7 +128,7 @@ def write_status(root: Path, status: DiskStatus) -> None:
 
 
 def read_status(root: Path) -> DiskStatus | None:
-    """The last status; None when it is missing or invalid."""
+    """Return the last status; None if it is missing or invalid."""
     try:
         with folder_at(root) as folder:
             members, is_sound = read_json(read_file(STATUS_NAME, _BYTES_MAX, folder))
@@ -104,7 +148,7 @@ def _parsed(members: Mapping[str, Any]) -> DiskStatus | None:
             value = float(value)
         if type(value) not in kinds:
             return None
-        if isinstance(value, int | float) and not 0 <= value <= (_TIME_MAX_S if float in kinds else _BYTES_HELD_MAX):
+        if isinstance(value, int | float) and not 0 <= value <= (_TIME_MAX_S if float in kinds else _COUNT_MAX):
             return None
         values[field.name] = value
     return DiskStatus(**values)

@@ -1,7 +1,7 @@
-"""The disk tier's object table: a dictionary from names to rows, and a column for each of their facts.
+"""The disk tier's object table, which is a dictionary from names to rows and one column per property.
 
-A row is one object: segment, first block, size and hits, 13 bytes in all. The dictionary takes about 160 bytes for each
-name. Neither has objects that Python's collector visits. No lock: the owner has one.
+A row is one object, with its segment, first block, size and hits in 13 bytes. The dictionary takes about 160 bytes per
+name. Neither has objects that Python's collector visits. The table has no lock, because its owner has one.
 
 Virtual memory is reserved for `rows_max`; the system allocates pages as rows are used.
 """
@@ -24,18 +24,18 @@ class ObjectTable:
     """Names with their extents.
 
     Args:
-        rows_max: most names held.
+        rows_max: maximum number of names.
     """
 
     def __init__(self, rows_max: int) -> None:
         self.rows_max = rows_max
         self._rows: NameTable[int] = NameTable()
-        self._names: list[bytes] = []  # of each row that was used at least once
+        self._names: list[bytes] = []  # by row, for rows used at least once
         self._segments = np.zeros(rows_max, np.uint32)
         self._blocks = np.zeros(rows_max, np.uint32)
         self._sizes = np.zeros(rows_max, np.uint32)
         self._hits = np.zeros(rows_max, np.uint8)
-        # Single elements of a memoryview are much faster than of an array.
+        # Reading single elements is much faster in a memoryview than in an array.
         self._segment_at = self._segments.data
         self._block_at = self._blocks.data
         self._size_at = self._sizes.data
@@ -52,33 +52,33 @@ class ObjectTable:
 
     @property
     def used_rows(self) -> int:
-        """Rows from this number on were never used."""
+        """Number of rows ever used; later rows were never used."""
         return len(self._names)
 
-    def find(self, name: bytes) -> int | None:
-        """The row of `name`."""
+    def row(self, name: bytes) -> int | None:
+        """Return the row of `name`, or None."""
         return self._rows.get(name)
 
-    def holds(self, names: Sequence[bytes]) -> list[bool]:
-        """For each of `names`, whether it is in the table."""
+    def contains(self, names: Sequence[bytes]) -> list[bool]:
+        """Return for each of `names` whether it is in the table."""
         return [name in self._rows for name in names]
 
     def place(self, row: int) -> tuple[int, int, int]:
-        """(segment, first block, size in bytes) of the object in `row`."""
+        """Return the segment, first block and size in bytes of the object in `row`."""
         return self._segment_at[row], self._block_at[row], self._size_at[row]
 
     def name(self, row: int) -> bytes:
-        """The name in `row`."""
+        """Return the name in `row`."""
         return self._names[row]
 
     def use(self, row: int) -> None:
-        """Count a read."""
+        """Count a read of the object in `row`."""
         hits = self._hits_at[row]
         if hits < HITS_MAX:
             self._hits_at[row] = hits + 1
 
     def put(self, name: bytes, segment: int, block: int, size_bytes: int) -> int:
-        """Add `name`, which must be new, to a table that is not full; returns its row."""
+        """Add `name`, which must be new, to a table that is not full. Return its row."""
         if self._free:
             row = self._free.pop()
             self._names[row] = name
@@ -93,7 +93,7 @@ class ObjectTable:
     def move(self, row: int, segment: int, block: int, size_bytes: int) -> None:
         """Set the extent of the object in `row`.
 
-        Halves its hits, so that an object that is no longer read ages.
+        This halves its hits, so that an object that is no longer read ages.
         """
         self._segment_at[row] = segment
         self._block_at[row] = block
@@ -108,13 +108,13 @@ class ObjectTable:
         self._free.append(row)
 
     def put_many(self, names: Sequence[bytes], segment: int, blocks: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Add many at once; returns their rows. Existing names move, and the last of equal names wins.
+        """Add many names at once and return their rows. Existing names move, and the last of equal names wins.
 
         Names that exceed the table are left out.
         """
         rows: list[int] = []
         for name, block, size in zip(names, blocks, sizes, strict=True):
-            row = self.find(name)
+            row = self.row(name)
             if row is not None:
                 self.move(row, segment, block, size)
             elif self.is_full:
@@ -125,19 +125,19 @@ class ObjectTable:
         return rows
 
     def rows_in(self, segment: int, rows: "array[int]") -> Rows:
-        """The subset of `rows` still in `segment`, ordered by block."""
+        """Return those of `rows` that are still in `segment`, ordered by block."""
         candidates = np.unique(np.frombuffer(rows, np.uint32)).astype(np.int64)
         mine = candidates[self._segments[candidates] == segment]
         return mine[np.argsort(self._blocks[mine])]
 
     def hits(self, rows: Rows) -> npt.NDArray[np.uint8]:
-        """Reads of each of `rows` since it was written, halved at each move."""
+        """Return the reads of each of `rows` since it was written, halved at each move."""
         return self._hits[rows]
 
     def sizes(self, rows: Rows) -> npt.NDArray[np.uint32]:
-        """Bytes of each of `rows`."""
+        """Return the bytes of each of `rows`."""
         return self._sizes[rows]
 
     def items(self, start: int, stop: int) -> list[tuple[bytes, int]]:
-        """(name, bytes) of the objects in rows `start` to `stop`, exclusive."""
+        """Return the names and bytes of the objects in rows `start` to `stop`, exclusive."""
         return [(name, self._size_at[row]) for row, name in enumerate(self._names[start:stop], start) if name]

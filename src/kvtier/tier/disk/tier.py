@@ -1,13 +1,14 @@
-"""The disk tier: frames in preallocated segment files on a local drive, under a hard byte cap.
+"""The disk tier, which keeps frames in preallocated segment files on a local drive, under a hard byte cap.
 
 Unlike the directory tier, which keeps a file per object for several processes, a store belongs to one process. In
-return an object costs one `pwritev` or `preadv`, a lookup no system call, and a million objects about 0.2 GB of memory.
+return, an object costs one `pwritev` or `preadv`, and a lookup no system call. A million objects cost about 0.2 GB of
+memory.
 
-A written object is readable at once. Every `sync_interval_s` frames are made durable, then the index blocks that name
-them. A crash loses later writes, or frame verification finds them damaged. No read or write of a frame waits for a
+A written object is readable at once. Once per `sync_interval_s`, frames are made durable, then the index blocks that
+name them. A crash loses later writes, or frame verification finds them damaged. No read or write of a frame waits for a
 sync.
 
-FORMAT.md describes the bytes on the device, docs/adr/0008 the design.
+FORMAT.md describes the bytes on the device, and docs/adr/0008 the design.
 """
 
 import logging
@@ -21,7 +22,6 @@ from typing import TypeVar
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.base import Figures, Read, Write
-from kvtier.tier.direct import DirectIo, choose_direct
 from kvtier.tier.disk import batch as disk_batch
 from kvtier.tier.disk.format import SEGMENT_BYTES_MAX, segment_bytes_for
 from kvtier.tier.disk.marker import ALLOWED, MARKER_NAME, DiskMarker, open_marker, replace_marker
@@ -29,10 +29,11 @@ from kvtier.tier.disk.pool import Counts, Pool
 from kvtier.tier.disk.segment_files import SegmentFiles
 from kvtier.tier.disk.status import FAULT_LENGTH_MAX, STATUS_INTERVAL_S, DiskStatus, write_status
 from kvtier.tier.disk.write_budget import WriteBudget
-from kvtier.tier.safe_open import check_private, make_root
-from kvtier.tier.store_lock import StoreLock
-from kvtier.tier.store_root import opening
-from kvtier.tier.store_tier import CLOSE_DEADLINE_S, StoreTier
+from kvtier.tier.files.direct import DirectIo, choose_direct
+from kvtier.tier.files.file_system_tier import CLOSE_DEADLINE_S, FileSystemTier
+from kvtier.tier.files.safe_open import check_private, make_root
+from kvtier.tier.files.store_lock import StoreLock
+from kvtier.tier.files.store_root import opening
 from kvtier.tier.store_view import UNBOUNDED_BYTES
 from kvtier.types import ObjectName
 
@@ -41,35 +42,35 @@ logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 SEGMENTS_MAX = 4096
-"""A store with more segments, after a large increase of its capacity, is recreated with larger ones, if there are."""
+"""After a large increase of its capacity, a store with more segments is recreated with larger ones, if possible."""
 
 ROW_SHARE_BYTES = 16 << 10
 ROWS_MIN = 1 << 16
 ROWS_MAX = 1 << 24
-"""Rows of the table: one per 16 KiB of capacity, within these bounds."""
+"""The table has one row per 16 KiB of capacity, within these bounds."""
 
 
-class DiskTier(StoreTier):
-    """Frames in segment files under `root`, used by this process alone.
+class DiskTier(FileSystemTier):
+    """Frames in segment files under `root`, which only this process uses.
 
     Args:
-        root: the directory; created when missing. One with foreign files is refused.
+        root: the directory, created if missing. A directory with foreign files is refused.
         capacity_bytes: cap for the segment files on the device. The marker (4 KiB) is not counted.
         name: the tier's name in metrics and errors.
-        segment_bytes: of each segment file; a frame must fit in one. None: the existing store's, and for a new store
-            1/64 of the capacity, from 64 MiB (or a quarter of a small capacity) to 1 GiB.
+        segment_bytes: size of each segment file; a frame must fit in one. None means the existing store's size. A new
+            store uses 1/64 of the capacity, from 64 MiB (or a quarter of a small capacity) to 1 GiB.
         direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
-        sync_interval_s: seconds of writes that a crash may lose, approximately.
-        reserve_bytes: free space left to other programs; segments are removed to keep it free.
+        sync_interval_s: about how many seconds of writes a crash may lose.
+        reserve_bytes: free space to leave to other programs; segments are removed to keep it free.
         write_bytes_per_day: limit for flash wear (`WriteBudget`); 0 means no limit.
         lock_deadline_s: longest wait for another operation that makes space.
         open_deadline_s: longest wait for another process that has the store open.
-        any_owner: see `StoreTier`.
+        any_owner: as in `FileSystemTier`.
 
     Raises:
         ConfigError: a setting is invalid.
         DamagedStoreError: what is at `root` cannot be used; nothing was changed.
-        TierError: the storage failed while it was opened, or another process has the store open.
+        TierError: the storage failed while the tier was opened, or another process has the store open.
     """
 
     def __init__(
@@ -118,12 +119,12 @@ class DiskTier(StoreTier):
 
     @property
     def object_count(self) -> int:
-        """Objects held."""
+        """Number of stored objects."""
         return self._pool.object_count
 
     @property
     def frame_bytes_max(self) -> int:
-        """The largest frame that fits in a segment."""
+        """Size of the largest frame that fits in a segment."""
         return self._pool.frame_bytes_max
 
     @property
@@ -133,7 +134,7 @@ class DiskTier(StoreTier):
 
     @property
     def write_bytes(self) -> dict[str, int]:
-        """Counters of bytes since the start: `frames` and `upkeep` (copies, index) written, `avoided` by the budget.
+        """Bytes since the start: `frames` and `upkeep` (copies, index) were written, the budget refused `avoided`.
 
         Write amplification is (frames + upkeep) / frames.
         """
@@ -141,7 +142,7 @@ class DiskTier(StoreTier):
         return {"frames": counts.frame_bytes, "upkeep": counts.upkeep_bytes, "avoided": self._avoided_bytes}
 
     def figures(self) -> Figures:
-        """See `Tier`."""
+        """Return the current figures."""
         return Figures(self.used_bytes, self.limit_bytes, self.evictions, self.write_bytes, self.direct_io)
 
     def note_use(self, *, is_up: bool) -> None:
@@ -149,16 +150,16 @@ class DiskTier(StoreTier):
         self._is_up = is_up
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether it is held. No system call."""
+        """Return for each name whether it is stored. Makes no system call."""
         with self._operation("look for objects"):
             return self._pool.contains(names)
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """See `Tier`. Adjacent frames take one system call."""
+        """Read frames, each from its offset into its buffer. Adjacent frames take one system call."""
         return self._read_many(reads, is_use=True)
 
     def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """See `Tier`."""
+        """Read like `read_many`, but without counting as a use."""
         return self._read_many(reads, is_use=False)
 
     def _read_many(self, reads: Sequence[Read], *, is_use: bool) -> list[int | TierError | None]:
@@ -167,9 +168,11 @@ class DiskTier(StoreTier):
         return [self._told("read", read.name, answer) for read, answer in zip(reads, answers, strict=True)]
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """See `Tier`. Frames lie adjacent to each other as far as a segment goes; the oldest segment is evicted.
+        """Write frames of different names, each atomically.
 
-        False when a frame is larger than a segment, the write budget is spent, or every segment is in use.
+        Frames lie next to each other as far as a segment reaches. The oldest segment is evicted to make space.
+
+        The result is False if a frame is larger than a segment, the write budget is spent, or every segment is in use.
         """
         with self._operation("write objects"):
             pool = self._pool
@@ -183,17 +186,17 @@ class DiskTier(StoreTier):
         return results
 
     def delete(self, name: ObjectName) -> None:
-        """Delete `name`, on the device too."""
+        """Delete `name`, also on the device."""
         with self._operation("delete", name):
             self._pool.remove(name)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Every (name, frame bytes) held."""
+        """Return the names and frame bytes of all objects."""
         with self._operation("scan"):
             return iter([(ObjectName(name), size_bytes) for name, size_bytes in self._pool.everything()])
 
     def newest(self, most: int, until_s: float) -> list[ObjectName]:
-        """See `Tier`. No system call."""
+        """Return at most `most` names, newest first. Makes no system call."""
         del until_s
         with self._operation("list the newest"):
             return [ObjectName(name) for name in self._pool.newest(most)]
@@ -212,7 +215,7 @@ class DiskTier(StoreTier):
         is_empty = self._guard.wait_empty(CLOSE_DEADLINE_S)
         self._keeper.join(CLOSE_DEADLINE_S)
         if not is_empty or self._keeper.is_alive():
-            # Files stay open: a thread may still use their descriptors.
+            # Files stay open because a thread may still use their descriptors.
             logger.warning("tier %s: closed while an operation still ran after %s s", self.name, CLOSE_DEADLINE_S)
             return
         try:
@@ -224,7 +227,7 @@ class DiskTier(StoreTier):
         self._store_lock.release()
 
     def _admits(self, name: ObjectName, frame: memoryview) -> bool:
-        """Whether a frame fits in a segment and the write budget; then its bytes are spent."""
+        """Whether a frame fits in a segment and the write budget. If so, its bytes are spent."""
         if not 0 < frame.nbytes <= self._pool.frame_bytes_max:
             return False
         is_admitted = self._budget.admits(name, frame.nbytes, time.monotonic())
@@ -233,14 +236,14 @@ class DiskTier(StoreTier):
         return is_admitted
 
     def _open_store(self, deadline_s: float, lock: StoreLock | None = None) -> tuple[StoreLock, Pool]:
-        """Lock the store, which is made if there is none, and open its segments.
+        """Lock the store, which is created if missing, and open its segments.
 
         Args:
             deadline_s: longest wait for the lock.
-            lock: the lock that this process has, if it is still that of the store.
+            lock: the lock that this process has, if it still belongs to the store.
 
         Raises:
-            UnusableStoreError: what is there cannot be used; nothing was changed.
+            UnusableStoreError: what is at `root` cannot be used; nothing was changed.
             TierError: another process has the store open.
             OSError: the file system fails.
         """
@@ -288,13 +291,13 @@ class DiskTier(StoreTier):
         """Whether an existing store keeps segments of this size."""
         if self._segment_bytes is not None:
             return segment_bytes == self._segment_bytes
-        is_real = segment_bytes != SEGMENT_BYTES_MAX  # which a repair writes where no segment tells the size
-        # Of the largest caps every store has more segments; recreated at each start, it would keep nothing.
+        is_real = segment_bytes != SEGMENT_BYTES_MAX  # a repair writes this size if no segment shows the real one
+        # With the largest caps every store exceeds `SEGMENTS_MAX`. Recreated at each start, it would keep nothing.
         least = min(self.capacity_bytes // SEGMENTS_MAX, segment_bytes_for(self.capacity_bytes))
         return is_real and least <= segment_bytes <= self.capacity_bytes
 
     def _maintain(self) -> None:
-        """Maintenance thread: sync at intervals, keep a segment empty, and write the status."""
+        """Sync at intervals, keep a segment empty, and write the status. Runs in the maintenance thread."""
         synced_s = told_s = time.monotonic()
         logged = ""
         while True:
@@ -326,9 +329,10 @@ class DiskTier(StoreTier):
             self._pool.prepare()
 
     def _write_status(self, *, is_open: bool = True) -> None:
-        """Write the status file. A failure is logged only."""
+        """Write the status file. A failure is only logged."""
         try:
-            # Without its disk mounted the path leads to another one. A tool has no cap: the status stays the engine's.
+            # Without its disk mounted, the path leads to another one. A tool has no cap, and leaves the engine's
+            # status.
             if self.capacity_bytes < UNBOUNDED_BYTES and self._store_lock.is_current():
                 write_status(self.root, self._current_status(is_open=is_open))
         except OSError as error:
@@ -363,7 +367,7 @@ class DiskTier(StoreTier):
         return self._store_lock.is_current() and self._pool.files.is_current
 
     def _check_store(self) -> None:
-        """The store may be gone: continue with it, or open what is there now."""
+        """Check whether the store is gone. Continue with it, or open what is there now."""
         if not self._reopening.acquire(timeout=self._lock_deadline_s):
             raise TierError(self.name, "is being reopened")
         try:
@@ -374,14 +378,14 @@ class DiskTier(StoreTier):
             self._reopening.release()
 
     def _reopen(self) -> None:
-        """Open what is at the store's path now. The former pool's files are closed when no thread uses them."""
+        """Open what is now at the store's path. The former pool's files are closed when no thread uses them."""
         former = self._store_lock
         try:
             is_home = os.path.samestat(self.root.stat(), self._home)
         except FileNotFoundError:
             is_home = False
         if not is_home and not os.path.lexists(self.root / MARKER_NAME):
-            # Not recreated: without its disk mounted, the path leads to another one.
+            # The store is not recreated: without its disk mounted, the path leads to another one.
             raise TierError(self.name, f"{self.root / MARKER_NAME} is gone")
         try:
             self._store_lock, self._pool = self._open_store(0.0, former if former.is_current() else None)
@@ -392,7 +396,7 @@ class DiskTier(StoreTier):
 
     @contextmanager
     def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
-        """As in `StoreTier`. After an OSError the next operation checks the store first, and may find another pool."""
+        """Run an operation as in the base class. After an OSError, the next one checks the store and may reopen it."""
         with super()._operation(what, name):
             if self._is_suspect:
                 self._check_store()
@@ -406,5 +410,5 @@ class DiskTier(StoreTier):
         return failure
 
     def _told(self, what: str, name: ObjectName, answer: _Answer | OSError) -> _Answer | TierError:
-        """The answer for one object of a batch."""
+        """Return the answer for one object of a batch, with an OSError turned into a `TierError`."""
         return self._failed(what, name, answer) if isinstance(answer, OSError) else answer

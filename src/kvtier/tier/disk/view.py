@@ -1,6 +1,6 @@
 """The view of a disk store for `kvtier inspect`.
 
-Writes since the last sync are not visible, and a segment that is evicted meanwhile appears damaged.
+Writes since the last sync are not visible, and a segment evicted meanwhile appears damaged.
 """
 
 import fcntl
@@ -9,7 +9,6 @@ import re
 import stat
 from collections.abc import Generator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from shutil import disk_usage
 from time import time
@@ -21,11 +20,11 @@ from kvtier.tier.disk.marker import ALLOWED, MARKER_NAME, DiskMarker, parse_mark
 from kvtier.tier.disk.segment import Segment, file_name
 from kvtier.tier.disk.segment_files import SEGMENTS_NAME, newest_head, segment_files
 from kvtier.tier.disk.status import FILES as STATUS_FILES
-from kvtier.tier.disk.status import SILENT_S, DiskStatus, read_status
+from kvtier.tier.disk.status import SILENT_S, StoreHealth, read_status
 from kvtier.tier.disk.tier import DiskTier
-from kvtier.tier.safe_open import directory_at, folder_at, open_file
-from kvtier.tier.store_lock import is_locked
-from kvtier.tier.store_root import DamagedMarkerError, read_marker
+from kvtier.tier.files.safe_open import directory_at, folder_at, open_file
+from kvtier.tier.files.store_lock import is_locked
+from kvtier.tier.files.store_root import DamagedMarkerError, read_marker
 from kvtier.tier.store_view import UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage, remove_files
 
 _NEVER_S = 86400.0
@@ -42,33 +41,15 @@ def is_disk(root: Path) -> bool:
 
 
 def view_at(root: Path) -> "DiskView | None":
-    """The view of one rank's disk store at `root`; None if it has none."""
+    """Return the view of one rank's disk store at `root`; None if there is none."""
     return DiskView(root) if is_disk(root) else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreHealth:
-    """Health of a disk store, by the status file of the process that has it open or had it open last."""
-
-    directory: str
-    state: str
-    """``in use``, ``backed off``, ``silent`` (open in a process that writes no status), ``not open``."""
-    age_s: float | None
-    """Age of the status; None without one."""
-    amplification: float | None
-    status: DiskStatus | None
-
-    @property
-    def is_well(self) -> bool:
-        """Whether the store has no problem now."""
-        return self.state in {"in use", "not open"}
 
 
 class DiskView:
     """The disk store at `root`.
 
     Raises:
-        ConfigError: `root` has none; the message names the one that may be meant.
+        ConfigError: there is no store at `root`; the message names the one that may be meant.
     """
 
     def __init__(self, root: Path) -> None:
@@ -77,14 +58,14 @@ class DiskView:
         if not is_disk(root):
             if is_disk(root / "rank-0"):
                 raise ConfigError(
-                    f"{root} is of the disk tier; allowed here: one of its stores, such as {root / 'rank-0'}"
+                    f"{root} belongs to the disk tier; allowed here: one of its stores, such as {root / 'rank-0'}"
                 )
             raise ConfigError(
                 f"{root} is not a disk store; allowed: a directory with {MARKER_NAME}, such as rank-0 of a disk tier"
             )
 
     def objects(self) -> list[ObjectFile]:
-        """All objects of the index, by name.
+        """Return all objects of the index, sorted by name.
 
         Raises:
             ConfigError: the store's version is unknown.
@@ -109,7 +90,7 @@ class DiskView:
         return [found[name] for name in sorted(found)]
 
     def usage(self) -> Usage:
-        """Usage from the marker, the status file and the segments."""
+        """Return the usage, from the marker, the status file and the segments."""
         marker, status = self._marker(), read_status(self.root)
         segments: list[tuple[int, os.stat_result]] = []
         with suppress(FileNotFoundError, NotADirectoryError), self._segments() as folder:
@@ -126,7 +107,7 @@ class DiskView:
 
     @contextmanager
     def opened(self, stored: ObjectFile) -> Generator[FileReader]:
-        """See `StoreView`."""
+        """Open the object for the block."""
         with self._segments() as folder:
             descriptor, _ = open_file(file_name(stored.number), os.O_RDONLY, folder)
         with closing(FileReader(descriptor, stored.size_bytes, stored.offset)) as reader:
@@ -134,7 +115,10 @@ class DiskView:
 
     @contextmanager
     def opened_tier(self) -> Generator[DiskTier]:
-        """See `StoreView`. The tier does not sync at intervals."""
+        """Open the store for the block, as a tier that evicts nothing.
+
+        The tier does not sync at intervals.
+        """
         tier = DiskTier(
             self.root,
             capacity_bytes=UNBOUNDED_BYTES,
@@ -146,7 +130,7 @@ class DiskView:
             yield tier
 
     def health(self) -> StoreHealth:
-        """The store's health. Reads two small files."""
+        """Return the store's health. Reads two small files."""
         status, state = read_status(self.root), "not open"
         age_s = None if status is None else max(time() - status.time_s, 0.0)
         if is_locked(str(self.root / MARKER_NAME)):
@@ -161,7 +145,7 @@ class DiskView:
         )
 
     def purge(self, *, force: bool) -> Purge:  # noqa: ARG002 - a disk store is never shared
-        """Remove the store. `force` changes nothing: a process that has it open does not share it."""
+        """Remove the store. `force` changes nothing, because a process that has it open does not share it."""
         result = Purge(directory=str(self.root))
         for stored in self.objects():
             result.objects += 1
@@ -179,7 +163,7 @@ class DiskView:
         return result
 
     def _marker(self) -> DiskMarker:
-        """The marker, or what the newest segment tells of a damaged one."""
+        """Return the marker. If it is damaged, rebuild it from the newest segment."""
         with suppress(DamagedMarkerError):
             marker = read_marker(self.root / MARKER_NAME, parse_marker)
             if marker is not None:
@@ -192,6 +176,6 @@ class DiskView:
 
     @contextmanager
     def _segments(self) -> Generator[int]:
-        """A descriptor of the segments' directory."""
+        """Open the segments' directory for the block."""
         with folder_at(self.root) as top, directory_at(SEGMENTS_NAME, top, is_listed=True) as folder:
             yield folder

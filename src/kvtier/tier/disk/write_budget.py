@@ -1,11 +1,11 @@
-"""The write budget of the disk tier: a limit on bytes written per day, for flash wear."""
+"""The write budget of the disk tier, which limits the bytes written per day, for flash wear."""
 
 import threading
 from collections import OrderedDict
 
 DAY_S = 86400.0
 SAVED_S = 3600.0
-"""Unspent budget accumulates for this long: an hour's budget may be spent in one burst."""
+"""Unspent budget accumulates for this long, so an hour's budget may be spent in one burst."""
 
 SCARCE_SHARE = 0.5
 """Below this fill level only names offered before are written."""
@@ -16,12 +16,12 @@ REMEMBERED_MAX = 1 << 16
 class WriteBudget:
     """A token bucket of bytes.
 
-    While it is well filled every object is admitted. When it runs low a name is admitted on its second offer, because
+    While it is well filled, every object is admitted. When it runs low, a name is admitted on its second offer, because
     most objects offered once are never read.
 
     Args:
         bytes_per_day: fill rate; 0 means no limit.
-        now_s: time, on the clock of `admits`.
+        now_s: current time on the clock of `admits`.
     """
 
     def __init__(self, bytes_per_day: int, now_s: float) -> None:
@@ -33,7 +33,7 @@ class WriteBudget:
         self._lock = threading.Lock()
 
     def admits(self, name: bytes, size_bytes: int, now_s: float) -> bool:
-        """Whether `name` may be written now; then its bytes are spent.
+        """Whether `name` may be written now. If so, its bytes are spent.
 
         A frame larger than the bucket is admitted when the bucket is full, and overdraws it.
         """

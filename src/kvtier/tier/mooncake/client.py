@@ -1,7 +1,7 @@
-"""Mooncake's client library in this process: one connection to a store, without what would disturb an engine.
+"""Runs Mooncake's client library in this process, with one connection to a store and nothing that disturbs an engine.
 
-The library writes to stderr, listens on all addresses, waits for half a minute and longer, and frees its threads in
-destructors that would hang in a forked child. All of that is dealt with here.
+The library writes to stderr, listens on all addresses and waits for half a minute or more. It frees its threads in
+destructors that would hang in a forked child. This module prevents all of that.
 """
 
 import ctypes
@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,19 +21,17 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.tier.deadline_calls import DeadlineCalls, connected, remaining_s
 from kvtier.tier.mooncake.sockets import shut_out
 
-if find_spec("mooncake") is None:
-    raise ImportError("No module named 'mooncake'")
-
 logger = logging.getLogger(__name__)
 
 SILENT = 4
-"""Log level of the library above all of its messages."""
+"""Log level above all of the library's messages."""
 CLOSE_DEADLINE_S = 5.0
 CONNECT_DEADLINE_S = 2.0
 STALL_S = 2
-"""A transfer that makes no progress for so long ends as failed: the library closes its own connection."""
+"""A transfer without progress for this long fails, because the library closes its own connection."""
 LANES = 16
-"""Connections to each node. A transfer that finds all of them busy waits, as long as these make no progress."""
+"""Number of connections to each node. A transfer that finds all of them busy waits, as long as they make no
+progress."""
 LIMITS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": STALL_S,
     "MC_TCP_STATUS_TIMEOUT_SEC": STALL_S,
@@ -43,24 +40,24 @@ LIMITS = {
     "MC_RPC_TIMEOUT_MS": 2000,
     "MC_RPC_CONNECT_TIMEOUT_MS": 2000,
 }
-"""The library reads its limits from the environment. What is set there remains."""
+"""Limits that the library reads from the environment. Those already set there remain."""
 NONSENSE = bytes(64)
-"""No request of any version of the master's protocol."""
+"""Not a request in any version of the master's protocol."""
 
 OK, BAD_SIZE, NOT_READY, ABSENT, NOT_TAKEN, NO_MASTER = 0, -600, -703, -704, -800, -900
 QUOTA_USED, NO_TENANT = -1700, -1701
-"""Answers of the library."""
+"""Answer codes of the library."""
 LOST = range(QUOTA_USED + 1, NO_MASTER + 1)
-"""Answers of the library when the master did not answer."""
+"""Answer codes of the library when the master did not answer."""
 
 _MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
 _opening = threading.Lock()
 _in_use: list[tuple[object, object]] = []
-"""Engines and stores whose threads run. A forked child has none of these threads."""
+"""Engines and stores whose threads are running. A forked child has none of these threads."""
 _idle: dict[tuple[str, ...], list[tuple[Any, list[int]]]] = {}
-"""By address, protocol and devices: engines of closed clients, with their ports. The next client takes one of them.
+"""Engines of closed clients and their ports, by address, protocol and devices. The next client takes one of them.
 
-An engine is never freed: its destructor stops all Python threads for most of a second.
+An engine is never freed, because its destructor stops all Python threads for most of a second.
 """
 
 _T = TypeVar("_T")
@@ -70,9 +67,9 @@ class Copy(NamedTuple):
     """One copy of an object, as the master describes it."""
 
     endpoint: str
-    """The node."""
+    """Address of the node."""
     address: int
-    """In the node's memory."""
+    """Address in the node's memory."""
     size_bytes: int
 
 
@@ -82,12 +79,12 @@ class MooncakeClient:
     Args:
         tier: the tier's name, for errors.
         master: (host, port) of the master.
-        local_address: of this machine; empty: that of the interface to the master.
+        local_address: address of this machine; empty for that of the interface to the master.
         protocol: ``tcp`` or ``rdma``.
         devices: RDMA devices, separated by commas.
-        copies: of each object that is written.
-        soft_pin: whether objects are evicted after those without.
-        tenant_id: Mooncake's tenant; empty: the default one.
+        copies: number of copies of each object written.
+        soft_pin: whether objects are evicted after those without a soft pin.
+        tenant_id: Mooncake's tenant; empty for the default one.
 
     Raises:
         ConfigError: the library cannot be loaded.
@@ -109,7 +106,7 @@ class MooncakeClient:
         self._tier = tier
         self._master = f"[{master[0]}]:{master[1]}" if ":" in master[0] else f"{master[0]}:{master[1]}"
         here, place = _addresses(tier, master)
-        # Not with this module: it starts the runtime of Go, which is in the way of commands that use no such tier.
+        # This is not imported with the module: it starts Go's runtime, which disturbs commands that use no such tier.
         try:
             library: Any = import_module("mooncake.store")
         except ImportError as error:
@@ -120,9 +117,9 @@ class MooncakeClient:
         if soft_pin:
             self._config.soft_pin_action = library.SoftPinAction.ENABLE
         self._memory: list[tuple[int, int]] = []
-        """(address, bytes) that are registered until `close`."""
+        """Address and bytes of memory that is registered until `close`."""
         self._users: Counter[tuple[int, int]] = Counter()
-        """How many running calls use a further (address, bytes)."""
+        """How many running calls use any further memory, by address and bytes."""
         self._lock = threading.Lock()
         with _opening:  # so that each client finds its own sockets
             self._place = (local_address or here, protocol, devices)
@@ -143,19 +140,19 @@ class MooncakeClient:
         self._calls = DeadlineCalls(tier, f"the master {self._master}")
 
     def ask(self, act: Callable[[Any], _T], deadline_s: float) -> _T:
-        """The result of `act` of the library's store, which asks the master only.
+        """Return the result of `act` on the library's store, which only asks the master.
 
         Raises:
-            TierError: there is none in time.
+            TierError: there is no result in time.
         """
         store = self.store
         return self._calls.call(lambda: act(store), deadline_s)
 
     def exist(self, keys: Sequence[str], deadline_s: float) -> list[bool]:
-        """Whether the master knows each of `keys`. One request.
+        """Return for each of `keys` whether the master knows it. Makes one request.
 
         Raises:
-            TierError: it does not answer.
+            TierError: the master does not answer.
         """
         codes: list[int] = self.ask(lambda store: store.batch_is_exist(list(keys)), deadline_s)
         if len(codes) != len(keys) or any(code < 0 for code in codes):
@@ -163,24 +160,24 @@ class MooncakeClient:
         return [code == 1 for code in codes]
 
     def copies(self, keys: Sequence[str], deadline_s: float) -> dict[str, list[Copy]]:
-        """The complete copies in memory of those of `keys` that have any. One request if there are some, else two.
+        """Return the complete copies in memory of those of `keys` that have any. Makes one request, or two if none has.
 
         Raises:
             TierError: the master does not answer.
         """
         end_s = time.monotonic() + deadline_s
         found = self.ask(lambda store: store.batch_get_replica_desc(list(keys)), deadline_s)
-        if not found and keys:  # so the library answers, too, when there is no master
+        if not found and keys:  # the library gives the same answer without a master
             self.exist(keys[:1], end_s - time.monotonic())
         return {key: self._copies_of(replicas) for key, replicas in found.items()}
 
     def put(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
-        """Store `views`; the library's answer for each. The library reads the memory until this returns.
+        """Store `views`, and return the library's answer for each. The library reads the memory until this returns.
 
-        It returns after `STALL_S` seconds without progress, and after up to 9 s when the master dies meanwhile.
+        It returns after `STALL_S` seconds without progress, and after up to 9 s if the master dies meanwhile.
 
         Raises:
-            TierError: the master was asked something and has not answered yet.
+            TierError: the master has not yet answered an earlier question.
         """
         self._calls.check()
         with self.registered(views) as places:
@@ -188,7 +185,7 @@ class MooncakeClient:
 
     @contextmanager
     def registered(self, views: Sequence[memoryview]) -> Generator[list[int]]:
-        """Addresses of `views`, all of them in registered memory meanwhile."""
+        """Yield the addresses of `views`, whose memory stays registered during the block."""
         places = [address_of(view) for view in views]
         mine = [
             (place, view.nbytes)
@@ -205,7 +202,7 @@ class MooncakeClient:
         """Let the library transfer from and to this memory until `close`.
 
         Raises:
-            TierError: it refuses.
+            TierError: the library refuses.
         """
         each = address_of(view), view.nbytes
         self._register(*each)
@@ -229,7 +226,7 @@ class MooncakeClient:
             raise TierError(self._tier, f"{size_bytes} bytes of memory cannot be registered ({code})")
 
     def close(self) -> bool:
-        """End the connection, when nothing uses it any more; whether that was done in time."""
+        """End the connection when nothing uses it any more. Return whether that happened in time."""
         if not self._calls.close(CLOSE_DEADLINE_S):
             return False  # a call that hangs still uses the store
         for address, _ in self._memory:
@@ -258,11 +255,11 @@ class MooncakeClient:
         return found
 
     def _listen(self, here: str, protocol: str, devices: str, path: str) -> tuple[Any, list[int]]:
-        """A new engine whose sockets are shut, and their ports."""
+        """Start an engine with shut sockets. Return it and their ports."""
         for name, value in LIMITS.items():
             os.environ.setdefault(name, str(value))
         engine: Any = import_module("mooncake.engine").TransferEngine()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))  # never freed, see `_idle`
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))  # never freed (`_idle`)
         _silence(path)
         try:
             code = engine.initialize(here, "P2PHANDSHAKE", protocol, devices)
@@ -278,9 +275,9 @@ class MooncakeClient:
 
 
 def _keep_in_child() -> None:
-    """Never run the library's destructors, which use threads that the child does not have: they hang or crash.
+    """Keep the library's destructors from running: without its threads, which a child lacks, they hang or crash.
 
-    The functions of `on_exit` run last in, first out, and before the destructors of C++.
+    Functions of `on_exit` run last in, first out, and before C++ destructors.
     """
     for each in _in_use:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
@@ -295,15 +292,16 @@ os.register_at_fork(after_in_child=_keep_in_child)
 
 
 def address_of(view: memoryview) -> int:
-    """Where the memory of `view` begins."""
+    """Return the address of the memory of `view`."""
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if view.nbytes else 0
 
 
 def _addresses(tier: str, master: tuple[str, int]) -> tuple[str, str]:
-    """This machine's numeric address on the way to `master`, and the master's with its port.
+    """Return this machine's numeric address on the way to `master`, and the master's with its port.
 
-    The library gets no name: it would look for its address without a deadline. The master must react to nonsense as a
-    master does: hang up at once. The library's `setup` stops all Python threads until the master has answered it.
+    The library gets no name, because it would look it up without a deadline. A real master reacts to nonsense by
+    hanging up at once. This is tested first, because the library's `setup` stops all Python threads until the master
+    answers.
     """
     place, here, there = f"{master[0]}:{master[1]}", "", ""
     end_s = time.monotonic() + CONNECT_DEADLINE_S
@@ -319,12 +317,12 @@ def _addresses(tier: str, master: tuple[str, int]) -> tuple[str, str]:
         why = error.strerror or str(error)
         raise TierError(tier, f"no Mooncake master at {place}: {why}") from None
     if not is_master:
-        raise TierError(tier, f"no Mooncake master at {place}: it answers as another program")
+        raise TierError(tier, f"no Mooncake master at {place}: another program answers there")
     return here, f"[{there}]:{master[1]}" if ":" in there else f"{there}:{master[1]}"
 
 
 def _silence(path: str) -> None:
-    """The library writes each miss to stderr as an error. It sets its level again when it starts."""
+    """Silence the library, which writes each miss to stderr as an error. It resets its log level when it starts."""
     try:
         ctypes.c_int.in_dll(ctypes.CDLL(path), _MIN_LOG_LEVEL).value = SILENT
     except (OSError, ValueError) as error:

@@ -1,9 +1,9 @@
-"""Storage nodes of a Mooncake store as this process sees them: which are silent, and reads from them.
+"""The storage nodes of a Mooncake store as this process sees them: knows which are silent, and reads from the others.
 
-The library reads the first copy of an object only, and waits a minute for a node that is silent. So copies are read
-here: each by the library's transfer engine, the next one when the first fails. A read ends only when the engine says
-that the transfer has ended, so that no byte of it can arrive any more. The library itself ends a transfer that makes no
-progress, see `mooncake.client.STALL_S`.
+The library reads only the first copy of an object, and waits a minute for a silent node. So this module reads copies
+with the library's transfer engine, and tries the next one when one fails. A read ends only when the engine says that
+the transfer has ended, so that none of its bytes can arrive later. The library itself ends a transfer without progress
+(`mooncake.client.STALL_S`).
 """
 
 import logging
@@ -19,11 +19,11 @@ from kvtier.tier.mooncake.sockets import NodeError, data_port
 logger = logging.getLogger(__name__)
 
 CONTACT_DEADLINE_S = 1.0
-"""How long a node may take to say where it transfers data."""
+"""How long a node may take to name its data port."""
 SILENT_S = 10.0
-"""A node that failed is left alone for so long."""
+"""For this long a node that failed is left alone."""
 MET_S = 1.0
-"""A node that has given a sign of life is not asked for another one for so long."""
+"""For this long a node that gave a sign of life is not asked for another one."""
 POLL_S, POLL_MAX_S = 30e-6, 500e-6
 NODES_MAX = 4096
 
@@ -32,21 +32,21 @@ _DONE, _PENDING = 1, 0
 
 @dataclass(slots=True, eq=False)
 class Want:
-    """Bytes of one object."""
+    """A read of bytes of one object."""
 
     copies: Sequence[Copy]
     address: int
-    """Of the memory to fill."""
+    """Address of the memory to fill."""
     size_bytes: int
     offset: int
     is_done: bool = False
     tried: int = 0
     failure: str = ""
-    """Why a copy on a node that lives cannot be read."""
+    """Why a copy on a live node cannot be read."""
 
 
 _Running = tuple[Want, Copy, int]
-"""A transfer that has begun: its object, the copy and the library's number."""
+"""A running transfer, with its object, the copy and the library's number."""
 
 
 class MooncakeNodes:
@@ -57,32 +57,32 @@ class MooncakeNodes:
         engine: the library's transfer engine.
     """
 
-    def __init__(self, tier: str, engine: Any) -> None:  # noqa: ANN401 - of a library without types
+    def __init__(self, tier: str, engine: Any) -> None:  # noqa: ANN401 - the library has no types
         self._tier, self._engine = tier, engine
         self._met_until: dict[str, float] = {}
-        """By endpoint: nodes that have given a sign of life."""
+        """Until when each node that gave a sign of life is not asked, by endpoint."""
         self._silent_until: dict[str, float] = {}
-        """Nodes that are left alone."""
+        """Until when each silent node is left alone, by endpoint."""
 
     @property
     def has_silent(self) -> bool:
-        """Whether some node is left alone now."""
+        """Whether any node is left alone at present."""
         return any(map(self.is_silent, list(self._silent_until)))
 
     def is_silent(self, endpoint: str) -> bool:
-        """Whether the node is left alone now."""
+        """Whether the node is left alone at present."""
         return self._silent_until.get(endpoint, 0.0) > time.monotonic()
 
     def read(self, wants: Sequence[Want], deadline_s: float) -> None:
         """Fill the memory of `wants` from the first copy that can be read within about `deadline_s` seconds.
 
-        Only the whole bytes of one copy count. It returns when no further byte can arrive.
+        All bytes of a want come from one copy. The call returns when no further byte can arrive.
         """
         end_s = time.monotonic() + deadline_s
         waiting, running = deque(wants), list[_Running]()
         pause_s, is_logged = POLL_S, False
         while waiting or running:
-            while waiting and len(running) < LANES:  # what stalls holds a lane, and not those behind it
+            while waiting and len(running) < LANES:  # a stalled read blocks one lane, not the reads behind it
                 begun = self._begin(waiting.popleft(), end_s)
                 if begun is not None:
                     running.append(begun)
@@ -100,7 +100,7 @@ class MooncakeNodes:
             pause_s = min(pause_s * 1.2, POLL_MAX_S)
 
     def _begin(self, want: Want, end_s: float) -> _Running | None:
-        """Submit the read of the next copy; None: there is none."""
+        """Submit the read of the next copy; None if there is none."""
         while want.tried < len(want.copies) and time.monotonic() < end_s:
             copy = want.copies[want.tried]
             want.tried += 1
@@ -115,7 +115,7 @@ class MooncakeNodes:
         return None
 
     def _has_ended(self, running: _Running, waiting: deque[Want]) -> bool:
-        """Whether the transfer has ended. If it has failed, its object waits for its next copy."""
+        """Whether the transfer has ended. If it failed, its object waits for its next copy."""
         want, copy, batch = running
         status = self._engine.transfer_check_status(batch)
         if status == _PENDING:
@@ -130,7 +130,7 @@ class MooncakeNodes:
         return True
 
     def _contact(self, endpoint: str) -> bool:
-        """Whether the node lives. Silent nodes would block the library's other reads."""
+        """Whether the node is alive. A silent one would block the library's other reads."""
         if len(self._met_until) + len(self._silent_until) >= NODES_MAX:
             self._met_until, self._silent_until = {}, {}
         return self._met_until.get(endpoint, 0.0) > time.monotonic() or self._answers(endpoint)
@@ -149,4 +149,4 @@ class MooncakeNodes:
         if self.is_silent(endpoint):
             return
         self._silent_until[endpoint] = time.monotonic() + SILENT_S
-        logger.warning("tier %s: node %s is left alone for %g s: %s", self._tier, endpoint, SILENT_S, why)
+        logger.warning("tier %s: node %s is not asked for %g s: %s", self._tier, endpoint, SILENT_S, why)

@@ -1,4 +1,4 @@
-"""The sockets where Mooncake's client listens in this process, and the data port of a storage node.
+"""Shuts the sockets where Mooncake's client listens in this process, and finds the data port of a storage node.
 
 The client listens on all addresses of the machine, and any program that connects may read and write
 the memory that it has registered. A client without a segment needs no such connection, so `shut_out` drops every
@@ -24,25 +24,25 @@ Address = tuple[str, int]
 ANSWER_BYTES_MAX = 1 << 20
 """Longest answer of a node; the client has the same limit."""
 OWN_DEADLINE_S = 5.0
-"""How long this process's own client may take to name its data port."""
+"""How long the client in this process may take to name its data port."""
 
 _METADATA = 1
-"""Type of the request for a node's buffers and data port."""
+"""Type of the request that asks for a node's buffers and data port."""
 _SO_ATTACH_FILTER = 26
 _DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)
-"""A socket filter of one instruction: return 0, keep no byte of any packet."""
-_EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - what is looked for
+"""A socket filter of one instruction, which returns 0 to keep no byte of any packet."""
+_EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - these are only looked for
 
 
 class NodeError(KvError):
-    """A storage node does not answer as one."""
+    """A node does not answer as a storage node."""
 
 
 def split_address(text: str) -> Address:
-    """Host and port of ``host:port``.
+    """Split ``host:port`` into host and port.
 
     Raises:
-        NodeError: it is not an address.
+        NodeError: `text` is not an address.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -51,10 +51,10 @@ def split_address(text: str) -> Address:
 
 
 def shut_out(handshakes: int) -> list[int]:
-    """Drop all packets to the sockets of Mooncake's client; their ports, without those that cannot be known.
+    """Drop all packets to the sockets of Mooncake's client. Return their ports, as far as they can be known.
 
-    The system lets one socket only listen at a port on all addresses. So the one of this process at `handshakes` is the
-    client's, and so is the one at the data port that it names there. A client of RDMA names no data port.
+    The system lets only one socket listen at a port on all addresses. So this process's socket at `handshakes` is the
+    client's, and so is the one at the data port that it names there. An RDMA client names no data port.
 
     Raises:
         OSError: the system has no socket filters.
@@ -76,7 +76,7 @@ def shut_out(handshakes: int) -> list[int]:
 
 
 def _own_sockets() -> Generator[socket.socket]:
-    """A copy of each socket of this process; other threads may close theirs meanwhile."""
+    """Yield a copy of each socket of this process. Other threads may close theirs meanwhile."""
     for entry in list(Path("/proc/self/fd").iterdir()):
         try:
             if not str(entry.readlink()).startswith("socket:"):
@@ -87,16 +87,16 @@ def _own_sockets() -> Generator[socket.socket]:
         if not stat.S_ISSOCK(os.fstat(copy).st_mode):  # another file has taken the number of a closed socket
             os.close(copy)
             continue
-        # Made as non-blocking, the object leaves the mode of the socket alone, whatever the default time-out is.
+        # Created as non-blocking, the object leaves the socket's mode alone, whatever the default time-out is.
         with socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=copy) as mine:
             yield mine
 
 
 def data_port(endpoint: str, deadline_s: float) -> int:
-    """Where the node that answers at `endpoint` transfers data.
+    """Return the port where the node that answers at `endpoint` transfers data.
 
     Raises:
-        NodeError: it does not answer within `deadline_s` seconds, or not as a node does.
+        NodeError: it does not answer within `deadline_s` seconds, or not like a node.
     """
     end_s = time.monotonic() + deadline_s
     try:

@@ -1,9 +1,9 @@
-"""Frames as objects of a Mooncake store: memory of many nodes, with one master that knows where each object is.
+"""Frames as objects of a Mooncake store, which is memory of many nodes with a master that knows where objects are.
 
 An object's key is ``<prefix>/<key id>/<model id>/<name>``. Host memory is registered with Mooncake's client, which
 transfers from and to slots without a copy. The master lists no objects, so `scan` finds none.
 
-The library ends what makes no progress, see `mooncake.client.STALL_S`. The calling thread returns only when the memory
+The library ends transfers without progress (`mooncake.client.STALL_S`). The calling thread returns only when the memory
 is free again: while a transfer runs, its memory belongs to the library.
 """
 
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 10.0
 CORES_PER_WRITE = 4
-"""A write of the library keeps a core busy until it has ended. Threads that wait for cores make all of them slow."""
+"""The library keeps a core busy until a write ends. Threads that wait for cores slow all writes down."""
 
 NO_PLACE = -200
 _REFUSALS = {
     NO_PLACE: "no room",
-    NOT_TAKEN: "a node does not take its copy",
+    NOT_TAKEN: "a node does not accept its copy",
     NOT_READY: "other writes take too long",
     QUOTA_USED: "the quota of its tenant (tenant_id) has no room",
     NO_TENANT: "the master does not know its tenant (tenant_id); add it to the master's tenant quotas",
@@ -52,14 +52,14 @@ class MooncakeTier(Tier):
     """Frames in a Mooncake store that several nodes use.
 
     Args:
-        client: of the store; the tier closes it.
-        prefix: of all keys; ends with a slash.
-        key_id: 16 bytes that identify the secret, see `keys.secret.key_id`.
-        model: 16 bytes that identify the model, see `keys.secret.model_id`.
+        client: client of the store, which the tier closes.
+        prefix: prefix of all keys, with a slash at its end.
+        key_id: 16 bytes that identify the secret (`keys.secret.key_id`).
+        model: 16 bytes that identify the model (`keys.secret.model_id`).
         name: the tier's name in metrics and errors.
-        deadline_s: longest time of a read or delete; a write that waits for half of it for other writes is not made.
+        deadline_s: longest time of a read or delete. A write that has waited half of it for other writes is not made.
         probe_deadline_s: longest time of a `contains`.
-        memory: host memory that objects are mostly read into and written from.
+        memory: host memory that most objects are read into and written from.
 
     Raises:
         TierError: the master does not answer, or the memory cannot be registered.
@@ -85,10 +85,10 @@ class MooncakeTier(Tier):
         self._lock = threading.Lock()
         self._written_bytes = 0
         self._is_away = False
-        """Whether the master has not answered the last write."""
+        """Whether the master did not answer the last write."""
         self._nodes = MooncakeNodes(name, client.engine)
         self._memory = list(memory)
-        """Registered memory must exist until it is not registered any more."""
+        """Registered memory, which must exist until it is unregistered."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._may_write = threading.BoundedSemaphore(max(1, cores // CORES_PER_WRITE))
         atexit.register(self.close)  # a thread that returns from the library while Python ends aborts the process
@@ -102,14 +102,14 @@ class MooncakeTier(Tier):
             raise
 
     def figures(self) -> Figures:
-        """Bytes written by this process."""
+        """Return the bytes written by this process."""
         return Figures(write_bytes={"frames": self._written_bytes})
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether the store has it on a node that is not known to be silent.
+        """Return for each name whether the store has it on a node that is not known to be silent.
 
-        One request to the master for all names, two while a node is silent. The master notices a dead node after some
-        seconds only.
+        This makes one request to the master for all names, or two while a node is silent. The master notices a dead
+        node only after some seconds.
         """
         with self._guard:
             keys = [self._root + name.hex() for name in names]
@@ -121,9 +121,11 @@ class MooncakeTier(Tier):
             return [any(not self._nodes.is_silent(each.endpoint) for each in copies.get(key, ())) for key in keys]
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """See `Tier`. All at once, each from the first copy that can be read.
+        """Read frames, each from its offset into its buffer.
 
-        What is only on silent nodes is absent; what a node that answers does not send has failed.
+        All are read at once, each from the first copy that can be read.
+
+        An object that is only on silent nodes is absent. One that an answering node does not send has failed.
         """
         with self._guard:
             end_s = time.monotonic() + self._deadline_s
@@ -142,7 +144,10 @@ class MooncakeTier(Tier):
             return [self._found(want) for want in wants]
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """See `Tier`. All at once. False without room, and when a node does not take its copy."""
+        """Write frames of different names, each atomically.
+
+        All are written at once. The result is False without room, or if a node does not accept its copy.
+        """
         with self._guard:
             views = {self._root + each.name.hex(): each.frame.cast("B") for each in writes}
             full = {key: view for key, view in views.items() if view.nbytes}  # the library loses empty objects
@@ -157,16 +162,16 @@ class MooncakeTier(Tier):
         with self._guard:
             key = self._root + name.hex()
             code: int = self._client.ask(lambda store: store.remove(key, True), self._deadline_s)
-            if code not in {OK, ABSENT, NOT_READY}:  # what is being written is not held yet
+            if code not in {OK, ABSENT, NOT_READY}:  # an object that is being written is not stored yet
                 raise TierError(self.name, f"cannot delete ({code})")
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Nothing: the master lists no objects."""
+        """Return nothing, because the master lists no objects."""
         with self._guard:
             return iter(())
 
     def close(self) -> None:
-        """Wait for running operations and end the client. Idempotent. What hangs keeps the client and its memory."""
+        """Wait for running operations and end the client. Idempotent. A call that hangs keeps client and memory."""
         if not self._guard.close():
             return
         atexit.unregister(self.close)
@@ -182,7 +187,7 @@ class MooncakeTier(Tier):
         return TierError(self.name, f"cannot read: {want.failure}") if want.failure else None
 
     def _put(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
-        """In pieces of `LANES`, none after one that a node or the master has not taken: each would wait as long."""
+        """Put in pieces of `LANES`. Stop after one that a node or the master refuses: each would wait as long."""
         end_s, codes = time.monotonic() + self._deadline_s, list[int]()
         if self._may_write.acquire(timeout=self._deadline_s / 2):
             try:
@@ -193,7 +198,7 @@ class MooncakeTier(Tier):
                 self._may_write.release()
         if codes:
             self._is_away = any(code in LOST for code in codes)
-        # A write that was not tried is no answer of the master; a refusal would count as one.
+        # A write that was not tried must not count as an answer of the master, as a refusal would.
         return codes + [NO_MASTER if self._is_away else NOT_READY] * (len(keys) - len(codes))
 
     def _answer(self, code: int) -> bool | TierError:
@@ -205,5 +210,5 @@ class MooncakeTier(Tier):
 
 
 def root_of(prefix: str, key_id: bytes, model: bytes) -> str:
-    """What the keys of one secret and model begin with."""
+    """Return the prefix of all keys of one secret and model."""
     return f"{prefix}{key_id.hex()}/{model.hex()}/"

@@ -1,4 +1,4 @@
-"""Why a request to an S3 server failed, without its secrets, and whether to try again."""
+"""Finds out why a request to an S3 server failed, without its secrets, and whether to try again."""
 
 import random
 import re
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 ATTEMPTS_MAX = 6
 TEXT_MAX = 1 << 16
-"""Characters of an error that are searched. The body of an answer, which may be long, is at its end."""
+"""How many characters of an error are searched. The body of an answer, which may be long, is at its end."""
 BACKOFF_S, BACKOFF_MAX_S = 0.05, 1.0
 
 NO_ANSWER = "no answer in time"
@@ -16,9 +16,9 @@ _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _IO_ERROR = re.compile(r'message: "([^"\n]{1,120})"')
 _CERTIFICATE = re.compile(r"InvalidCertificate\((?:\s*Other\(\s*OtherError\()?\s*(\w{1,40})|peer certificate")
 _METADATA = ("/latest/api/token", "/latest/meta-data", "//169.254.")
-"""Requests for the credentials of a machine or container."""
+"""Parts of requests for the credentials of a machine or container."""
 _PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
-"""HTTP answers that another attempt may not get. 409: two conditional writes of one name met."""
+"""HTTP statuses worth a retry. 409 means that two conditional writes of one name met."""
 INSUFFICIENT_STORAGE = 507
 _FULL = frozenset({"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"})
 _HINTS = {
@@ -26,7 +26,7 @@ _HINTS = {
     "InvalidAccessKeyId": "the access key is unknown there",
     "SignatureDoesNotMatch": "the secret access key is wrong",
     "AccessDenied": "the credentials need GetObject, PutObject and DeleteObject there, and ListBucket: without it S3 "
-    "forbids to ask for an absent object",
+    "refuses requests for absent objects",
     "NoCredentials": "set access_key_id and secret_access_key, or a profile",
     "Certificate": "set ca_file to the authority that signed it. A self-signed one is its own authority; it must be "
     "made with basicConstraints=CA:FALSE, and for the endpoint's name",
@@ -37,29 +37,29 @@ _HINTS = {
 
 
 class Refusal(NamedTuple):
-    """Why a request failed, without the request: S3 repeats key ids and signatures in its errors."""
+    """Why a request failed. The request is omitted, because S3 repeats key ids and signatures in its errors."""
 
     cause: str
     status: int
-    """Of HTTP; 0 without an answer."""
+    """HTTP status; 0 without an answer."""
     code: str
-    """Of S3, such as ``NoSuchBucket``; may be empty."""
+    """S3's code, such as ``NoSuchBucket``; may be empty."""
     is_passing: bool
-    """Another attempt may succeed."""
+    """Whether another attempt may succeed."""
 
     @property
     def is_mistake(self) -> bool:
-        """Only other settings help. A full bucket or server may have room later."""
+        """Whether only other settings help. A full bucket or server may have room later."""
         return not self.is_passing and self.status < 500 and not self.is_full
 
     @property
     def is_full(self) -> bool:
-        """The bucket's quota or the server has no room."""
+        """Whether the bucket's quota or the server has no room."""
         return self.code in _FULL or self.status == INSUFFICIENT_STORAGE
 
 
 def refusal_of(error: BaseException) -> Refusal:
-    """What an exception of the client means."""
+    """Find out what an exception of the client means."""
     text = str(error)[:TEXT_MAX]
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None:
@@ -74,9 +74,9 @@ def refusal_of(error: BaseException) -> Refusal:
     if "InvalidContentType" in text or "Parse(" in text or "InvalidMessage" in text:
         return Refusal("the server does not speak HTTP, or TLS where it should", 0, "Protocol", is_passing=False)
     if "NotPartial" in text or "Header(" in text or "Metadata {" in text:
-        return Refusal("its answer lacks what S3 sends", 0, "Answer", is_passing=False)
+        return Refusal("its answer lacks fields that S3 sends", 0, "Answer", is_passing=False)
     if "redirect" in text.lower():
-        return Refusal("redirected, as from a wrong region", 0, "Region", is_passing=False)
+        return Refusal("redirected, as for a wrong region", 0, "Region", is_passing=False)
     io_error = _IO_ERROR.search(text)
     if io_error is not None:
         return Refusal(io_error[1], 0, "", is_passing=True)
@@ -88,7 +88,7 @@ def refusal_of(error: BaseException) -> Refusal:
 
 
 def pause_s(refusal: Refusal, attempts: int) -> float | None:
-    """Seconds until the next attempt after `attempts` of them, drawn at random; None: give up."""
+    """Return the random pause in seconds after `attempts` attempts; None to give up."""
     if not refusal.is_passing or attempts == ATTEMPTS_MAX:
         return None
     longest_s = min(BACKOFF_MAX_S, BACKOFF_S * 2**attempts)
@@ -96,8 +96,8 @@ def pause_s(refusal: Refusal, attempts: int) -> float | None:
 
 
 def hint(refusal: Refusal) -> str:
-    """What to do about a refusal at the start."""
-    if refusal.status == 403 and not refusal.code:  # the answer to a HEAD has no body
+    """Return the fix for a refusal at the start."""
+    if refusal.status == 403 and not refusal.code:  # an answer to HEAD has no body
         return _HINTS["AccessDenied"]
     if refusal.status == 407:
         return "the proxy asks for a user name and a password"

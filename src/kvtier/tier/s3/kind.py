@@ -2,34 +2,27 @@
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
 import configparser
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import obstore
-from obstore.store import S3Store
+from obstore.store import S3Store as _  # noqa: F401 - a broken package, or a release without it, is refused with the settings
 
 from kvtier.config.schema import needed, setting
-from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Size, Switch, Text
+from kvtier.config.value_types import Count, FileLocation, HiddenText, PrivateText, Seconds, Size, Switch, Text
 from kvtier.errors import ConfigError, TierError, UnusablePathError
 from kvtier.keys.secret import read_private
+from kvtier.tier.base import RawClient, Tier
+from kvtier.tier.files.machine import tier_file
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
-from kvtier.tier.s3.bucket import (
-    MARKER_NAME,
-    Bucket,
-    Credentials,
-    check_endpoint,
-    connect,
-    is_there,
-    pages,
-    parse_url,
-    stored_roots,
-)
+from kvtier.tier.s3.address import Credentials, check_endpoint, parse_url
 from kvtier.tier.s3.errors import hint, refusal_of
-from kvtier.tier.s3.tier import PART_BYTES, S3Tier
-from kvtier.tier.store_view import ScannedTier
-from kvtier.types import ObjectName
+from kvtier.tier.store_view import ScannedTier, StoreView
+
+if TYPE_CHECKING:
+    from kvtier.tier.s3.bucket import Bucket
 
 _WHAT = "S3 credentials file"
 
@@ -49,7 +42,7 @@ class S3Settings(TierSettings):
     secret_access_key: PrivateText = setting(PrivateText(), HiddenText(), "Secret of the access key.")
     session_token: PrivateText = setting(PrivateText(), HiddenText(), "Token of temporary keys.")
     profile: str = setting("", Text(0, 128), "Profile in `credentials_file`; empty: none.")
-    credentials_file: Path | None = setting(None, Location(), "File of profiles; empty: ~/.aws/credentials.")
+    credentials_file: Path | None = setting(None, FileLocation(), "File of profiles; empty: ~/.aws/credentials.")
     allow_http: bool = setting(default=False, kind=Switch(), help="Permit an endpoint without TLS.")
     virtual_host: bool = setting(
         default=False, kind=Switch(), help="The endpoint's host name begins with the bucket, instead of the path."
@@ -59,7 +52,7 @@ class S3Settings(TierSettings):
         kind=Switch(),
         help="Use credential files of another ordinary user; false: refuse them.",
     )
-    ca_file: Path | None = setting(None, Location(), "PEM file of further trusted authorities.")
+    ca_file: Path | None = setting(None, FileLocation(pem="CERTIFICATE"), "PEM file of further trusted authorities.")
     connect_deadline_s: float = setting(2.0, Seconds(1e-2, 60), "How long a connection may take.")
     capacity_bytes: int = setting(0, Size(0), "Cap of all objects of this secret; the oldest are deleted; 0: none.")
     sweep_interval_s: float = setting(
@@ -72,18 +65,22 @@ class S3Settings(TierSettings):
 
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
-        bucket, prefix = parse_url(self.url)
+        bucket, prefix = parse_url(self.url, f"{self.label}.url")
         object.__setattr__(self, "url", f"s3://{bucket}/{prefix}")
-        check_endpoint(self.endpoint, allow_http=self.allow_http)
+        check_endpoint(self.endpoint, f"{self.label}.endpoint", allow_http=self.allow_http)
         if bool(self.access_key_id) != bool(self.secret_access_key):
             missing = "secret_access_key" if self.access_key_id else "access_key_id"
-            raise ConfigError(f"{self.label}.{missing}: missing; allowed: both keys, or neither")
+            raise ConfigError("missing", setting=f"{self.label}.{missing}", allowed="both keys, or neither")
         if self.profile and self.access_key_id:
-            raise ConfigError(f"{self.label}.profile = {self.profile!r}: allowed: a profile or access_key_id, not both")
+            raise ConfigError(
+                setting=f"{self.label}.profile",
+                value=repr(self.profile),
+                allowed="a profile or access_key_id, not both",
+            )
 
 
 def profile_credentials(path: Path, profile: str, *, any_owner: bool = False) -> Credentials:
-    """Named keys of `profile` in a credentials file as AWS's tools write it.
+    """Read the named keys of `profile` in a credentials file that AWS's tools wrote.
 
     Raises:
         UnusablePathError: the file or the profile is missing or has no keys.
@@ -96,7 +93,7 @@ def profile_credentials(path: Path, profile: str, *, any_owner: bool = False) ->
         return Credentials(key, secret, PrivateText(section.get("aws_session_token", "")))
     except KeyError as error:
         raise UnusablePathError(f"{_WHAT} {path}: no {error.args[0]} for profile {profile!r}") from None
-    except (configparser.Error, UnicodeError):  # their texts show lines of the file
+    except (configparser.Error, UnicodeError):  # their texts contain lines of the file
         raise UnusablePathError(f"{_WHAT} {path}: not in the format of AWS's credentials file") from None
 
 
@@ -107,7 +104,9 @@ def _credentials(settings: S3Settings) -> Credentials:
     return Credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
 
 
-def _bucket(settings: S3Settings) -> Bucket:
+def _bucket(settings: S3Settings) -> "Bucket":
+    from kvtier.tier.s3.bucket import connect
+
     return connect(
         settings.name,
         settings.url,
@@ -116,14 +115,16 @@ def _bucket(settings: S3Settings) -> Bucket:
         credentials=_credentials(settings),
         allow_http=settings.allow_http,
         virtual_host=settings.virtual_host,
-        ca_file=settings.ca_file,
+        authorities=None if settings.ca_file is None else tier_file(settings, "ca_file"),
         deadline_s=settings.transfer_deadline_s,
         probe_deadline_s=settings.probe_deadline_s,
         connect_deadline_s=settings.connect_deadline_s,
     )
 
 
-def _tier(settings: S3Settings, bucket: Bucket, key_id: bytes, model: bytes, capacity_bytes: int = 0) -> S3Tier:
+def _tier(settings: S3Settings, bucket: "Bucket", key_id: bytes, model: bytes, capacity_bytes: int = 0) -> Tier:
+    from kvtier.tier.s3.tier import S3Tier
+
     return S3Tier(
         bucket,
         key_id=key_id,
@@ -136,7 +137,7 @@ def _tier(settings: S3Settings, bucket: Bucket, key_id: bytes, model: bytes, cap
     )
 
 
-def _open(settings: S3Settings, context: TierContext) -> S3Tier:
+def _open(settings: S3Settings, context: TierContext) -> Tier:
     key_id = context.shared_key_id(settings.name)
     return _tier(settings, _bucket(settings), key_id, context.model, settings.capacity_bytes)
 
@@ -144,8 +145,10 @@ def _open(settings: S3Settings, context: TierContext) -> S3Tier:
 def _discard(settings: S3Settings, context: TierContext) -> None:
     """Delete the model's objects, and the marker if nothing else is below the key id.
 
-    A node that uses the key id and has stored nothing yet works without the marker, and the next one writes it again.
+    A node that uses the key id but has stored nothing yet works without the marker. The next one writes it again.
     """
+    from kvtier.tier.s3.bucket import MARKER_NAME, pages
+
     bucket = _bucket(settings)
     own = f"{bucket.prefix}{context.shared_key_id(settings.name).hex()}/"
     try:
@@ -154,14 +157,16 @@ def _discard(settings: S3Settings, context: TierContext) -> None:
         remaining = next(pages(bucket.store, own, 2), ())
         if [row["path"] for row in remaining] == [own + MARKER_NAME]:
             obstore.delete(bucket.store, own + MARKER_NAME)
-    except Exception as error:  # noqa: BLE001 - of the client; its text may have the request
+    except Exception as error:  # noqa: BLE001 - an error of the client, whose text may contain the request
         refusal = refusal_of(error)
         cause = f"{refusal.cause}: {hint(refusal)}"
-        raise TierError(settings.name, f"cannot remove what was measured: {cause}") from None
+        raise TierError(settings.name, f"cannot remove the measured objects: {cause}") from None
 
 
-def _inspect(settings: S3Settings) -> list[ScannedTier]:
-    """A view for each secret and model below the prefix."""
+def _inspect(settings: S3Settings) -> Sequence[StoreView]:
+    """Return a view for each secret and model below the prefix."""
+    from kvtier.tier.s3.bucket import stored_roots
+
     bucket = _bucket(settings)
     return [
         ScannedTier(_tier(settings, bucket, key_id, model), f"{settings.url}{key_id.hex()}/{model.hex()}", model.hex())
@@ -169,46 +174,9 @@ def _inspect(settings: S3Settings) -> list[ScannedTier]:
     ]
 
 
-class RawBucket:
-    """A `RawClient`: unsigned payloads in one request, and loads that copy parts, the fastest of its ways on loopback.
+def _raw(settings: S3Settings, context: TierContext) -> RawClient:
+    from kvtier.tier.s3.raw import RawBucket
 
-    Args:
-        store: the client.
-        prefix: of the objects' keys.
-    """
-
-    def __init__(self, store: S3Store, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-
-    def put(self, name: ObjectName, frame: memoryview) -> None:
-        """See `RawClient`."""
-        obstore.put(self._store, self._key(name), frame, use_multipart=False, mode="create")
-
-    def get(self, name: ObjectName, into: memoryview) -> None:
-        """See `RawClient`."""
-        found, target, count = obstore.get(self._store, self._key(name)), np.frombuffer(into, np.uint8), 0
-        for part in found.stream(PART_BYTES):
-            np.copyto(target[count : count + len(part)], np.frombuffer(part, np.uint8))
-            count += len(part)
-        if count != into.nbytes:
-            raise OSError(None, f"{count} of {into.nbytes} bytes came")
-
-    def has(self, name: ObjectName) -> bool:
-        """See `RawClient`."""
-        return is_there(self._store, self._key(name))
-
-    def delete(self, name: ObjectName) -> None:
-        """See `RawClient`."""
-        obstore.delete(self._store, self._key(name))
-
-    def close(self) -> None:
-        """See `RawClient`."""
-
-    def _key(self, name: ObjectName) -> str:
-        return f"{self._prefix}raw/{name.hex()}"
-
-
-def _raw(settings: S3Settings, context: TierContext) -> RawBucket:
     bucket, key_id = _bucket(settings), context.shared_key_id(settings.name)
     return RawBucket(bucket.store, f"{bucket.prefix}{key_id.hex()}/{context.model.hex()}/")
 
@@ -219,6 +187,7 @@ KIND = TierKind(
     settings=S3Settings,
     where="url",
     open=_open,
+    keeps_memory=False,
     is_remote=True,
     is_shared=lambda _settings: True,
     has_cap=False,

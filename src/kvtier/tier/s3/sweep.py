@@ -1,11 +1,11 @@
-"""Keeps the objects of one secret below a cap, in a bucket without a lifecycle rule: the oldest go first.
+"""Keeps the objects of one secret below a cap, in a bucket without a lifecycle rule, by deleting the oldest.
 
 A sweep lists every object below ``<prefix>/<key id>/``, of all models, because nothing else would remove those of a
-retired model. Objects of other secrets have a cap of their own, and other keys belong to other programs; they stay.
+retired model. Objects of other secrets have their own cap, and other keys belong to other programs. Both stay.
 
-A sweep ends with a record, ``<prefix>/<key id>/swept``, that has the bytes in use. While the record is young other
-processes read it and do not list. A process whose clock is wrong lists too often at most. Two sweeps at once are
-harmless: both choose the objects by the store's times.
+A sweep ends with a record of the bytes in use, ``<prefix>/<key id>/swept``. While the record is recent, other processes
+read it instead of listing. At worst, a process whose clock is wrong lists too often. Two concurrent sweeps are
+harmless, because both choose the objects by the store's times.
 """
 
 import heapq
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 
 RECORD_NAME = "swept"
 FREE_SHARE = 0.05
-"""A sweep over the cap leaves this share of it free."""
+"""A sweep that finds the cap exceeded leaves this share of it free."""
 EVICTIONS_MAX = 1 << 16
-"""Most objects that one sweep deletes: 20 MB of memory for their keys."""
+"""Maximum number of objects that one sweep deletes. Their keys take 20 MB of memory."""
 PAGE_OBJECTS = 1000
 DELETED_TOGETHER = 50
 DELETES_PER_S = 500.0
 SWEEP_DEADLINE_S = 1800.0
 AGAIN_S = 1.0
-"""The next sweep begins after this when `EVICTIONS_MAX` were too few."""
+"""The next sweep starts after this time if `EVICTIONS_MAX` deletions were too few."""
 FIRST_WAIT_S = 60.0
-"""The first look at the record is delayed by a random part of this, so that nodes do not start at once."""
+"""The first look at the record is delayed by a random part of this, so that nodes do not start together."""
 CLOSE_DEADLINE_S = 10.0
 
 _OBJECT = re.compile(r"[0-9a-f]{32}/(?:[0-9a-f]{64}|clock/[0-9a-f]{16})")
@@ -62,7 +62,7 @@ class S3Sweeper:
         store: client of the bucket.
         own: prefix of the secret's objects, of all models; ends with a slash.
         capacity_bytes: the cap of all objects below `own`.
-        interval_s: between two sweeps of any node.
+        interval_s: seconds between two sweeps by any node.
     """
 
     def __init__(self, tier: str, store: S3Store, own: str, capacity_bytes: int, interval_s: float) -> None:
@@ -70,7 +70,7 @@ class S3Sweeper:
         self.capacity_bytes = capacity_bytes
         self._interval_s = interval_s
         self.used_bytes: int | None = None
-        """After the last sweep of any node; None: not known yet."""
+        """Bytes in use after the last sweep by any node; None until known."""
         self.evictions = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvtier-{tier}-sweeps", daemon=True)
@@ -80,7 +80,7 @@ class S3Sweeper:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, after the request that it has in flight."""
+        """End the thread after its request in flight."""
         self._stopping.set()
         self._thread.join(CLOSE_DEADLINE_S)
 
@@ -88,7 +88,7 @@ class S3Sweeper:
         """List all objects and delete the oldest if they exceed the cap. Write the record unless they still do.
 
         Raises:
-            TimeoutError: it took longer than `SWEEP_DEADLINE_S`, or the tier is closing.
+            TimeoutError: the sweep took longer than `SWEEP_DEADLINE_S`, or the tier is closing.
         """
         end_s = time.monotonic() + SWEEP_DEADLINE_S
         sizes = 0
@@ -116,7 +116,7 @@ class S3Sweeper:
             try:
                 pause_s = self._work()
                 is_failing = False
-            except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
+            except Exception as error:  # noqa: BLE001 - some of the client's errors have no common class
                 if not is_failing:
                     cause = refusal_of(error).cause
                     logger.warning("tier %s: the bucket cannot be swept: %s", self._tier, cause)
@@ -124,7 +124,7 @@ class S3Sweeper:
                 pause_s = self._interval_s / 4
 
     def _work(self) -> float:
-        """Sweep, unless a node did so within the interval. Returns the seconds until the next look."""
+        """Sweep, unless a node did so within the interval. Return the seconds until the next look."""
         age_s = self._read_record()
         if age_s >= self._interval_s:
             self.sweep()
@@ -135,7 +135,7 @@ class S3Sweeper:
         return self._interval_s - age_s + jitter_s
 
     def _read_record(self) -> float:
-        """The age of the last sweep's record; infinite without a usable one. Takes over the bytes that it found."""
+        """Return the age of the last sweep's record, infinite without a usable one, and adopt its bytes in use."""
         try:
             found = obstore.get(self._store, self._own + RECORD_NAME)
             used = _RECORD.fullmatch(read_body(found, 20))
@@ -144,7 +144,7 @@ class S3Sweeper:
         if used is None:
             return math.inf
         self.used_bytes = int(used[1])
-        return abs(time.time() - found.meta["last_modified"].timestamp())  # a record of the future is no young one
+        return abs(time.time() - found.meta["last_modified"].timestamp())  # a record from the future is not recent
 
     def _evict(self, oldest: list[Row], target_bytes: int, end_s: float) -> None:
         left_bytes = self.used_bytes or 0

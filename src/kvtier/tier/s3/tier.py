@@ -1,14 +1,14 @@
 """Frames as objects in an S3 bucket that several nodes use.
 
-An object's key is ``<prefix>/<key id>/<model id>/<name>``. Opening reads the marker ``<prefix>/<key id>/kvtier``,
-and writes the marker where it is missing.
+An object's key is ``<prefix>/<key id>/<model id>/<name>``. Opening reads the marker ``<prefix>/<key id>/kvtier`` and
+writes it if it is missing.
 
-Frames are read and written in the caller's thread; the client releases the interpreter lock. Lookups have threads of
-their own. The client does not retry; this module does, with jitter. An attempt takes at most half of the deadline and
-begins in its first half, so that every operation ends within it. A read that stalls is made once more on a connection
-of its own, see `bucket.STALL_SHARE`.
+Frames are read and written in the caller's thread; the client releases the interpreter lock. Lookups have their own
+threads. The client does not retry; this module does, with jitter. An attempt takes at most half of the deadline and
+starts in its first half, so that every operation ends within it. A read that stalls (`bucket.STALL_SHARE`) is repeated
+once on its own connection.
 
-Payloads are not signed and have no checksum of S3: the reader verifies frames, and both halve the speed of a store.
+Payloads have no signature and no S3 checksum: the reader verifies frames, and either would halve the speed of a write.
 """
 
 import logging
@@ -34,7 +34,7 @@ from kvtier.tier.s3.sweep import S3Sweeper
 from kvtier.types import Figures, ObjectName
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta  # exists for type checkers only
+    from obstore import ObjectMeta  # it exists only for type checkers
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,11 @@ PUT_BYTES_MAX = 5 << 30
 PART_BYTES = 1 << 18
 """A body is copied in parts of at least this size. Larger ones leave the processor's cache, which costs a fifth."""
 STALLS_MAX = 2
-"""Attempts of one operation that get no answer."""
+"""An operation fails after this many attempts without an answer."""
 LOOKUPS = 32
-"""Concurrent requests of lookups."""
+"""Maximum number of concurrent lookup requests."""
 HEALTH_INTERVAL_S = 10.0
-"""A health check sends a request only this long after the last answer; every request costs money."""
+"""A health check sends a request only this long after the last answer, because every request costs money."""
 CLOSE_DEADLINE_S = 10.0
 
 _T = TypeVar("_T")
@@ -58,16 +58,16 @@ class S3Tier(OneByOneTier):
 
     Args:
         bucket: the bucket, a prefix in it, and the clients.
-        key_id: 16 bytes that identify the secret, see `keys.secret.key_id`.
-        model: 16 bytes that identify the model, see `keys.secret.model_id`.
+        key_id: 16 bytes that identify the secret (`keys.secret.key_id`).
+        model: 16 bytes that identify the model (`keys.secret.model_id`).
         name: the tier's name in metrics and errors.
-        deadline_s: longest time of an operation, all attempts together.
+        deadline_s: longest time of an operation with all its attempts.
         probe_deadline_s: longest time of a `contains`.
-        capacity_bytes: cap of all objects of the secret; the oldest are deleted. 0: none, and no object is listed.
+        capacity_bytes: cap of all objects of the secret; the oldest are deleted. 0: there is no cap, and no listing.
         sweep_interval_s: how often the objects are listed for the cap, by all nodes together.
 
     Raises:
-        UnusablePathError: the server refuses the credentials, there is no bucket, or it is of another kind.
+        UnusablePathError: the server refuses the credentials, has no such bucket, or is not an S3 server.
         DamagedStoreError: the marker is damaged or of another version.
         TierError: the server does not answer.
     """
@@ -104,16 +104,16 @@ class S3Tier(OneByOneTier):
             self._sweeper.start()
 
     def figures(self) -> Figures:
-        """Bytes written by this process. The fill level, as of the last sweep of any node, only with a cap."""
+        """Return the bytes written by this process and, with a cap, the fill level at the last sweep by any node."""
         written, sweeper = {"frames": self._written_bytes}, self._sweeper
         if sweeper is None:
             return Figures(write_bytes=written)
         return Figures(sweeper.used_bytes, sweeper.capacity_bytes, sweeper.evictions, written)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether the bucket has it: one HEAD each, concurrently, within the probe deadline.
+        """Return for each name whether the bucket has it, with one HEAD each, concurrently, within the probe deadline.
 
-        False without an answer in time. Raises when no name has an answer.
+        A name without an answer in time is False. This raises if no name has an answer.
         """
         with self._guard:
             if names:
@@ -123,7 +123,7 @@ class S3Tier(OneByOneTier):
             return []
 
     def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """Two copies: from the client to bytes, and from there to the buffer."""
+        """Read with two copies, from the client to bytes and from there to the buffer."""
         with self._guard:
             key, view = self._key(name), into.cast("B")
             if view.nbytes == 0:
@@ -131,9 +131,9 @@ class S3Tier(OneByOneTier):
             return self._attempt("read", lambda: self._fetch(key, view, offset))
 
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
-        """False when `frame` is larger than `PUT_BYTES_MAX`."""
+        """Write a frame; False if it is larger than `PUT_BYTES_MAX`."""
         del about
-        # After a failed request the client's connection may still read from a frame for a moment.
+        # After a failed request, the client's connection may still read from the frame for a moment.
         with self._guard, Loan([frame], self.name) as (view,):
             key = self._key(name)
             if view.nbytes > PUT_BYTES_MAX:
@@ -150,12 +150,15 @@ class S3Tier(OneByOneTier):
             self._attempt("delete", lambda: obstore.delete(self._store, key))
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Every (name, frame bytes) of this model and secret, in pages of a thousand."""
+        """Yield names and frame bytes of this model and secret, in pages of a thousand."""
         with self._guard:
             return ((name, row["size"]) for name, row in self._listed(pages(self._store, self._root, 1000)))
 
     def newest(self, most: int, until_s: float) -> list[ObjectName]:
-        """See `Tier`. By the last modification, of what is listed in time."""
+        """Return at most `most` names, newest first.
+
+        The order is by last modification, among the objects listed in time.
+        """
         listed = within(until_s, self._listed(pages(self._store, self._root, 1000)))
         return [name for name, _ in nlargest(most, listed, key=lambda found: found[1]["last_modified"])]
 
@@ -188,7 +191,7 @@ class S3Tier(OneByOneTier):
             except TimeoutError:
                 answer.cancel()
                 cause = f"{self._bucket.place}: no answer within {self._probe_deadline_s} s"
-                failure = TierError(self.name, f"cannot look: {cause}")
+                failure = TierError(self.name, f"cannot look up objects: {cause}")
         if failure is not None and not found:
             self._answered_s = 0.0
             raise failure
@@ -224,7 +227,7 @@ class S3Tier(OneByOneTier):
         return count
 
     def _put(self, key: str, view: memoryview) -> bool:
-        """Whether the object is new. A server without conditional writes is asked first."""
+        """Write an object; return whether it is new. A server without conditional writes is first asked for it."""
         if self._is_conditional:
             try:
                 obstore.put(self._store, key, view, use_multipart=False, mode="create")
@@ -257,7 +260,7 @@ class S3Tier(OneByOneTier):
                         yield ObjectName(bytes.fromhex(last)), row
 
     def _attempt(self, what: str, act: Callable[[], _T], deadline_s: float | None = None) -> _T:
-        """`act`, as often as the deadline permits."""
+        """Call `act` until it succeeds, as often as the deadline permits."""
         last_start_s = time.monotonic() + (deadline_s or self._deadline_s) / 2
         made = stalls = 0
         while True:
@@ -266,7 +269,7 @@ class S3Tier(OneByOneTier):
                 answer = act()
             except TierError:
                 raise
-            except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
+            except Exception as error:  # noqa: BLE001 - some of the client's errors have no common class
                 refusal = refusal_of(error)
                 stalls += refusal.cause == NO_ANSWER
                 rest_s = pause_s(refusal, made) if stalls < STALLS_MAX else None
@@ -287,9 +290,10 @@ class S3Tier(OneByOneTier):
         return TierError(self.name, f"cannot {what}: {cause}")
 
     def _verify_place(self) -> None:
-        """Read the marker, which is written when it is missing, so that mistakes show at the start.
+        """Read the marker, or write it if it is missing, so that mistakes show at the start.
 
-        It is the oldest object of its secret, so a lifecycle rule removes it first. Then it is missing among objects.
+        The marker is the oldest object of its secret, so a lifecycle rule removes it first. It may be missing among
+        objects.
         """
         key = self._own + MARKER_NAME
         found = self._attempt("open", lambda: read_marker(self._store, key))
@@ -302,7 +306,7 @@ class S3Tier(OneByOneTier):
         self._attempt("open", lambda: is_there(self._store, f"{key}-absent"))  # forbidden without ListBucket
 
     def _warn_of_other_secrets(self) -> None:
-        """This secret is new here. One request finds out whether others are in use; without permission, none."""
+        """Warn if only other secrets are in use here. Makes one request, and needs permission to list."""
         with suppress(Exception):
             parent = self._bucket.prefix
             firsts = {

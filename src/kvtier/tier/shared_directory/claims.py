@@ -1,14 +1,14 @@
-"""Claims of a shared directory: each writer declares the bytes that it may have written, without a lock.
+"""The claims of a shared directory, with which each writer declares the bytes it may have written, without a lock.
 
-A claim file holds two counts of one writer (one open store), both since it was opened: `written`, bytes of finished
-writes, and `claimed`, the most that it may have written. A sweep walks the store and records the bytes that it found,
-with `written` of every claim as it was before the walk. So at any time the store holds at most
+A claim file contains two counts of one writer (one open store) since it was opened. `written` is the bytes of finished
+writes, and `claimed` the most that it may have written. A sweep walks the store and records the bytes that it found,
+with `written` of every claim from before the walk. So at any time the store holds at most
 
     bytes of the record + sum over claims of (claimed - written at the record)
 
-A writer raises its claim first and then adds up all claims. Of two writers that do this at once, at least one sees the
-other's claim, so a coherent file system keeps the cap at every moment. Where attributes are cached, the cap is exceeded
-by at most what is claimed within the caching time.
+A writer first raises its claim and then adds up all claims. If two writers do this at once, at least one sees the
+other's claim. So on a coherent file system the cap holds at every moment. Where attributes are cached, the cap is
+exceeded by at most what is claimed within the caching time.
 """
 
 # Plain strings: paths below the root are single components.
@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
-from kvtier.tier.checked_json import pack_json, read_json
-from kvtier.tier.directory_marker import MARKER_NAME
-from kvtier.tier.safe_open import VANISHED, directory_at, make_directory, open_file, read_file, write_file
+from kvtier.tier.files.checked_json import pack_json, read_json
+from kvtier.tier.files.directory_marker import MARKER_NAME
+from kvtier.tier.files.safe_open import VANISHED, directory_at, make_directory, open_file, read_file, write_file
 
 CLAIMS = "usage"
 """The directory of claims and of the sweep's record, in the root."""
@@ -34,7 +34,7 @@ _OWNER = re.compile(r"[0-9a-f]{16}")
 _DRAFT = re.compile(r"draft_[0-9a-f]{16}_[0-9]{1,20}")
 _COUNT_MAX = 1 << 62
 _BYTES_MAX = 1 << 20
-"""Longest record or claim that is read: some 20,000 writers."""
+"""Longest record or claim that is read, enough for some 20,000 writers."""
 
 
 class Claim(NamedTuple):
@@ -43,11 +43,11 @@ class Claim(NamedTuple):
     written: int
     claimed: int
     mtime_ns: int
-    """When the file system took the claim."""
+    """When the file system received the claim."""
 
 
 class SweepRecord(NamedTuple):
-    """What a sweep left."""
+    """The record that a sweep left."""
 
     used_bytes: int
     written: Mapping[str, int]
@@ -62,7 +62,7 @@ class Declared(NamedTuple):
     claims: Mapping[str, Claim]
 
     def bound(self, owner: str = "", claimed: int = 0) -> int | None:
-        """Most bytes that the store may hold, with `claimed` bytes in the claim of `owner`; None without a record."""
+        """Return the most bytes that the store may hold if `owner` claims `claimed` bytes; None without a record."""
         if self.record is None:
             return None
         totals = {name: claim.claimed for name, claim in self.claims.items()}
@@ -83,19 +83,19 @@ class Claims:
         self._drafts = 0
 
     def declare(self, written: int, claimed: int) -> int:
-        """Replace this writer's claim. Returns its mtime, the time by the store's clock in nanoseconds.
+        """Replace this writer's claim. Return its mtime, which is the store's clock in nanoseconds.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the claim cannot be written.
         """
         self._write(self.owner, {"written": written, "claimed": claimed})
         with directory_at(self._path) as directory:
             descriptor, status = open_file(self.owner, os.O_RDONLY, directory)
-            os.close(descriptor)  # opening for reading gives up the exclusive use of a file, see `shared_directory`
+            os.close(descriptor)  # opening for reading gives up exclusive use of the file (`_share_use` of the tier)
             return status.st_mtime_ns
 
     def usage(self) -> Declared:
-        """All claims and the record of the last sweep. Damaged and vanished ones are left out.
+        """Read all claims and the record of the last sweep. Damaged and vanished ones are skipped.
 
         Raises:
             OSError: the directory cannot be read.
@@ -118,9 +118,9 @@ class Claims:
         """Record a sweep that found `used_bytes`, and remove claims and drafts that are not newer than `expired_ns`.
 
         Args:
-            used_bytes: of the store after the sweep.
-            before: the claims as they were before its walk.
-            expired_ns: by the store's clock.
+            used_bytes: bytes of the store after the sweep.
+            before: the claims before the sweep's walk.
+            expired_ns: time on the store's clock.
 
         Raises:
             OSError: the record cannot be written.
@@ -137,14 +137,14 @@ class Claims:
     def _write(self, name: str, fields: dict[str, Any]) -> None:
         self._drafts += 1
         draft = f"draft_{self.owner}_{self._drafts}"
-        os.lstat(self._marker)  # without its file system, the path leads to this machine's drive
+        os.lstat(self._marker)  # if its file system is not mounted, the path leads to this machine's drive
         make_directory(self._path, replace=True)
         with directory_at(self._path) as directory:
             write_file(name, draft, pack_json(fields), directory)
 
 
 def _content(name: str, directory: int) -> tuple[dict[str, Any], int] | None:
-    """Fields and mtime of a claim or record; None when it is damaged or gone."""
+    """Read fields and mtime of a claim or record; None if it is damaged or gone."""
     try:
         status = os.stat(name, dir_fd=directory, follow_symlinks=False)
         fields, is_sound = read_json(read_file(name, _BYTES_MAX, directory))

@@ -1,7 +1,7 @@
 """The kind `shared_directory`: its settings, checks and how it opens."""
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -9,17 +9,16 @@ from typing import ClassVar, Literal
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Choice, Location, Size
 from kvtier.errors import ConfigError
-from kvtier.tier.directory_marker import SHARED_VERSION, find_marker, layout_of, read_marker, repair_marker
-from kvtier.tier.machine import FileTierSettings, nearest_existing, store_problems
-from kvtier.tier.raw_files import RawFiles
+from kvtier.tier.base import Tier
+from kvtier.tier.files.directory_marker import SHARED_VERSION, find_marker, layout_of, read_marker, repair_marker
+from kvtier.tier.files.machine import FileTierSettings, nearest_existing, store_problems
+from kvtier.tier.files.raw_files import RawFiles
 from kvtier.tier.registry import Problem, TierContext, TierKind
-from kvtier.tier.shared_directory.sweep import stored_roots
-from kvtier.tier.shared_directory.tier import SharedDirectoryTier, is_on_drive
-from kvtier.tier.store_view import ScannedTier
+from kvtier.tier.store_view import ScannedTier, StoreView
 
 _TRIAL_ID = bytes(16)
 TRIAL_WAIT_S = 60.0
-"""Longer than in an engine, so that a busy machine gives a slow measurement instead of none."""
+"""Longer than in an engine, so that a busy machine yields a slow measurement instead of none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,9 @@ class SharedDirectorySettings(FileTierSettings):
     )
 
 
-def _open(settings: SharedDirectorySettings, context: TierContext) -> SharedDirectoryTier:
+def _open(settings: SharedDirectorySettings, context: TierContext) -> Tier:
+    from kvtier.tier.shared_directory.tier import SharedDirectoryTier
+
     return SharedDirectoryTier(
         settings.path,
         key_id=context.shared_key_id(settings.name),
@@ -49,9 +50,9 @@ def _open(settings: SharedDirectorySettings, context: TierContext) -> SharedDire
     )
 
 
-def _open_trial(
-    settings: SharedDirectorySettings, place: Path, capacity_bytes: int, _object_bytes: int
-) -> SharedDirectoryTier:
+def _open_trial(settings: SharedDirectorySettings, place: Path, capacity_bytes: int, _object_bytes: int) -> Tier:
+    from kvtier.tier.shared_directory.tier import SharedDirectoryTier
+
     return SharedDirectoryTier(
         place,
         key_id=_TRIAL_ID,
@@ -65,6 +66,8 @@ def _open_trial(
 
 
 def _check(settings: SharedDirectorySettings) -> Iterator[Problem]:
+    from kvtier.tier.shared_directory.tier import is_on_drive
+
     problems = list(
         store_problems(
             settings.path,
@@ -79,8 +82,11 @@ def _check(settings: SharedDirectorySettings) -> Iterator[Problem]:
     yield from problems
 
 
-def _inspect(settings: SharedDirectorySettings) -> list[ScannedTier]:
-    """A view for each secret and model in the store. Opening these tiers writes nothing."""
+def _inspect(settings: SharedDirectorySettings) -> Sequence[StoreView]:
+    """Return a view for each secret and model in the store. Opening these tiers writes nothing."""
+    from kvtier.tier.shared_directory.sweep import stored_roots
+    from kvtier.tier.shared_directory.tier import SharedDirectoryTier
+
     if read_marker(settings.path, SHARED_VERSION) is None:
         raise ConfigError(f"{settings.path} is not the root of a {settings.kind} store")
     return [
@@ -92,7 +98,7 @@ def _inspect(settings: SharedDirectorySettings) -> list[ScannedTier]:
                 name=settings.name,
                 capacity_bytes=settings.capacity_bytes,
                 direct_io="off",
-                any_owner=True,  # an operator looks into the store of an engine that another user runs
+                any_owner=True,  # an operator inspects the store of an engine that another user runs
             ),
             f"{settings.path}/{key_id}/{model}",
             model,
@@ -107,6 +113,7 @@ KIND = TierKind(
     settings=SharedDirectorySettings,
     where="path",
     open=_open,
+    keeps_memory=False,
     is_remote=True,
     is_shared=lambda _settings: True,
     check=_check,

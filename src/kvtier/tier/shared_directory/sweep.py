@@ -1,6 +1,6 @@
 """The walk through a shared directory that counts its bytes, evicts its oldest objects and removes dead writers' files.
 
-Any node may sweep at any time. Two sweeps at once choose the same victims, because both order by mtime.
+Any node may sweep at any time. Two concurrent sweeps choose the same victims, because both order by mtime.
 """
 
 # Descriptors and plain strings: this code runs once per object.
@@ -17,30 +17,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.tier.safe_open import VANISHED, SuppressErrno, directory_at
-from kvtier.tier.store_paths import NAME_BYTES, OBJECT, Paths, charge_bytes
+from kvtier.tier.files.safe_open import VANISHED, SuppressErrno, directory_at
+from kvtier.tier.files.store_paths import NAME_BYTES, OBJECT, Paths, charge_bytes
 
 TEMP_AGE_NS = 900 * 10**9
 """A temporary file that was not written for this long belongs to a dead writer."""
 
 OBJECTS_MAX = 1 << 22
-"""Most objects among which a sweep chooses its victims: 200 MB of memory. All are counted."""
+"""Maximum number of objects among which a sweep chooses victims, in 200 MB of memory. All are counted."""
 
 ID = re.compile(r"[0-9a-f]{32}")
-"""Directory of a key id, or of a model id in it."""
+"""Name of a key id's directory, or of a model id's directory in it."""
 TEMP_FILE = re.compile(r"draft_[0-9a-f]{16}_[0-9]{1,20}")
-"""A temporary file: owner and number."""
+"""Name of a temporary file, with its owner and number."""
 
 
 def _ids(name: str, directory: int | None = None) -> list[str]:
-    """Directories of ids in the directory `name`; none when it is gone."""
+    """List the directories of ids in the directory `name`; none if it is gone."""
     with SuppressErrno(VANISHED), directory_at(name, directory, is_listed=True) as listed:
         return sorted(filter(ID.fullmatch, os.listdir(listed)))
     return []
 
 
 def stored_roots(root: str) -> list[tuple[str, str]]:
-    """(key id, model id) of each directory of objects in the store at `root`.
+    """Return key id and model id of each directory of objects in the store at `root`.
 
     Raises:
         OSError: the file system fails.
@@ -50,10 +50,10 @@ def stored_roots(root: str) -> list[tuple[str, str]]:
 
 
 class Swept(NamedTuple):
-    """What a sweep found and did."""
+    """The result of a sweep."""
 
     used_bytes: int
-    """Bytes of objects and temporary files that are left."""
+    """Bytes of the remaining objects and temporary files."""
     evictions: int
     removed_drafts: int
 
@@ -66,10 +66,10 @@ class Sweep:
     """One sweep of the store at `root`.
 
     Args:
-        root: of the store, with a directory per key id.
-        now_ns: the time by the store's clock.
-        object_bytes_max: longer files are not objects and are removed.
-        is_stopping: asked before each file; True ends the sweep.
+        root: root of the store, with a directory per key id.
+        now_ns: time on the store's clock.
+        object_bytes_max: size above which a file is not an object and is removed.
+        is_stopping: called before each file; True ends the sweep.
     """
 
     def __init__(self, root: str, now_ns: int, object_bytes_max: int, is_stopping: Callable[[], bool]) -> None:
@@ -79,18 +79,19 @@ class Sweep:
         self._is_stopping = is_stopping
         self._used_bytes: int = 0
         self._removed_drafts: int = 0
-        # 48 bytes per object: mtime, charge, and its name; `_roots` has the position of the first one below each.
+        # Each object takes 48 bytes for mtime, charge and name. `_roots` has the position of the first one below each
+        # root.
         self._mtimes: array[int] = array("q")
         self._charges: array[int] = array("q")
         self._names = bytearray()
         self._roots: list[tuple[int, Paths]] = []
 
     def run(self, target_bytes: int, limit_bytes: int) -> Swept:
-        """Count the store; when it holds more than `limit_bytes`, evict the oldest objects down to `target_bytes`.
+        """Count the store. If it has more than `limit_bytes`, evict the oldest objects down to `target_bytes`.
 
         Raises:
             OSError: the file system fails.
-            StoppedError: `is_stopping`.
+            StoppedError: `is_stopping` returned True.
         """
         for key_id, model in stored_roots(self._root):
             self._count(Paths(self._root, f"{key_id}/{model}"))
@@ -108,7 +109,7 @@ class Sweep:
 
     def _enter(self, fan: int, name: str, status: os.stat_result, *, is_object: bool) -> None:
         charge = charge_bytes(status.st_size)
-        # CephFS shows zero while another node creates the file. A time in the future would never be the oldest.
+        # CephFS shows zero while another node creates the file. A future time would never be the oldest.
         mtime_ns = min(status.st_mtime_ns or self._now_ns, self._now_ns)
         is_dead = not is_object and mtime_ns < self._now_ns - TEMP_AGE_NS
         if is_dead or charge > self._object_bytes_max:
@@ -123,7 +124,7 @@ class Sweep:
             self._names += bytes.fromhex(name)
 
     def _evict(self, target_bytes: int) -> int:
-        """Evict the oldest objects until `target_bytes` are used. Returns their number."""
+        """Evict the oldest objects until `target_bytes` are in use. Return their number."""
         if not self._mtimes:
             return 0
         charges = np.frombuffer(self._charges, np.int64)

@@ -4,8 +4,8 @@ root/kvtier-store.json                       marker, of another version than a s
 root/usage/                                  claims and the record of the last sweep, see `claims`
 root/<key id>/<model id>/<2 hex>/<64 hex>    one object; temporary files lie in the same directory
 
-An object is written under a temporary name, synced and renamed. So a reader sees a whole object or none; frame
-verification makes anything else a miss.
+An object is written under a temporary name, synced and renamed. So a reader sees a whole object or none. Frame
+verification turns anything else into a miss.
 """
 
 # Descriptors: this code runs once per object.
@@ -21,14 +21,14 @@ from heapq import nlargest
 from pathlib import Path
 
 from kvtier.tier.base import About, Figures, within
-from kvtier.tier.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
-from kvtier.tier.directory_marker import SHARED_VERSION
-from kvtier.tier.effective_cap import is_full_error
-from kvtier.tier.file_tier import FileTier
-from kvtier.tier.safe_open import VANISHED, SuppressErrno, directory_at, open_file, rename_file
-from kvtier.tier.shared_directory.cap import TAKE_WAIT_S, SharedCap
+from kvtier.tier.files.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
+from kvtier.tier.files.directory_marker import SHARED_VERSION
+from kvtier.tier.files.file_tier import FileTier
+from kvtier.tier.files.full_disk import is_full_error
+from kvtier.tier.files.safe_open import VANISHED, SuppressErrno, directory_at, open_file, rename_file
+from kvtier.tier.files.store_paths import charge_bytes, stat_in, walk
+from kvtier.tier.shared_directory.claimed_cap import TAKE_WAIT_S, SharedCap
 from kvtier.tier.shared_directory.sweep import ID
-from kvtier.tier.store_paths import charge_bytes, stat_in, walk
 from kvtier.types import ObjectName
 
 logger = logging.getLogger(__name__)
@@ -38,20 +38,20 @@ class SharedDirectoryTier(FileTier):
     """Frames as files below `root`, written by any number of nodes.
 
     Args:
-        root: the directory, the same for all nodes; created when missing. One with foreign files is refused.
-        key_id: 16 bytes that identify the secret, `keys.secret.key_id`.
-        model: 16 bytes that identify the model, `keys.secret.model_id`.
+        root: the directory, the same for all nodes, created if missing. A directory with foreign files is refused.
+        key_id: 16 bytes that identify the secret (`keys.secret.key_id`).
+        model: 16 bytes that identify the model (`keys.secret.model_id`).
         capacity_bytes: cap for the objects of all key ids and models and for temporary files, each rounded up to
-            4 KiB. With different caps on different nodes the lowest one holds. See `claims` for its exactness.
+            4 KiB. If nodes have different caps, the lowest one holds. `claims` describes how exactly.
         name: the tier's name in metrics and errors.
         direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
         wait_s: how long a write waits for room before it is dropped.
-        any_owner: see `StoreTier`.
+        any_owner: as in `FileSystemTier`.
 
     Raises:
         ConfigError: a setting is invalid.
         DamagedStoreError: what is at `root` cannot be used; nothing was changed.
-        TierError: the storage failed while it was opened.
+        TierError: the storage failed while the tier was opened.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class SharedDirectoryTier(FileTier):
         self._cap = SharedCap(str(self.root), name, self._effective_cap, capacity_bytes, self._touch, wait_s)
 
     def figures(self) -> Figures:
-        """See `Tier`. Used are the most bytes that the store held when this node last counted, of all nodes."""
+        """Return the current figures. The used bytes bound all nodes' bytes when this node last counted."""
         return Figures(self._cap.used_bytes, self.limit_bytes, self._cap.evictions, direct_io=self.direct_io)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether its file exists: one round trip each.
+        """Return for each name whether its file exists, with one round trip each.
 
         Raises:
             TierError: the file system fails, or the store's marker is gone.
@@ -98,7 +98,10 @@ class SharedDirectoryTier(FileTier):
             return [name in there for name in names]
 
     def newest(self, most: int, until_s: float) -> list[ObjectName]:
-        """See `Tier`. By the files' mtimes, of those that a walk finds in time."""
+        """Return at most `most` names, newest first.
+
+        The order is by mtime, among the files that a walk finds in time.
+        """
         with self._operation("list the newest"):
             files = nlargest(most, within(until_s, walk(self._paths)), key=lambda file: file.mtime_ns)
             return [ObjectName(file.name) for file in files]
@@ -118,9 +121,9 @@ class SharedDirectoryTier(FileTier):
                     return None
 
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:  # noqa: ARG002 - age decides
-        """Store `frame` under `name`. True when the name exists now.
+        """Write `frame` under `name`. Return whether the name now exists.
 
-        False when the frame is larger than the cap, or when no room was found in time.
+        It does not if the frame is larger than the cap, or no room was found in time.
         """
         with self._operation("write", name):
             charge = charge_bytes(frame.nbytes)
@@ -175,21 +178,21 @@ class SharedDirectoryTier(FileTier):
         Raises:
             OSError: the store is gone.
         """
-        if error.errno == errno.EIO:  # some file systems answer so for the bytes of a removed file
+        if error.errno == errno.EIO:  # some file systems give this error for the bytes of a removed file
             return stat_in(fan, name) is None
         if error.errno == errno.ESTALE:
             os.lstat(self._paths.marker)
         return error.errno in VANISHED
 
     def _publish(self, name: ObjectName, frame: memoryview, fan: int) -> bool:
-        """Write the object's file. False when a sweep took the temporary file for a dead writer's."""
+        """Write the object's file. Return False if a sweep mistook the temporary file for a dead writer's."""
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if self.direct_io and is_aligned(frame, 0) else 0)
         draft, spelled = f"draft_{self._owner}_{next(self._numbers)}", name.hex()
         descriptor, _ = open_file(draft, flags, fan)
         try:
             try:
                 write_all(descriptor, frame, is_new=True)
-                # Else a reader elsewhere waits until this node has sent the bytes, for ever if it is gone.
+                # Otherwise a reader elsewhere would wait until this node has sent the bytes, for ever if it is gone.
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -206,8 +209,8 @@ class SharedDirectoryTier(FileTier):
     def _share_use(self, spelled: str, fan: int) -> None:
         """Open the object once for reading.
 
-        CephFS lets a writer keep exclusive use of its closed file, and its readers then need an answer of the writer's
-        node, which may be gone. Opening it for reading makes the use shared.
+        CephFS lets a writer keep exclusive use of its closed file. Readers then need an answer from the writer's node,
+        which may be gone. Opening the file for reading makes the use shared.
         """
         with suppress(OSError):
             os.close(open_file(spelled, os.O_RDONLY, fan)[0])
@@ -219,12 +222,12 @@ class SharedDirectoryTier(FileTier):
 
 
 def is_on_drive(path: Path) -> bool:
-    """Whether `path` is on a drive of this machine: network file systems have no device."""
+    """Whether `path` is on a drive of this machine; a network file system has no device."""
     return os.major(path.stat().st_dev) != 0
 
 
 def _warn_foreign(tier: str, root: Path, key: str) -> None:
-    """Warn when the store has objects of other secrets only: the secret is probably not the one of the other nodes."""
+    """Warn if the store has only other secrets' objects: the other nodes probably use another secret."""
     with directory_at(str(root), is_listed=True) as directory:
         keys = {name for name in os.listdir(directory) if ID.fullmatch(name)}
     if keys and key not in keys:

@@ -4,20 +4,21 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
-
-import valkey as library
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtier.config.schema import needed, setting
-from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Switch, Text
+from kvtier.config.value_types import Count, FileLocation, HiddenText, PrivateText, Seconds, Switch, Text
 from kvtier.errors import ConfigError, UnusablePathError
 from kvtier.keys.secret import read_private
+from kvtier.tier.base import RawClient, Tier
+from kvtier.tier.files.machine import tier_file
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
 from kvtier.tier.store_view import ScannedTier
 from kvtier.tier.valkey.servers import parse_addresses
-from kvtier.tier.valkey.tier import ValkeyTier
 from kvtier.tier.valkey.wire import Access
-from kvtier.types import ObjectName
+
+if TYPE_CHECKING:
+    from kvtier.tier.valkey.tier import ValkeyTier
 
 PASSWORD_BYTES_MAX = 4096
 _PREFIX = re.compile(r"[A-Za-z0-9._:/-]{1,100}")
@@ -30,54 +31,59 @@ class ValkeySettings(TierSettings):
 
     kind: ClassVar[str] = "valkey"
 
-    addresses: str = needed(Text(1, 8192), "Servers: HOST[:PORT], with commas; of a cluster some of them.")
+    addresses: str = needed(
+        Text(1, 8192), "Servers: HOST[:PORT], separated by commas; some of a cluster's servers are enough."
+    )
     username: str = setting("", Text(0, 256), "User; empty: the default one.")
     password: PrivateText = setting(PrivateText(), HiddenText(), "Password of the user.")
-    password_file: Path | None = setting(None, Location(), "File with the password, instead of `password`.")
+    password_file: Path | None = setting(None, FileLocation(), "File with the password, instead of `password`.")
     any_owner: bool = setting(
         default=False,
         kind=Switch(),
         help="Use credential files of another ordinary user; false: refuse them.",
     )
     database: int = setting(0, Count(0, 1_000_000), "Number of the database; 0 in a cluster.")
-    prefix: str = setting("kvtier", Text(1, 100), "Begin of all keys: letters, digits and . _ : / -")
+    prefix: str = setting("kvtier", Text(1, 100), "Prefix of all keys: letters, digits and . _ : / -")
     lifetime_s: float = setting(
-        7 * 86400.0, Seconds(0, 10 * 366 * 86400), "How long an object lives after its last use; 0: for ever."
+        7 * 86400.0, Seconds(0, 10 * 366 * 86400), "How long an object lives after its last use; 0: without end."
     )
     tls: bool = setting(default=False, kind=Switch(), help="Connect with TLS.")
-    ca_file: Path | None = setting(None, Location(), "PEM file of further trusted authorities.")
-    certificate_file: Path | None = setting(None, Location(), "PEM file of the client's certificate.")
-    key_file: Path | None = setting(None, Location(), "PEM file of the key of `certificate_file`.")
+    ca_file: Path | None = setting(None, FileLocation(pem="CERTIFICATE"), "PEM file of further trusted authorities.")
+    certificate_file: Path | None = setting(
+        None, FileLocation(pem="CERTIFICATE"), "PEM file of the client's certificate."
+    )
+    key_file: Path | None = setting(None, FileLocation(pem="PRIVATE KEY"), "PEM file of the key of `certificate_file`.")
     connect_deadline_s: float = setting(2.0, Seconds(1e-2, 60), "How long a connection may take.")
     loads_in_flight: int = setting(32, Count(1, 1024), "Concurrent promotions (tier to host).")
     writes_in_flight: int = setting(16, Count(1, 1024), "Concurrent demotions (host to tier).")
 
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
-        nodes = parse_addresses(self.addresses)
+        nodes = parse_addresses(self.addresses, f"{self.label}.addresses")
         object.__setattr__(self, "addresses", ",".join(map(str, nodes)))
         if not _PREFIX.fullmatch(self.prefix):
-            raise ConfigError(f"{self.label}.prefix = {self.prefix!r}: allowed: letters, digits and . _ : / -")
+            raise ConfigError(
+                setting=f"{self.label}.prefix", value=repr(self.prefix), allowed="letters, digits and . _ : / -"
+            )
         if self.password and self.password_file:
-            raise ConfigError(f"{self.label}.password_file: allowed: password or password_file, not both")
+            raise ConfigError(setting=f"{self.label}.password_file", allowed="password or password_file, not both")
         if self.username and not (self.password or self.password_file):
-            raise ConfigError(f"{self.label}.username: needs password or password_file")
+            raise ConfigError("needs password or password_file", setting=f"{self.label}.username")
         if bool(self.certificate_file) != bool(self.key_file):
             missing = "key_file" if self.certificate_file else "certificate_file"
-            raise ConfigError(f"{self.label}.{missing}: missing; allowed: both files, or neither")
+            raise ConfigError("missing", setting=f"{self.label}.{missing}", allowed="both files, or neither")
         for key in ("ca_file", "certificate_file"):
             if getattr(self, key) and not self.tls:
-                raise ConfigError(f"{self.label}.{key}: needs tls = true")
+                raise ConfigError("needs tls = true", setting=f"{self.label}.{key}")
 
 
 def _access(settings: ValkeySettings) -> Access:
     password = settings.password
     if settings.password_file is not None:
         password = _password_in(settings.password_file, any_owner=settings.any_owner)
-    for path in (settings.ca_file, settings.certificate_file, settings.key_file):
-        if path is not None:  # is it there, and whose is it; certificates are public
-            any_owner = settings.any_owner or path != settings.key_file
-            read_private(path, f"tier {settings.name!r}: file", any_owner=any_owner, any_reader=True)
+    for key in ("ca_file", "certificate_file", "key_file"):
+        if getattr(settings, key) is not None:  # is it there, and whose is it
+            tier_file(settings, key)
     return Access(
         settings.username,
         password,
@@ -91,10 +97,10 @@ def _access(settings: ValkeySettings) -> Access:
 
 
 def _password_in(path: Path, *, any_owner: bool) -> PrivateText:
-    """The first line of a file.
+    """Read the first line of a file.
 
     Raises:
-        UnusablePathError: it cannot be read, or has no text of up to `PASSWORD_BYTES_MAX`.
+        UnusablePathError: it cannot be read, or is not one line of up to `PASSWORD_BYTES_MAX`.
     """
     content = read_private(path, "Valkey password file", PASSWORD_BYTES_MAX, any_owner=any_owner, any_reader=True)
     text = content.decode(errors="replace").rstrip("\r\n")
@@ -104,7 +110,9 @@ def _password_in(path: Path, *, any_owner: bool) -> PrivateText:
     return PrivateText(text)
 
 
-def _tier(settings: ValkeySettings, key_id: bytes, model: bytes, *, is_user: bool = True) -> ValkeyTier:
+def _tier(settings: ValkeySettings, key_id: bytes, model: bytes, *, is_user: bool = True) -> "ValkeyTier":
+    from kvtier.tier.valkey.tier import ValkeyTier
+
     return ValkeyTier(
         settings.addresses,
         key_id=key_id,
@@ -119,7 +127,7 @@ def _tier(settings: ValkeySettings, key_id: bytes, model: bytes, *, is_user: boo
     )
 
 
-def _open(settings: ValkeySettings, context: TierContext) -> ValkeyTier:
+def _open(settings: ValkeySettings, context: TierContext) -> Tier:
     return _tier(settings, context.shared_key_id(settings.name), context.model)
 
 
@@ -132,16 +140,16 @@ def _discard(settings: ValkeySettings, context: TierContext) -> None:
 
 
 def _inspect(settings: ValkeySettings) -> list[ScannedTier]:
-    """A view for each secret and model below the prefix."""
-    looker = _tier(settings, bytes(16), bytes(16), is_user=False)
+    """Return a view for each secret and model below the prefix."""
+    reader = _tier(settings, bytes(16), bytes(16), is_user=False)
     start = f"{settings.prefix}/".encode()
     roots: set[tuple[bytes, bytes]] = set()
     try:
-        for keys in looker.pages(start):
+        for keys in reader.pages(start):
             found = (_ROOT.fullmatch(key.removeprefix(start)) for key in keys)
             roots.update((match[1], match[2]) for match in found if match is not None)
     finally:
-        looker.close()
+        reader.close()
     return [
         ScannedTier(
             _tier(settings, bytes.fromhex(key_id.decode()), bytes.fromhex(model.decode()), is_user=False),
@@ -152,58 +160,16 @@ def _inspect(settings: ValkeySettings) -> list[ScannedTier]:
     ]
 
 
-class RawValkey:
-    """A `RawClient`: valkey-py alone, one value an object.
+def _raw(settings: ValkeySettings, context: TierContext) -> RawClient | None:
+    """Make the raw client; None for a cluster and for TLS."""
+    from kvtier.tier.valkey.raw import RawValkey
 
-    Args:
-        client: valkey-py's.
-        prefix: of the keys.
-    """
-
-    def __init__(self, client: Any, prefix: str) -> None:  # noqa: ANN401 - its types do not fit its answers
-        self._client, self._prefix = client, prefix
-
-    def put(self, name: ObjectName, frame: memoryview) -> None:
-        """See `RawClient`."""
-        self._client.set(self._key(name), frame, nx=True)
-
-    def get(self, name: ObjectName, into: memoryview) -> None:
-        """See `RawClient`."""
-        into[:] = self._client.get(self._key(name))
-
-    def has(self, name: ObjectName) -> bool:
-        """See `RawClient`."""
-        return self._client.exists(self._key(name)) == 1
-
-    def delete(self, name: ObjectName) -> None:
-        """See `RawClient`."""
-        self._client.delete(self._key(name))
-
-    def close(self) -> None:
-        """See `RawClient`."""
-        self._client.close()
-
-    def _key(self, name: ObjectName) -> str:
-        return f"{self._prefix}raw/{name.hex()}"
-
-
-def _raw(settings: ValkeySettings, context: TierContext) -> RawValkey | None:
-    """None for a cluster and for TLS."""
     access, (node, *others) = _access(settings), parse_addresses(settings.addresses)
     if access.tls or others:
         return None
-    client: Any = library.Valkey(
-        host=node.host,
-        port=node.port,
-        db=access.database,
-        username=access.username or None,
-        password=access.password.reveal() or None,
-        socket_timeout=settings.transfer_deadline_s,
-    )
-    if client.info("cluster")["cluster_enabled"]:
-        return None
-    key_id = context.shared_key_id(settings.name).hex()
-    return RawValkey(client, f"{settings.prefix}/{key_id}/{context.model.hex()}/")
+    prefix = f"{settings.prefix}/{context.shared_key_id(settings.name).hex()}/{context.model.hex()}/"
+    client = RawValkey(node, access, settings.transfer_deadline_s, prefix)
+    return None if client.is_cluster() else client
 
 
 KIND = TierKind(
@@ -212,6 +178,7 @@ KIND = TierKind(
     settings=ValkeySettings,
     where="addresses",
     open=_open,
+    keeps_memory=False,
     is_remote=True,
     is_shared=lambda _settings: True,
     has_cap=False,

@@ -1,12 +1,12 @@
-"""Frames as values of a Valkey server: the requests that store and load one, and what their answers mean.
+"""Frames as values of a Valkey server, with the requests that write and read one and the meaning of their answers.
 
-A frame is one value, or several of at most `PART_BYTES`. The first has the object's key, the others have ``/1``, ``/2``
-and so on behind it. Each value begins with `HEADER`: a magic number, a stamp and the frame's length. Parts are written
-in one transaction, so that there is a whole object or none. A server may evict parts one by one; an object without
-all of its parts, or with parts of different stamps, is torn, which is a miss.
+A frame is one value, or several of at most `PART_BYTES`. The first has the object's key, and the others have the key
+with ``/1``, ``/2`` and so on. Each value begins with `HEADER`, which is a magic number, a stamp and the frame's length.
+Parts are written in one transaction, so that there is a whole object or none. A server may evict parts one by one. An
+object that lacks parts, or has parts of different stamps, is torn, which is a miss.
 
-Values are small because servers copy and send large ones slowly, and because in a pipeline a part is sent while the
-previous one is stored.
+Values are small because servers copy and send large ones slowly, and because a pipeline sends a part while the previous
+one is stored.
 """
 
 from collections.abc import Sequence
@@ -18,42 +18,42 @@ from kvtier.tier.valkey.requests import Request, Transaction
 from kvtier.tier.valkey.wire import Buffer, Reader, RefusedError, Reply, command
 
 PART_BYTES = (1 << 19) - 4096
-"""Of a frame in one value. With its header and the server's own it fits an allocation of 512 KiB."""
+"""Bytes of a frame in one value. With its header and the server's own, it fits an allocation of 512 KiB."""
 FRAME_BYTES_MAX = 1 << 30
 HEADER = Struct("<4sIQ")
 """Magic number, stamp, bytes of the frame."""
 MAGIC = b"kvt1"
 STAMPED_BYTES = 4096
-"""The stamp is a checksum of so much of the frame. Frames begin with checksums of the rest."""
+"""The stamp is a checksum of this many bytes of the frame, which begins with checksums of the rest."""
 FOREIGN_BYTES_MAX = 1 << 22
-"""A value of another writer is skipped up to this size; a larger one costs the connection."""
+"""A foreign value up to this size is skipped. A larger one costs the connection."""
 
 NEW_ONLY = b"NX"
-"""Option of SET."""
+"""Option of SET that keeps an existing value."""
 
 _TORN = b"torn"
-"""Answer of a `Part` whose value is not what it should be."""
+"""Answer of a `ValuePart` whose value is not the expected one."""
 
 
 def part_key(key: bytes, number: int) -> bytes:
-    """Key of a part of the object with the key `key`."""
+    """Return the key of a part of the object with the key `key`."""
     return b"%b/%d" % (key, number) if number else key
 
 
 def part_count(frame_bytes: int) -> int:
-    """Values of a frame."""
+    """Return how many values a frame takes."""
     return max(1, -(-frame_bytes // PART_BYTES))
 
 
-def look(slot: int, key: bytes) -> Request:
-    """A request for the header alone; `frame_bytes` reads its answer."""
+def header_request(slot: int, key: bytes) -> Request:
+    """Make a request for the header alone, whose answer `frame_bytes` reads."""
     found = Request(slot, [command(b"GETRANGE", key, b"0", b"%d" % (HEADER.size - 1))])
     found.may_stall = True
     return found
 
 
 def frame_bytes(answer: Reply) -> int | None:
-    """The frame's length from a header; None when absent or foreign."""
+    """Read the frame's length from a header; None if absent or foreign."""
     if not isinstance(answer, bytes) or len(answer) != HEADER.size:
         return None
     magic, _, length = HEADER.unpack(answer)
@@ -61,20 +61,20 @@ def frame_bytes(answer: Reply) -> int | None:
 
 
 def removal(slot: int, key: bytes, length: int) -> Request:
-    """Remove an object of `length` bytes."""
+    """Make a request that removes an object of `length` bytes."""
     return Request(slot, [command(b"UNLINK", *(part_key(key, number) for number in range(part_count(length))))])
 
 
-def storing(slot: int, key: bytes, frame: memoryview, lifetime: bytes) -> Request:
-    """Store `frame`. The answer is None when the object is one value and exists.
+def write_request(slot: int, key: bytes, frame: memoryview, lifetime: bytes) -> Request:
+    """Make a request that writes `frame`. Its answer is None if the object is one value and exists.
 
-    Several values replace what is there: parts that were left of an evicted object, which may have had other bytes.
+    Several values replace existing parts, which may be left over from an evicted object with other bytes.
 
     Args:
-        slot: of the object.
-        key: of its first part.
-        frame: its bytes.
-        lifetime: milliseconds; empty: for ever.
+        slot: slot of the object.
+        key: key of its first part.
+        frame: bytes of the object.
+        lifetime: lifetime in milliseconds; empty for ever.
     """
     count = part_count(frame.nbytes)
     options = [] if count > 1 else [NEW_ONLY]
@@ -92,16 +92,16 @@ def storing(slot: int, key: bytes, frame: memoryview, lifetime: bytes) -> Reques
     return Transaction(slot, commands) if count > 1 else Request(slot, commands[0])
 
 
-class Part(Request):
-    """Loads one value, those bytes of it that belong to `into`. Answers 1, None when absent, or b"torn".
+class ValuePart(Request):
+    """Loads those bytes of one value that belong to `into`. The answer is 1, None if absent, or b"torn".
 
     Args:
-        slot: of the key.
-        key: of the object.
-        number: of the part.
+        slot: slot of the key.
+        key: key of the object.
+        number: number of the part.
         into: filled from byte `offset` of the frame.
-        offset: see `into`; at least 0.
-        lifetime: milliseconds that a use gives to the value; empty: none.
+        offset: offset in the frame, at least 0.
+        lifetime: milliseconds for which a use renews the value; empty if it does not.
     """
 
     payload_bytes_max = PART_BYTES
@@ -112,10 +112,10 @@ class Part(Request):
         super().__init__(slot, [command(b"GETEX", name, b"PX", lifetime) if lifetime else command(b"GET", name)])
         self.number, self._into, self._offset = number, into, offset
         self.header: tuple[int, int] = (0, 0)
-        """Stamp and length of the frame."""
+        """The frame's stamp and length."""
 
     def take(self, reader: Reader) -> Reply:
-        """The payload goes from the socket to its place."""
+        """Move the payload from the socket to its place."""
         size = reader.bulk(FOREIGN_BYTES_MAX)
         if size is None or isinstance(size, RefusedError):
             return _TORN if size is not None and size.code == "WRONGTYPE" else size
@@ -142,13 +142,13 @@ class Part(Request):
         return 1
 
 
-class Front(Part):
-    """Loads the front of an object's first value, and no more of it. Answers as `Part`, but b"torn" when absent.
+class Front(ValuePart):
+    """Loads only the front of an object's first value. Answers like `ValuePart`, but b"torn" if absent.
 
     Args:
-        slot: of the key.
-        key: of the object.
-        into: at most `PART_BYTES`.
+        slot: slot of the key.
+        key: key of the object.
+        into: buffer of at most `PART_BYTES`.
     """
 
     def __init__(self, slot: int, key: bytes, into: memoryview) -> None:
@@ -157,7 +157,7 @@ class Front(Part):
         self.payload_bytes_max = into.nbytes
 
     def byte_count(self) -> int | None:
-        """Bytes that are in memory; None when the object is absent or torn."""
+        """Return the bytes now in memory; None if the object is absent or torn."""
         return min(self.payload_bytes_max, self.header[1]) if self.answer == 1 else None
 
 
@@ -165,11 +165,11 @@ class Loading:
     """One object on its way from the servers to memory.
 
     Args:
-        slot: of the object.
-        key: of its first part.
-        into: takes the frame from byte `offset`.
+        slot: slot of the object.
+        key: key of its first part.
+        into: receives the frame from byte `offset`.
         offset: at least 0.
-        lifetime: see `Part`.
+        lifetime: as in `ValuePart`.
     """
 
     def __init__(self, slot: int, key: bytes, into: memoryview, offset: int, lifetime: bytes) -> None:
@@ -177,37 +177,37 @@ class Loading:
         self._into, self._offset, self._lifetime = into, offset, lifetime
         last = (offset + max(into.nbytes, 1) - 1) // PART_BYTES
         self.parts = [
-            Part(slot, key, number, into, offset, lifetime)
+            ValuePart(slot, key, number, into, offset, lifetime)
             for number in dict.fromkeys((0, *range(offset // PART_BYTES, min(last, part_count(FRAME_BYTES_MAX)) + 1)))
         ]
 
     @property
     def is_torn(self) -> bool:
-        """Whether parts are there that do not make an object, and all were read."""
+        """Whether all parts were read, and those that exist do not make an object."""
         is_read = not any(part.has_failed for part in self.parts)
         return is_read and self._whole() is None and any(part.answer is not None for part in self.parts)
 
     def again(self) -> "Loading":
-        """The same once more."""
+        """Return the same loading for another attempt."""
         return Loading(self.slot, self.key, self._into, self._offset, self._lifetime)
 
     def is_like(self, other: "Loading") -> bool:
-        """Whether the same parts of the same writers were there."""
+        """Whether both found the same parts of the same writers."""
         return [part.header for part in self.parts] == [part.header for part in other.parts]
 
     def removal(self) -> Request:
-        """Remove what is left of it."""
+        """Make a request that removes what is left of the object."""
         return removal(self.slot, self.key, max(part.header[1] for part in self.parts))
 
     def byte_count(self) -> int | None:
-        """Bytes that are in memory; None when the object is absent or torn. Every part has an answer."""
+        """Return the bytes now in memory; None if the object is absent or torn. Every part must have an answer."""
         length = self._whole()
         return None if length is None else max(0, min(self._into.nbytes, length - self._offset))
 
     def _whole(self) -> int | None:
-        """The frame's length, if the first part is there and its others fit it.
+        """Return the frame's length, if the first part exists and the others fit it.
 
-        Further parts may be left of a longer object, which was evicted.
+        Further parts may be left over from a longer object that was evicted.
         """
         if self.parts[0].answer != 1:
             return None

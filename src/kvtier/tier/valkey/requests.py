@@ -1,6 +1,6 @@
-"""Requests to a Valkey store: pipelined, one pipeline for each server, and repeated within a deadline.
+"""Requests to a Valkey store, sent in one pipeline per server and repeated within a deadline.
 
-The keys of one object are in one slot. A request is what one server does at once: a command, or a transaction.
+The keys of one object are in one slot. A request is what one server does at once, a command or a transaction.
 """
 
 import random
@@ -26,44 +26,44 @@ from kvtier.tier.valkey.wire import (
 )
 
 REPEATS_MAX = 6
-"""Of one request, after failures that pass."""
+"""Maximum number of repetitions of one request after passing failures."""
 PAUSE_S, PAUSE_MAX_S = 0.02, 0.5
-"""Before the second repetition, and before later ones: it doubles, and half of it is drawn at random."""
+"""Pause before the second repetition, and longest pause before later ones. It doubles, and half of it is random."""
 PASSING = frozenset({"MOVED", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "READONLY", "MASTERDOWN", "BUSY"})
-"""Refusals that another attempt may not get."""
+"""Codes of refusals worth a retry."""
 STALL_SHARE = 0.15
-"""Part of the deadline that reads may take without a byte. If the server is well then, each object is read once more on
-a connection of its own; one without a byte on its own connection cannot be read."""
+"""Share of the deadline that reads may take without a byte. If the server is then well, each object is read once more
+on its own connection. An object that gets no byte there cannot be read."""
 MOVING = frozenset({"ASK", "TRYAGAIN"})
-"""Refusals while a slot is on its way to another server."""
+"""Codes of refusals while a slot moves to another server."""
 
 
 class Request:
     """One command with its reply.
 
     Args:
-        slot: of its keys.
-        buffers: what is sent.
+        slot: slot of its keys.
+        buffers: the bytes to send.
     """
 
     may_stall = False
-    """A read of an object: without a byte for `STALL_SHARE` of the deadline it has failed, and others go on."""
+    """Whether this reads an object. Without a byte for `STALL_SHARE` of the deadline, it fails and others go on."""
 
     def __init__(self, slot: int, buffers: Sequence[Buffer]) -> None:
         self.slot, self.buffers = slot, buffers
         self.is_alone = False
-        """It gets no connection with requests of other slots: it has waited for one that stalled."""
+        """Whether it must not share a connection with other slots, because it has waited for a request that stalled."""
         self.answer: Reply = None
-        """Of the server: a refusal, too. It counts only when there is no `failure`."""
+        """The server's answer or refusal, which counts only without a `failure`."""
         self.failure = ""
         """Why there is no answer."""
         self.is_down = self.may_pass = False
-        """Of the failure: the server failed a moment ago and was not asked; another attempt may succeed."""
+        """Whether the server failed a moment ago and was not asked, and whether another attempt may succeed."""
         self.repeats = 0
 
     @property
     def refusal(self) -> RefusedError | None:
-        """The server's, if it refused."""
+        """The server's refusal, if any."""
         return self.answer if not self.failure and isinstance(self.answer, RefusedError) else None
 
     @property
@@ -72,16 +72,16 @@ class Request:
         return bool(self.failure) or isinstance(self.answer, RefusedError)
 
     def take(self, reader: Reader) -> Reply:
-        """Read all of its replies; the one that counts."""
+        """Read all of its replies, and return the one that counts."""
         return reader.reply()
 
 
 class Transaction(Request):
-    """Several commands that take effect together, or none of them. The answer is the list of their replies.
+    """Several commands that take effect together or not at all. The answer is the list of their replies.
 
     Args:
-        slot: of all keys.
-        commands: each as buffers.
+        slot: slot of all keys.
+        commands: the buffers of each command.
     """
 
     def __init__(self, slot: int, commands: Sequence[Sequence[Buffer]]) -> None:
@@ -90,7 +90,7 @@ class Transaction(Request):
         self._count = len(commands)
 
     def take(self, reader: Reader) -> Reply:
-        """The first refusal is the cause, the transaction's own is only its effect."""
+        """Return the first refusal, which is the cause; the transaction's own is only its effect."""
         replies = [reader.reply() for _ in range(self._count + 2)]
         return next((each for each in replies if isinstance(each, RefusedError)), replies[-1])
 
@@ -102,7 +102,7 @@ class Requests:
         self._servers = servers
 
     def run(self, requests: Sequence[Request], end_s: float) -> None:
-        """Send `requests` and read their answers, all until `end_s` of the monotonic clock."""
+        """Send `requests` and read their answers, until `end_s` on the monotonic clock."""
         start_s = time.monotonic()
         last_start_s = start_s + (end_s - start_s) / 2
         if self._servers.has_failed:
@@ -120,7 +120,7 @@ class Requests:
             time.sleep(pause_s)
 
     def _round(self, requests: Sequence[Request], end_s: float, stall_s: float) -> None:
-        """Send all, and only then read: the servers work at the same time."""
+        """Send all requests before reading, so that the servers work at the same time."""
         groups: dict[tuple[Node, int | None], list[Request]] = {}
         for each in requests:
             each.failure = ""
@@ -134,13 +134,13 @@ class Requests:
                     sent.append((wire, group))
             while sent:
                 self._read(*sent.pop(), end_s, stall_s)
-        finally:  # after an interrupt, replies may still come on these
+        finally:  # after an interrupt, replies may still arrive on these
             for wire, _ in sent:
                 wire.close()
 
     def _sent(self, node: Node, group: list[Request], end_s: float, stall_s: float) -> Wire | None:
         try:
-            remaining_s(end_s)  # another server may have taken all of the time
+            remaining_s(end_s)  # another server may have used up the time
             wire = self._servers.take(node, end_s)
         except RefusedError as error:
             for each in group:
@@ -182,7 +182,7 @@ class Requests:
             self._servers.give(wire)
 
     def _is_well(self, node: Node, end_s: float) -> bool:
-        """Whether the server answers, be it with a refusal."""
+        """Whether the server answers, even with a refusal."""
         try:
             with suppress(RefusedError):
                 self._servers.ask(node, b"PING", end_s=end_s)
@@ -191,14 +191,14 @@ class Requests:
         return True
 
     def _broke(self, wire: Wire, group: list[Request], error: Exception) -> None:
-        """The connection failed. A server that is well may have closed it while it was idle."""
+        """Handle a failed connection. A healthy server may have closed it while it was idle."""
         wire.close()
         is_stale = wire.is_used and not isinstance(error, TimeoutError | NonsenseError)
         self._servers.failed(wire.node, is_down=not is_stale)
         _fail(wire.node, group, error)
 
     def _goes_on(self, request: Request) -> bool:
-        """Whether to send it again. Its answer is final otherwise."""
+        """Decide whether to send the request again. Otherwise its answer is final."""
         may_pass, refusal = request.may_pass, request.refusal
         if refusal is not None:
             may_pass = refusal.code in PASSING or refusal.text == MANY_CLIENTS
@@ -210,7 +210,7 @@ class Requests:
 
 
 def _pause_s(repeats: int) -> float:
-    """The first repetition comes immediately: the slot has moved, or an idle connection was closed."""
+    """Return the pause before a repetition. The first is immediate: a slot has moved, or an idle connection closed."""
     if repeats == 1:
         return 0.0
     longest_s = min(PAUSE_MAX_S, PAUSE_S * 2 ** (repeats - 2))

@@ -1,8 +1,8 @@
-"""The servers of a Valkey store: which one has a slot, their connections, and their failures.
+"""The servers of a Valkey store, with the slots that each has, their connections and their failures.
 
-A store is one server or a cluster. A cluster's slots are read when it is opened, and again when a server answers that
-a slot has moved or when a server fails, but at most a few times a second. A server that failed is left alone for a
-moment: of the operations that need it only one a moment waits for it, the others fail immediately.
+A store is one server or a cluster. A cluster's slots are read when it is opened, and again when a server answers that a
+slot has moved or when a server fails. They are read at most a few times a second. A server that failed is left alone
+for a moment. Only one operation at a time then waits for it; the others that need it fail immediately.
 """
 
 import re
@@ -32,13 +32,13 @@ SLOTS = 16384
 DEFAULT_PORT = 6379
 ADDRESSES_MAX = 64
 IDLE_MAX = 64
-"""Unused connections kept for each server."""
+"""Maximum number of unused connections kept for each server."""
 REFRESH_INTERVAL_S = 0.25
 """The slots are read at most once in this time."""
 DOWN_S = 1.0
 """How long a server that failed is left alone."""
 REFRESH_SHARE = 0.3
-"""Part of the time that is left which reading the slots from one server may take."""
+"""Share of the remaining time that reading the slots from one server may take."""
 
 _NAME = r"[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?"
 _ADDRESS = re.compile(rf"(?:\[(?P<v6>[0-9A-Fa-f:.]{{2,45}})\]|(?P<host>{_NAME}))(?::(?P<port>[0-9]{{1,5}}))?")
@@ -53,44 +53,50 @@ _HINTS = {
 _WRONG_ACCESS = frozenset({*_HINTS, "ERR"})
 
 
-def parse_addresses(text: str) -> tuple[Node, ...]:
-    """Servers of ``HOST[:PORT],HOST[:PORT]``; a host of IPv6 is in brackets.
+def parse_addresses(text: str, setting: str = "addresses") -> tuple[Node, ...]:
+    """Parse ``HOST[:PORT],HOST[:PORT]`` into servers; an IPv6 host is in brackets.
+
+    Args:
+        text: the servers.
+        setting: the name of their setting, for messages.
 
     Raises:
-        ConfigError: not of this form.
+        ConfigError: `text` does not have this form.
     """
     found: list[Node] = []
     for part in text.removeprefix("//").split(","):
         match = _ADDRESS.fullmatch(part.strip())
         if match is None or not 0 < int(match["port"] or DEFAULT_PORT) < 65536:
-            raise ConfigError(f"Valkey address {_shown(part)}: allowed: HOST[:PORT], several with commas between them")
+            raise ConfigError(
+                setting=setting, value=_shown(part), allowed="HOST[:PORT], several with commas between them"
+            )
         found.append(Node(match["v6"] or match["host"], int(match["port"] or DEFAULT_PORT)))
     if len(found) > ADDRESSES_MAX:
-        raise ConfigError(f"Valkey addresses: {len(found)} of them; allowed: at most {ADDRESSES_MAX}")
+        raise ConfigError(f"{len(found)} of them", setting=setting, allowed=f"at most {ADDRESSES_MAX}")
     return tuple(dict.fromkeys(found))
 
 
 def slot_of(tag: bytes) -> int:
-    """The slot of all keys with this hash tag."""
+    """Return the slot of all keys with this hash tag."""
     return crc_hqx(tag, 0) % SLOTS
 
 
 class ServerDownError(Exception):
-    """A server failed a moment ago and is not asked again yet."""
+    """A server failed a moment ago and is not yet asked again."""
 
 
 class Servers:
     """Connections by server, and servers by slot.
 
     Args:
-        tier: its name, for errors.
-        addresses: servers to begin with.
+        tier: name of the tier, for errors.
+        addresses: the first servers to ask.
         access: how to connect.
         end_s: when the store must have answered, on the monotonic clock.
 
     Raises:
         UnusablePathError: the servers refuse the user or the database, or they speak another protocol.
-        TierError: none answers.
+        TierError: no server answers.
     """
 
     def __init__(self, tier: str, addresses: Sequence[Node], access: Access, end_s: float) -> None:
@@ -104,7 +110,7 @@ class Servers:
         self.is_cluster = False
         self._slots: list[Node] = [self._addresses[0]] * SLOTS
         self.masters: tuple[Node, ...] = self._addresses[:1]
-        """The servers that have slots; of a store without cluster mode the only one."""
+        """The servers that have slots; without cluster mode the only server."""
         try:
             self._open(end_s)
         except BaseException:
@@ -112,7 +118,7 @@ class Servers:
             raise
 
     def node_of(self, slot: int) -> Node:
-        """The server that had `slot` when last heard of."""
+        """Return the server that had `slot` when it was last reported."""
         return self._slots[slot]
 
     def moved(self, refusal: RefusedError) -> None:
@@ -124,11 +130,11 @@ class Servers:
                 self._slots[slot] = _named(match[2].strip("[]"), int(match[3]), self._slots[slot])
 
     def take(self, node: Node, end_s: float) -> Wire:
-        """A connection to `node`, for one thread until `give`, or until it is closed.
+        """Take a connection to `node`, for one thread until `give` or until it is closed.
 
         Raises:
-            ServerDownError: it failed a moment ago.
-            BrokenWireError, RefusedError, OSError: it cannot be made.
+            ServerDownError: the server failed a moment ago.
+            BrokenWireError, RefusedError, OSError: the connection cannot be made.
         """
         with self._lock:
             if self._is_closed:
@@ -140,7 +146,7 @@ class Servers:
             if self._down_until.get(node, 0.0) > now_s:
                 raise ServerDownError(f"{node} does not answer")
             if node in self._down_until:
-                self._down_until[node] = end_s + DOWN_S  # this thread alone tries it, until it knows more
+                self._down_until[node] = end_s + DOWN_S  # only this thread tries it, until it knows more
         try:
             return Wire(node, self._access, end_s)
         except (BrokenWireError, OSError):
@@ -148,10 +154,10 @@ class Servers:
             raise
 
     def give(self, wire: Wire) -> None:
-        """Give a connection back whose replies have all been read."""
+        """Give back a connection whose replies have all been read."""
         wire.is_used = True
         with self._lock:
-            self._down_until.pop(wire.node, None)  # not before: the kernel of a stopped server takes connections
+            self._down_until.pop(wire.node, None)  # not earlier: the kernel of a stopped server accepts connections
             idle = self._idle.setdefault(wire.node, [])
             if wire.reader.is_empty and len(idle) < IDLE_MAX and not self._is_closed:
                 idle.append(wire)
@@ -159,9 +165,9 @@ class Servers:
         wire.close()
 
     def failed(self, node: Node, *, is_down: bool = True) -> None:
-        """A connection to `node` failed, so its idle ones may have, too. One that `is_down` is left alone for a moment.
+        """Note a failed connection and close the server's idle ones. If `is_down`, leave the server alone for a moment.
 
-        A store of one server is never left alone: the tier's circuit breaker does that.
+        The only server of a store is never left alone, because the tier's circuit breaker does that.
         """
         with self._lock:
             if self.is_cluster and is_down:
@@ -172,16 +178,16 @@ class Servers:
 
     @property
     def has_live(self) -> bool:
-        """Whether a server of the store has not failed."""
+        """Whether some server of the store has not failed."""
         return any(each not in self._down_until for each in self.masters)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a server of a cluster has failed and has not answered since; it may have a successor."""
+        """Whether a server of a cluster has failed and not answered since. It may have a successor."""
         return bool(self._down_until)
 
     def refresh(self, end_s: float) -> None:
-        """Read the slots again, unless another thread does or that was a moment ago. Failures change nothing."""
+        """Read the slots again, unless another thread does or did so a moment ago. Failures change nothing."""
         if not self.is_cluster or time.monotonic() - self._refreshed_s < REFRESH_INTERVAL_S:
             return
         if not self._refreshing.acquire(blocking=False):
@@ -200,7 +206,7 @@ class Servers:
             self._refreshing.release()
 
     def ask(self, node: Node, *parts: bytes, end_s: float) -> Reply:
-        """One command to `node`.
+        """Send one command to `node`, and return its reply.
 
         Raises:
             ServerDownError, BrokenWireError, OSError: the connection failed.
@@ -247,7 +253,7 @@ class Servers:
         except RefusedError as error:
             if error.code != "ERR" or error.text == MANY_CLIENTS or self.is_cluster:
                 raise
-            # Not in cluster mode, or a server without the command. A server that refuses the connection does so again.
+            # The server is not in cluster mode or lacks the command. If it refuses the connection, it does so again.
             self.ask(node, b"PING", end_s=end_s)
             self._slots, self.masters = [node] * SLOTS, (node,)
             return
@@ -264,7 +270,7 @@ class Servers:
 
 
 def _slot_rows(reply: Reply, asked: Node) -> dict[tuple[int, int], Node]:
-    """(first slot, last slot) and their master; of the reply of CLUSTER SLOTS."""
+    """Read the master of each range (first slot, last slot) from the reply of CLUSTER SLOTS."""
     if not isinstance(reply, list) or not 0 < len(reply) <= SLOTS:
         raise NonsenseError("no list of slots")
     found: dict[tuple[int, int], Node] = {}
@@ -273,21 +279,21 @@ def _slot_rows(reply: Reply, asked: Node) -> dict[tuple[int, int], Node]:
             case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if 0 <= first <= last < SLOTS:
                 found[first, last] = _named(printable(host or b""), port, asked)
             case _:
-                raise NonsenseError("a row of slots of another form")
+                raise NonsenseError("a malformed row of slots")
     return found
 
 
 def _named(host: str, port: int, asked: Node) -> Node:
-    """A server that `asked` names, by its own host when it does not know the other's."""
+    """Return the server that `asked` named, at its own host if it does not know the other's."""
     if not 0 < port < 65536:
         raise NonsenseError(f"a server with the port {port}")
     return Node(asked.host if host in ("", "?") else host, port)
 
 
 def _mistake(error: Exception) -> str:
-    """What is wrong in the settings, if `error` of the start says so; else empty."""
+    """Return what is wrong in the settings, if `error` at the start shows it; else empty."""
     if isinstance(error, NonsenseError):
-        return f": {error}; this is not a Valkey server, or one that speaks TLS"
+        return f": {error}; this is not a Valkey server, or it speaks TLS"
     if isinstance(error, RefusedError) and error.code in _WRONG_ACCESS and error.text != MANY_CLIENTS:
         return f" refuses: {error.text}: {_HINTS.get(error.code, 'check the settings of the tier')}"
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -300,7 +306,7 @@ def _mistake(error: Exception) -> str:
 
 
 def _shown(part: str) -> str:
-    """Without what may be a password: a login, and what follows a host."""
+    """Return `part` without what may be a password: a login, and what follows a host."""
     whole = part.rpartition("@")[2].strip()
     found = _ADDRESS.match(whole)
     shown = found[0] if found else ""

@@ -1,7 +1,7 @@
 """Frames in a Valkey or Redis server, or in a cluster of them, that several nodes use.
 
-An object has the key ``PREFIX/KEY ID/MODEL ID/{NAME}``; the braces put all of its parts into one slot of a cluster.
-`valkey.parts` has its values, `valkey.requests` the repetitions, and `valkey.servers` the servers that fail.
+An object has the key ``PREFIX/KEY ID/MODEL ID/{NAME}``. The braces put all of its parts into one slot of a cluster.
+`valkey.parts` defines its values, `valkey.requests` repeats requests, and `valkey.servers` handles servers that fail.
 """
 
 import logging
@@ -15,7 +15,16 @@ from contextlib import suppress
 from kvtier.errors import TierError
 from kvtier.tier.base import Read, Tier, Write
 from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.valkey.parts import FRAME_BYTES_MAX, PART_BYTES, Front, Loading, frame_bytes, look, removal, storing
+from kvtier.tier.valkey.parts import (
+    FRAME_BYTES_MAX,
+    PART_BYTES,
+    Front,
+    Loading,
+    frame_bytes,
+    header_request,
+    removal,
+    write_request,
+)
 from kvtier.tier.valkey.requests import MOVING, Request, Requests, Transaction
 from kvtier.tier.valkey.servers import ServerDownError, Servers, parse_addresses, slot_of
 from kvtier.tier.valkey.wire import Access, BrokenWireError, RefusedError, cause_of, command
@@ -26,30 +35,30 @@ logger = logging.getLogger(__name__)
 CLOSE_DEADLINE_S = 5.0
 SCAN_COUNT = b"500"
 HEALTH_KEYS = 8
-"""Keys that a health check asks for; they are on different servers of a cluster."""
+"""How many keys a health check asks for, on different servers of a cluster."""
 _TAG = re.compile(rb"[0-9a-f]{64}\}")
 REGISTRY = "kvtier"
-"""Key, below the prefix, of a set of ``KEY ID/MODEL ID`` that use the store."""
+"""Key, below the prefix, of the set of every ``KEY ID/MODEL ID`` that uses the store."""
 
 
 class ValkeyTier(Tier):
-    """Frames as values, which the servers evict by their policy, or at the end of their lifetime.
+    """Frames as values, which the servers evict by their policy or at the end of their lifetime.
 
     Args:
-        addresses: ``HOST[:PORT]``, several with commas; of a cluster some of its servers.
-        key_id: 16 bytes that identify the secret, see `keys.secret.key_id`.
-        model: 16 bytes that identify the model, see `keys.secret.model_id`.
+        addresses: ``HOST[:PORT]``, several with commas; for a cluster, some of its servers.
+        key_id: 16 bytes that identify the secret (`keys.secret.key_id`).
+        model: 16 bytes that identify the model (`keys.secret.model_id`).
         name: the tier's name in metrics and errors.
-        prefix: of all keys.
+        prefix: prefix of all keys.
         access: user, password, TLS.
-        lifetime_s: how long an object lives after its last use; 0: for ever.
-        deadline_s: longest time of an operation, all attempts together.
+        lifetime_s: how long an object lives after its last use; 0 for ever.
+        deadline_s: longest time of an operation with all its attempts.
         probe_deadline_s: longest time of a `contains`.
-        is_user: the store is used, not only looked at; a look renews no lifetime.
+        is_user: whether the store is used and not only inspected, which renews no lifetime.
 
     Raises:
         ConfigError: an address is wrong.
-        UnusablePathError: a server refuses the password, or is of another kind.
+        UnusablePathError: a server refuses the password, or is not a Valkey server.
         TierError: no server answers.
     """
 
@@ -81,7 +90,7 @@ class ValkeyTier(Tier):
         self._written_bytes = 0
         nodes = parse_addresses(addresses)
         self.servers = Servers(name, nodes, access or Access(), time.monotonic() + deadline_s)
-        """Also for tools."""
+        """The servers, public for tools."""
         self._requests = Requests(self.servers)
         try:
             if is_user:
@@ -92,13 +101,13 @@ class ValkeyTier(Tier):
             raise
 
     def figures(self) -> Figures:
-        """Bytes written by this process."""
+        """Return the bytes written by this process."""
         return Figures(write_bytes={"frames": self._written_bytes})
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether its first part exists: one pipeline for each server, all at once.
+        """Return for each name whether its first part exists, with one pipeline per server, all at once.
 
-        Names on a server of a cluster that failed are absent, while another server answers.
+        Names on a failed server of a cluster are absent while another server answers.
         """
         with self._guard:
             asked = [self._key(each) for each in names]
@@ -110,7 +119,10 @@ class ValkeyTier(Tier):
             return [each.answer == 1 and not each.has_failed for each in requests[: len(names)]]
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """See `Tier`. One round trip; two where an object is not whole, which is absent then."""
+        """Read frames, each from its offset into its buffer.
+
+        This takes one round trip, or two if an object is not whole, which is then absent.
+        """
         with self._guard:
             loadings = [
                 Loading(*self._key(each.name), each.into.cast("B"), each.offset, self._lifetime) for each in reads
@@ -118,7 +130,7 @@ class ValkeyTier(Tier):
             end_s = self._end_s()
             self._requests.run([part for each in loadings for part in each.parts], end_s)
             answers = [self._answer(each) for each in loadings]
-            # A writer may have replaced the object between the reads of its parts, so it is read once more.
+            # A writer may have replaced the object between the reads of its parts, so read it once more.
             torn = {at: each.again() for at, each in enumerate(loadings) if each.is_torn}
             if torn:
                 self._requests.run([part for each in torn.values() for part in each.parts], end_s)
@@ -129,7 +141,10 @@ class ValkeyTier(Tier):
             return answers
 
     def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """See `Tier`. Of the first part only what is asked for, in one round trip; no lifetime is renewed."""
+        """Read like `read_many`, but without counting as a use.
+
+        This reads only the wanted bytes of the first part, in one round trip, and renews no lifetime.
+        """
         if any(each.offset or not 0 < each.into.nbytes <= PART_BYTES for each in reads):
             return self.read_many(reads)
         with self._guard:
@@ -142,39 +157,41 @@ class ValkeyTier(Tier):
         return loading.byte_count() if failed is None else self._problem(failed, "read")
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """See `Tier`. One round trip, or two when an object has several parts.
+        """Write frames of different names, each atomically.
 
-        False when a server has no memory, or its slot is moving.
+        This takes one round trip, or two if an object has several parts.
+
+        The result is False if a server has no memory, or the slot is moving.
         """
         with self._guard:
             answers: list[bool | TierError] = [False] * len(writes)
-            stores = {
-                number: storing(*self._key(each.name), each.frame.cast("B"), self._lifetime)
+            requests = {
+                number: write_request(*self._key(each.name), each.frame.cast("B"), self._lifetime)
                 for number, each in enumerate(writes)
                 if each.frame.nbytes <= FRAME_BYTES_MAX
             }
-            # Large objects are sent in vain when another node has written them.
-            large = [number for number, each in stores.items() if isinstance(each, Transaction)]
-            looks = {number: _exists(*self._key(writes[number].name)) for number in large}
+            # Large objects would be sent in vain if another node has written them.
+            large = [number for number, each in requests.items() if isinstance(each, Transaction)]
+            present = {number: _exists(*self._key(writes[number].name)) for number in large}
             end_s = self._end_s()
-            self._requests.run(list(looks.values()), end_s)
-            for number, each in looks.items():
+            self._requests.run(list(present.values()), end_s)
+            for number, each in present.items():
                 if each.answer == 1:
                     answers[number] = True
-                    del stores[number]
-            self._requests.run(list(stores.values()), end_s)
-            for number, each in stores.items():
+                    del requests[number]
+            self._requests.run(list(requests.values()), end_s)
+            for number, each in requests.items():
                 answers[number] = self._stored(each, writes[number].frame.nbytes)
             return answers
 
     def delete(self, name: ObjectName) -> None:
-        """Delete `name` and all of its parts, if it exists. Of one that cannot be read only the first part is known.
+        """Delete `name` and all of its parts, if it exists. If it cannot be read, only the first part is known.
 
-        Its other parts are no object without the first, and the next write of the name replaces them.
+        The other parts are not an object without the first, and the next write of the name replaces them.
         """
         with self._guard:
             slot, key = self._key(name)
-            header = look(slot, key)
+            header = header_request(slot, key)
             end_s = self._end_s()
             self._requests.run([header], end_s)
             if header.refusal is not None:
@@ -182,7 +199,7 @@ class ValkeyTier(Tier):
             self._run([removal(slot, key, frame_bytes(header.answer) or 0)], "delete", end_s)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Every (name, frame bytes) of this model and secret, in pages, one server after the other."""
+        """Yield names and frame bytes of this model and secret, in pages, one server after the other."""
         with self._guard:
             return self._scan()
 
@@ -209,7 +226,7 @@ class ValkeyTier(Tier):
         self.servers.close()
 
     def _key(self, name: ObjectName) -> tuple[int, bytes]:
-        """Slot and key of the first part."""
+        """Return slot and key of the first part."""
         tag = name.hex().encode()
         return slot_of(tag), b"%b%b}" % (self._root, tag)
 
@@ -226,7 +243,7 @@ class ValkeyTier(Tier):
         return True
 
     def _end_s(self) -> float:
-        """When an operation that begins now must have ended."""
+        """Return when an operation that starts now must have ended."""
         return time.monotonic() + self._deadline_s
 
     def _run(self, requests: Sequence[Request], what: str, end_s: float | None = None) -> None:
@@ -240,9 +257,9 @@ class ValkeyTier(Tier):
         return TierError(self.name, f"cannot {what}: {request.failure or f'refused: {request.answer}'}")
 
     def _problem(self, request: Request, what: str) -> TierError | None:
-        """Why `request` has no answer. None: it has one, or its object is a miss meanwhile.
+        """Return why `request` has no answer; None if it has one, or if its object is a miss for now.
 
-        An object is a miss while its slot moves, and while only its server is down: another server answers.
+        An object is a miss while its slot moves, and while its server is down but another one answers.
         """
         refusal = request.refusal
         is_moving = refusal is not None and refusal.code in MOVING
@@ -259,21 +276,21 @@ class ValkeyTier(Tier):
                     names.add(ObjectName(bytes.fromhex(tag[:-1].decode())))
             names -= seen
             seen |= names
-            looks = {name: look(*self._key(name)) for name in names}
+            headers = {name: header_request(*self._key(name)) for name in names}
             with self._guard:
-                self._run(list(looks.values()), "list")
-            for name, header in looks.items():
+                self._run(list(headers.values()), "list")
+            for name, header in headers.items():
                 length = frame_bytes(header.answer)
                 if length is not None:
                     yield name, length
 
     def pages(self, root: bytes) -> Iterator[list[bytes]]:
-        """Keys that begin with `root`, some at a time, from all masters; a key may come twice.
+        """Yield the keys that begin with `root`, some at a time, from all masters. A key may come twice.
 
         Raises:
             TierError: a server does not answer.
         """
-        self.servers.refresh(self._end_s())  # a server may have come
+        self.servers.refresh(self._end_s())  # a server may have joined
         for node in self.servers.masters:
             cursor = b"0"
             while True:
@@ -292,7 +309,7 @@ class ValkeyTier(Tier):
                     break
 
     def _register(self) -> None:
-        """Add the secret and the model to the store's registry. Warn if it has entries of other secrets only."""
+        """Add the secret and the model to the store's registry. Warn if it has only entries of other secrets."""
         key = f"{self._prefix}/{REGISTRY}".encode()
         slot = slot_of(key)
         add = Request(slot, [command(b"SADD", key, self._own.encode())])
@@ -303,7 +320,7 @@ class ValkeyTier(Tier):
             {each.partition(b"/")[0].decode("ascii", "replace") for each in members if isinstance(each, bytes)}
         )
         if self._own.encode() not in members:
-            self._requests.run([add], self._end_s())  # a full server refuses it, and objects can still be read
+            self._requests.run([add], self._end_s())  # a full server refuses this, but objects can still be read
         if known and self._own.partition("/")[0] not in known:
             logger.warning(
                 "tier %s: keys below %r are of another secret only (key id %s); nothing is shared with them. "
@@ -322,7 +339,7 @@ class ValkeyTier(Tier):
             limit, policy = facts.get("maxmemory", ""), facts.get("maxmemory_policy", "")
             if limit == "0" or policy == "noeviction":
                 logger.warning(
-                    "tier %s: %s has maxmemory %s and policy %s, so that it grows without end or refuses writes; "
+                    "tier %s: %s has maxmemory %s and policy %s, so it grows without end or refuses writes; "
                     "set maxmemory, and maxmemory-policy allkeys-lru",
                     self.name, node, limit, policy,
                 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""One connection to a Valkey server: commands out, replies in, all within a deadline and within limits.
+"""One connection to a Valkey server, which sends commands and reads replies within a deadline and limits.
 
-Payloads move between the socket and the caller's memory without copies. valkey-py copies them, and its parsers have no
-limit of a line, of a length and of the whole time (`docs/adr/0016`).
+Payloads move between the socket and the caller's memory without copies. valkey-py copies them, and its parsers limit no
+line, no length and no total time (`docs/adr/0016`).
 """
 
 import socket
@@ -16,18 +16,18 @@ from kvtier.config.value_types import PrivateText
 from kvtier.tier.deadline_calls import connected, remaining_s
 
 BUFFER_BYTES = 4096
-"""Small replies are read in blocks of this size; a line of a server is shorter."""
+"""Small replies are read in blocks of this size. A server's lines are shorter."""
 REPLY_COST_MAX = 8 << 20
-"""The most of one reply, but for payloads: its bytes, and `ITEM_COST` for each item. The list of slots of a cluster in
-16,384 pieces costs less."""
+"""Budget of one reply without payloads: its bytes, plus `ITEM_COST` per item. The slot list of a cluster in 16,384
+pieces costs less."""
 ITEM_COST = 8
 REPLY_DEPTH_MAX = 6
 SEND_BUFFER_BYTES = 1 << 18
-"""For a server on the same machine; Linux keeps twice as much. What waits there then stays in the processor's cache:
-with the default of up to 4 MiB such a server needs half as much again of processor time for a store. A network needs
-more: at 25 Gbit/s and 0.5 ms some 1.6 MB are on their way."""
+"""Send buffer for a server on the same machine; Linux doubles it. Waiting bytes then stay in the processor's cache.
+With the default of up to 4 MiB, such a server needs 50 % more processor time for a write. A network needs more buffer:
+at 25 Gbit/s and 0.5 ms, some 1.6 MB are in flight."""
 BUFFERS_PER_CALL = 512
-"""Of `sendmsg`; Linux takes 1024."""
+"""Maximum number of buffers in one `sendmsg`. Linux allows 1024."""
 
 Buffer: TypeAlias = bytes | memoryview
 
@@ -37,14 +37,14 @@ class BrokenWireError(Exception):
 
 
 class NonsenseError(BrokenWireError):
-    """What the server sends is not the protocol."""
+    """The server sent something that is not the protocol."""
 
 
 class RefusedError(Exception):
     """A server's error reply. Some are values rather than exceptions.
 
     Args:
-        text: of the reply.
+        text: text of the reply.
     """
 
     def __init__(self, text: str) -> None:
@@ -57,7 +57,7 @@ Reply: TypeAlias = int | bytes | RefusedError | list["Reply"] | None
 
 
 MANY_CLIENTS = "ERR max number of clients reached"
-"""A refusal that passes, in spite of its code."""
+"""A refusal that passes, despite its code."""
 
 
 class Node(NamedTuple):
@@ -71,29 +71,29 @@ class Node(NamedTuple):
 
 
 class Access(NamedTuple):
-    """What a connection needs besides the address."""
+    """The settings of a connection, besides the address."""
 
     username: str = ""
     password: PrivateText = PrivateText()
     database: int = 0
     tls: bool = False
     ca_file: Path | None = None
-    """Further trusted authorities, PEM."""
+    """PEM file of further trusted authorities."""
     certificate_file: Path | None = None
     key_file: Path | None = None
-    """Of the client, PEM."""
+    """PEM file of the client's key."""
     connect_deadline_s: float = 2.0
 
 
 def command(*parts: bytes) -> bytes:
-    """A command as the protocol sends it."""
+    """Encode a command for the protocol."""
     return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
 
 
 class Reader:
     """Reads replies from `line`.
 
-    Every method raises `BrokenWireError` on nonsense and `OSError` (also `TimeoutError`) when the connection fails.
+    Every method raises `BrokenWireError` on nonsense, and `OSError` (such as `TimeoutError`) if the connection fails.
     """
 
     def __init__(self, line: socket.socket, end_s: float) -> None:
@@ -102,29 +102,29 @@ class Reader:
         self.stall_s = inf
         """Longest time without a byte."""
         self.progress_s = 0.0
-        """When the last byte came, or the operation began."""
+        """When the last byte arrived, or the operation started."""
         self._socket = line
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._stop = 0
         self._left = 0
-        """Of `REPLY_COST_MAX`, for the reply that is being read."""
+        """What is left of `REPLY_COST_MAX` for the current reply."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has come that was not read."""
+        """Whether everything that has arrived was read."""
         return self._start == self._stop
 
     def reply(self) -> Reply:
-        """The next reply, of strings and numbers."""
+        """Read the next reply, made of strings and numbers."""
         self._left = REPLY_COST_MAX
         return self._reply(0)
 
     def bulk(self, most: int) -> int | RefusedError | None:
-        """Begin a reply that is a string: its length in bytes; then `take` or `skip` that number, and `end`.
+        """Start reading a string, and return its length in bytes. Then `take` or `skip` as many, and call `end`.
 
         Args:
-            most: a longer one breaks the connection.
+            most: maximum length; a longer string breaks the connection.
         """
         line = self._line()
         if line[:1] == b"-":
@@ -151,7 +151,7 @@ class Reader:
             byte_count -= count
 
     def end(self) -> None:
-        """The end of a string."""
+        """Read the end of a string."""
         if self._line():
             raise NonsenseError("a string is longer than its length")
 
@@ -205,7 +205,8 @@ class Reader:
         self._stop += self._receive(self._view[self._stop :])
 
     def _receive(self, into: memoryview) -> int:
-        # After the deadline, what has come is still read: the thread may have waited for another server.
+        # Bytes that have arrived are read even after the deadline, because the thread may have waited for another
+        # server.
         self._socket.settimeout(max(0.0, min(self.end_s, self.progress_s + self.stall_s) - time.monotonic()))
         try:
             count = self._socket.recv_into(into)
@@ -222,8 +223,8 @@ class Wire:
 
     Args:
         node: the server.
-        access: how.
-        end_s: when the connection must be there, on the monotonic clock.
+        access: how to connect.
+        end_s: when the connection must be open, on the monotonic clock.
 
     Raises:
         BrokenWireError: the server closes the connection, or does not speak the protocol.
@@ -235,7 +236,7 @@ class Wire:
     def __init__(self, node: Node, access: Access, end_s: float) -> None:
         self.node = node
         self.is_used = False
-        """It has answered commands before, so that the server may have closed it since."""
+        """Whether it has answered commands before, so that the server may have closed it since."""
         end_s = min(end_s, time.monotonic() + access.connect_deadline_s)
         self._socket = connected(node.host, node.port, end_s)
         try:
@@ -252,7 +253,7 @@ class Wire:
             raise
 
     def send(self, buffers: Sequence[Buffer], end_s: float, stall_s: float = inf) -> None:
-        """Send all of `buffers`, and set the deadline of the replies and the longest time without a byte of them.
+        """Send all of `buffers`, and set the replies' deadline and longest time without a byte.
 
         Raises:
             OSError: the connection failed, or not in time.
@@ -275,7 +276,7 @@ class Wire:
                 views[first] = views[first][sent:]
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""
         self._socket.close()
 
     def _log_in(self, access: Access, end_s: float) -> None:
@@ -288,7 +289,7 @@ class Wire:
         self.send(commands, end_s)
         for _ in commands:
             reply = self.reader.reply()
-            if isinstance(reply, RefusedError):  # a server that does not know AUTH repeats its arguments
+            if isinstance(reply, RefusedError):  # a server without AUTH repeats its arguments
                 text = reply.text.partition(" with args")[0]
                 raise RefusedError(text.replace(secret, "***") if secret else text)
 
@@ -298,7 +299,7 @@ def _with_tls(line: socket.socket, host: str, access: Access) -> ssl.SSLSocket:
     if access.ca_file is not None:
         context.load_verify_locations(access.ca_file)
     if access.certificate_file is not None:
-        # With an empty pass phrase, a key that has one is an error, and nothing asks for it.
+        # With an empty pass phrase, a key that needs one is an error instead of a prompt.
         context.load_cert_chain(access.certificate_file, access.key_file, password="")
     try:
         return context.wrap_socket(line, server_hostname=host)
@@ -307,12 +308,12 @@ def _with_tls(line: socket.socket, host: str, access: Access) -> ssl.SSLSocket:
 
 
 def cause_of(error: Exception) -> str:
-    """Without what a server may have sent, but for a few characters."""
+    """Return the cause of an error, with at most 200 characters of the server's text."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)[:200] or type(error).__name__
 
 
 def _joined(buffers: Iterable[Buffer]) -> Iterable[Buffer]:
-    """Small neighbours in one piece: TLS makes a record of each."""
+    """Join small neighbours, because TLS makes a record of each piece."""
     small = bytearray()
     for each in buffers:
         if len(each) <= BUFFER_BYTES:
@@ -327,18 +328,18 @@ def _joined(buffers: Iterable[Buffer]) -> Iterable[Buffer]:
 
 
 def printable(line: bytes) -> str:
-    """The text of `line`, with question marks for what a terminal may not get."""
+    """Return the text of `line`, with question marks for unprintable characters."""
     return "".join(each if each.isprintable() else "?" for each in line.decode("utf-8", "replace"))
 
 
 def _number(digits: bytes) -> int:
     if len(digits) > 20 or not digits.removeprefix(b"-").isdigit():
-        raise NonsenseError("a number that is none")
+        raise NonsenseError("not a number")
     return int(digits)
 
 
 def _length(digits: bytes, most: int) -> int | None:
-    """None for -1, the protocol's nothing."""
+    """Parse a length; None for -1, the protocol's null."""
     length = _number(digits)
     if length == -1:
         return None

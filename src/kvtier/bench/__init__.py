@@ -1,1 +1,0 @@
-"""The measurements of `kvtier bench`. They return plain results; reports are made from these."""

@@ -1,1 +1,0 @@
-"""What storage sees: requests at application, file system and device, and what they measure."""

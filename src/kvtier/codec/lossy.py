@@ -1,0 +1,249 @@
+"""Lossy codecs for keys and values: integers of 4 or 8 bits with a scale for each group of numbers.
+
+Keys have channels of very different sizes, so a group of keys is one channel of many tokens. A group of values is many
+channels of one token. A prompt's first tokens draw much attention, so they stay exact. FORMAT.md specifies the bytes.
+
+`int4` stores each number of a group as low + q * step, with q from 0 to 15. `k8v4` does so with values, and stores
+keys as q * step, with q from -127 to 127. `low` and `step` are bf16. `low` is rounded down, so no q is negative.
+Products of q and `step` are exact in float32, so a fused multiply-add changes no result.
+"""
+
+import logging
+import struct
+from functools import cache, lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import ConfigError, described, install_hint
+from kvtier.layout import ELEMENT_BYTES, TOKEN_GROUP, Axes, Axis, Cut, Element, Loss, RunKind
+
+logger = logging.getLogger(__name__)
+
+EXACT_TOKENS = 4
+"""First tokens of a prompt that stay exact."""
+KEY_BITS = MappingProxyType({"int4": 4, "k8v4": 8})
+"""Bits of each number in keys, by codec. Numbers in values have 4."""
+STEP_MIN = 2.0**-100
+"""Smallest step. Its inverse is finite, and no product of it is denormal."""
+
+_KERNELS = {"numba": "kvtier.codec.lossy_numba", "torch": "kvtier.codec.lossy_torch"}
+"""Modules that implement `Kernels`, by the package that each needs; the fastest first."""
+
+
+TOLERANCES = MappingProxyType[Element, tuple[float, float]](
+    {"bf16": (2.0**-8, 0), "fp16": (2.0**-11, 2.0**-25), "fp32": (2.0**-22, 0)}
+)
+"""How far a decoded number may be from the original one beyond half a step: a share of the number, for rounding to the
+element and arithmetic in float32; and an absolute difference, for rounding denormal numbers."""
+HALF_STEP = 0.501
+"""Allowed share of a step. What exceeds a half is for rounding in float32, and for denormal numbers of bf16."""
+Array = npt.NDArray[Any]
+
+_HEAD = struct.Struct("<IHH")
+_CHANNEL_GROUP = 64
+_INT8_TOKEN_GROUP = 256
+_ORDER: tuple[Axis, ...] = ("side", "head", "page", "token", "channel")
+
+
+class Side(NamedTuple):
+    """The keys or the values of a section, and where they are stored."""
+
+    is_by_channel: bool
+    """Whether a group is one channel of `token_group` tokens; otherwise it is `channel_group` channels of one token."""
+    bits: int
+    token_group: int
+    groups: int
+    scales_at: int
+    """Where the scales begin: first all lows, if there are any, then all steps. Both are sorted by head, token and
+    channel."""
+    codes_at: int
+    """Where the codes begin. They are sorted by head, token and channel."""
+
+
+class Form(NamedTuple):
+    """How a section is arranged in memory and when stored. Sizes are in numbers unless the name says otherwise."""
+
+    element: Element
+    axes: Axes
+    heads: int
+    tokens: int
+    """Tokens that are coded."""
+    exact_tokens: int
+    """Tokens before them, which are stored unchanged."""
+    channels: int
+    channel_group: int
+    sides: tuple[Side, ...]
+    raw_bytes: int
+    stored_bytes: int
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Distances of neighbours among sides, heads, pages and tokens of a page."""
+        return tuple(self.axes.step(name) for name in _ORDER[:-1])
+
+    def view(self, memory: memoryview) -> Array:
+        """Return a section's numbers as integers, of shape (sides, heads, pages, tokens of a page, channels)."""
+        names, sizes = self.axes.names, self.axes.sizes
+        missing = [name for name in _ORDER if name not in names]
+        order = [(*missing, *names).index(name) for name in _ORDER]
+        numbers = np.frombuffer(memory, f"<u{ELEMENT_BYTES[self.element]}")
+        return numbers.reshape((1,) * len(missing) + sizes).transpose(order)
+
+    @property
+    def exact(self) -> tuple[Any, ...]:
+        """Index of the exact tokens in a `view`. It selects the shape (sides, heads, tokens, channels)."""
+        return ..., *np.divmod(np.arange(self.exact_tokens), self.axes.size("token")), slice(None)
+
+    def stored_exact(self, stored: memoryview) -> Array:
+        """Return a stored section's exact tokens without a copy. The shape is (sides, heads, tokens, channels)."""
+        place = stored[_HEAD.size : self.sides[0].scales_at]
+        numbers = np.frombuffer(place, f"<u{ELEMENT_BYTES[self.element]}")
+        return numbers.reshape(len(self.sides), self.heads, self.exact_tokens, self.channels)
+
+
+class Kernels(Protocol):
+    """An implementation of the codecs. All implementations return the same bits.
+
+    They do not touch the stored bytes before the scales. What they decode exact tokens to is undefined.
+    """
+
+    def encode(self, raw: memoryview, stored: memoryview, form: Form) -> bool:
+        """Code finite numbers, or return False if a scale or a decoded number would not be finite."""
+        ...
+
+    def decode(self, stored: memoryview, into: memoryview, form: Form) -> None:
+        """Restore the numbers."""
+        ...
+
+    def wrong(self, raw: memoryview, stored: memoryview, decoded: memoryview, form: Form) -> int:
+        """Return how many numbers of `decoded` are farther from those of `raw` than `stored` allows."""
+        ...
+
+
+class Int4:
+    """Codes keys and values in 4 bits."""
+
+    name: str = "int4"
+    id: int = 5
+    is_exact: bool = False
+
+    def __init__(self, package: str = "") -> None:
+        """Use the kernels of `package`, or the fastest that are installed.
+
+        Raises:
+            ConfigError: `package` is not installed, or neither numba nor torch is.
+        """
+        _installed(package)  # only encoding and decoding import it
+        self._package = package
+
+    def encode(self, raw: memoryview, into: memoryview, cut: Cut, *, is_first: bool) -> int:
+        """Code `raw` into the front of `into`; return `len(raw)` if it cannot be coded or would not shrink."""
+        form = self._form(cut, EXACT_TOKENS if is_first else 0)
+        if form is None:
+            return len(raw)
+        stored = into[: form.stored_bytes]
+        _HEAD.pack_into(stored, 0, form.raw_bytes, form.exact_tokens, 0)
+        form.stored_exact(stored)[:] = form.view(raw)[form.exact]
+        return form.stored_bytes if load_kernels(self._package).encode(raw, stored, form) else len(raw)
+
+    def decode(self, stored: memoryview, into: memoryview, cut: Cut) -> None:
+        """Restore the section.
+
+        Raises:
+            ValueError: `stored` is damaged, or of a section of another size.
+        """
+        form = self._stored_form(stored, len(into), cut)
+        load_kernels(self._package).decode(stored, into, form)
+        form.view(into)[form.exact] = form.stored_exact(stored)
+
+    def error(self, raw: memoryview, stored: memoryview, decoded: memoryview, cut: Cut) -> str:
+        """Compare each number with its group's step: half of it, and what rounding to the element adds, is allowed."""
+        form = self._stored_form(stored, len(raw), cut)
+        wrong = load_kernels(self._package).wrong(raw, stored, decoded, form)
+        exact = form.stored_exact(stored)
+        wrong += sum(np.count_nonzero(form.view(it)[form.exact] != exact) for it in (raw, decoded))
+        return f"{wrong} numbers differ by more than their group's step allows" if wrong else ""
+
+    def _stored_form(self, stored: memoryview, raw_bytes: int, cut: Cut) -> Form:
+        if len(stored) < _HEAD.size:
+            raise ValueError(f"{len(stored)} bytes are too few for a section's fields")
+        size, exact_tokens, zeros = _HEAD.unpack_from(stored)
+        form = self._form(cut, exact_tokens) if exact_tokens in {0, EXACT_TOKENS} else None
+        if (
+            form is None
+            or zeros
+            or size != raw_bytes
+            or raw_bytes != form.raw_bytes
+            or len(stored) != form.stored_bytes
+        ):
+            raise ValueError(
+                f"{len(stored)} bytes with {exact_tokens} exact tokens cannot fill {raw_bytes} of {cut.element}"
+            )
+        return form
+
+    def _form(self, cut: Cut, exact_tokens: int) -> Form | None:
+        return None if cut.axes is None else _form(cut.axes, cut.kind, cut.element, KEY_BITS[self.name], exact_tokens)
+
+
+class K8V4(Int4):
+    """Codes keys in 8 bits and values in 4."""
+
+    name: str = "k8v4"
+    id: int = 4
+
+
+@cache
+def load_kernels(package: str = "") -> Kernels:
+    """Return the kernels of `package`, or the fastest that can be loaded. The first call may compile for seconds.
+
+    Raises:
+        ConfigError: neither numba nor torch is installed, or none of them can be loaded.
+    """
+    for name in _installed(package):
+        try:
+            return cast("Kernels", import_module(_KERNELS[name]))
+        except Exception as error:  # noqa: BLE001 - such as a numba that does not support this NumPy
+            logger.warning("lossy codecs cannot use the package %s: %s", name, described(error))
+    raise ConfigError(f"lossy codecs can load neither numba nor torch; the log says why: {install_hint('lossy')}")
+
+
+def _installed(wanted: str = "") -> list[str]:
+    found = [package for package in _KERNELS if wanted in {"", package} and find_spec(package)]
+    if not found:
+        raise ConfigError(f"lossy codecs need the package numba, or torch, which is slower: {install_hint('lossy')}")
+    return found
+
+
+def share_of(loss: Loss, kind: RunKind, element: Element, tokens: int, channels: int) -> float:
+    """Return the stored bytes of one head's keys or values as a share of the raw ones. No token is exact."""
+    form = _form(Axes(("head", "token", "channel"), (1, tokens, channels)), kind, element, KEY_BITS[loss], 0)
+    return 1.0 if form is None else (form.stored_bytes - _HEAD.size) / form.raw_bytes
+
+
+@lru_cache(256)
+def _form(axes: Axes, kind: RunKind, element: Element, key_bits: int, exact_tokens: int) -> Form | None:
+    """Return the form of a section; None if it cannot be coded or would not shrink."""
+    heads, channels, width = axes.size("head"), axes.size("channel"), ELEMENT_BYTES[element]
+    tokens = axes.tokens - exact_tokens
+    if channels % 2 or tokens < 1:
+        return None
+    channel_group = next(it for it in range(min(channels, _CHANNEL_GROUP), 1, -1) if not channels % it and not it % 2)
+    kinds = ("keys", "values")[: axes.size("side")] if kind == "kv" else (kind,)
+    position = _HEAD.size + len(kinds) * heads * exact_tokens * channels * width
+    sides: list[Side] = []
+    for it in kinds:
+        is_keys = it == "keys"
+        bits = key_bits if is_keys else 4
+        token_group = _INT8_TOKEN_GROUP if bits == 8 else TOKEN_GROUP
+        groups = heads * (-(-tokens // token_group) * channels if is_keys else tokens * channels // channel_group)
+        codes_at = position + groups * (2 if bits == 8 else 4)
+        sides.append(Side(is_keys, bits, token_group, groups, position, codes_at))
+        position = codes_at + heads * tokens * channels * bits // 8
+    raw_bytes = len(kinds) * heads * axes.tokens * channels * width
+    form = Form(element, axes, heads, tokens, exact_tokens, channels, channel_group, tuple(sides), raw_bytes, position)
+    return form if position < raw_bytes else None

@@ -1,0 +1,1 @@
+"""What kvtier knows about a vLLM request: its keys, items, hints, state and history."""

@@ -1,0 +1,232 @@
+"""Explains to people why a request loaded nothing or little, from what was decided about the last requests.
+
+The scheduler's thread notes requests. The thread of control calls reads them and derives the reasons. A reason has a
+code for programs and a text:
+
+    not_cached   the request has no keys                  planner     computing was expected to be faster
+    skipped      vLLM reads no cache for it               cut         the load took longer than computing
+    no_chunk     its prompt has no full chunk             failed      objects of the load did not arrive
+    engine       vLLM's own prefix cache had the tokens   obstacle    kvtier is off, or a tier is down
+    absent       no place had the next chunk              announced   announced chunks had not arrived
+    hint         its hints let it load no more            no_lookup   the request ended, or waits, without a look-up
+    removed      an earlier request had that chunk
+    shared       the longest prefix shared with others    complete    nothing more could be loaded
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.requests.account import RequestAccount, client_id_of_engine
+from kvtier.connect.vllm.requests.tracked import TrackedRequest, shared_chunks
+from kvtier.runtime.control_socket import ControlError
+from kvtier.runtime.session import Session
+from kvtier.types import ChunkKey, Prefix
+
+ENDED_MAX = 256
+"""Ended requests that are remembered."""
+KEYS_MAX = 1024
+"""Chunks remembered per request: 75 kB."""
+NOW_S = 1.0
+"""How long a call waits for the tiers' present answers, in seconds."""
+
+RESET = "its keys were dropped: the cache was reset or cleared, or the weights have changed, while it ran"
+
+
+class Reason(NamedTuple):
+    """One reason."""
+
+    code: str
+    text: str
+
+
+class RequestRecord(NamedTuple):
+    """What is remembered of a request."""
+
+    id: str
+    ended_s: float | None
+    prompt_tokens: int
+    most_tokens: int
+    """Most tokens that could be loaded."""
+    announced_tokens: int
+    skips: bool
+    max_load_tokens: int | None
+    """Most tokens that its hints let it load."""
+    keys: tuple[ChunkKey, ...] | None
+    account: RequestAccount
+
+    @classmethod
+    def of(cls, tracked: TrackedRequest, geometry: Geometry, ended_s: float | None) -> "RequestRecord":
+        """Return the record of a request as it is now."""
+        request, keys = tracked.request, tracked.keys
+        return cls(
+            request.request_id,
+            ended_s,
+            request.num_prompt_tokens,
+            geometry.hit_tokens(request.num_prompt_tokens),
+            tracked.account.announced_tokens,
+            bool(request.skip_reading_prefix_cache),
+            tracked.hints.max_load_tokens,
+            None if keys is None else keys.keys[:KEYS_MAX],
+            tracked.account,
+        )
+
+
+class RequestHistory:
+    """The last requests of one engine.
+
+    Args:
+        session: the engine's session.
+        geometry: gives the size of chunks.
+        refusal: returns why the last request without keys has none.
+    """
+
+    def __init__(self, session: Session, geometry: Geometry, refusal: Callable[[], str]) -> None:
+        self._session = session
+        self._refusal = refusal
+        self._geometry = geometry
+        self._open: dict[str, TrackedRequest] = {}
+        self._ended: deque[RequestRecord] = deque(maxlen=ENDED_MAX)
+
+    # ---- the scheduler's thread ------------------------------------------------------------------------------------
+
+    def arrived(self, tracked: TrackedRequest, problem: str) -> None:
+        """Note a request that has arrived. `problem` says why loads and stores are off; empty if they are on."""
+        tracked.account.announced_tokens = tracked.announced_tokens
+        if tracked.keys is None:
+            tracked.account.refusal = problem or self._refusal()
+        self._open[tracked.id] = tracked
+
+    def missed(self, tracked: TrackedRequest, lost: str) -> None:
+        """Note what kept a look-up from finding everything. `lost` says why no worker can load."""
+        tiers = [f"tier {name}: {tier.detail}" for name, tier in self._session.tier_faults().items() if tier.detail]
+        tracked.account.obstacles = tuple(filter(None, [self._session.obstacle, lost, *tiers]))
+
+    def ended(self, tracked: TrackedRequest) -> None:
+        """Move a request that has ended from the open to the ended ones."""
+        self._open.pop(tracked.id, None)
+        self._ended.append(RequestRecord.of(tracked, self._geometry, time.monotonic()))
+
+    # ---- the thread of control calls -------------------------------------------------------------------------------
+
+    def why(self, name: str) -> dict[str, Any]:
+        """Return what was decided about the newest request with that id, which may be the engine's or the client's.
+
+        Raises:
+            ControlError: no such request is remembered.
+        """
+        ended = list(self._ended)[::-1]
+        running = [RequestRecord.of(it, self._geometry, None) for it in list(self._open.values())[::-1]]
+        record = next((it for it in (*running, *ended) if name in (it.id, client_id_of_engine(it.id))), None)
+        if record is None:
+            off = f"; {self._session.obstacle}" if self._session.obstacle else ""
+            raise ControlError(
+                f"request {name[:80]!r} is unknown; the last {len(ended)} ended requests and {len(running)} open ones "
+                f"are known{off}"
+            )
+        account, now_s = record.account, time.monotonic()
+        others = [it for it in ended if it is not record and it.keys and it.ended_s is not None]
+        return {
+            "request": client_id_of_engine(record.id),
+            "engine_request": record.id,
+            "ended_ago_s": None if record.ended_s is None else round(now_s - record.ended_s, 3),
+            "prompt_tokens": record.prompt_tokens,
+            "resident_tokens": account.resident_tokens,
+            "found_tokens": dict(account.found),
+            "loaded_tokens": dict(account.loaded),
+            "computed_tokens": max(0, record.prompt_tokens - account.resident_tokens - account.loaded.total()),
+            "reasons": [it._asdict() for it in reasons_of(record, others, self._geometry.chunk_tokens, now_s)],
+            "missing_chunk_now": self._now(record),
+        }
+
+    def _now(self, record: RequestRecord) -> list[str] | None:
+        """Return the places that now have the first chunk that the look-up missed. None: it found all."""
+        chunk = _found_tokens(record) // self._geometry.chunk_tokens
+        keys = (record.keys or ())[: chunk + 1]
+        if len(keys) <= chunk or chunk * self._geometry.chunk_tokens >= record.most_tokens:
+            return None
+        survey = self._session.survey(Prefix(keys[-1:], self._geometry.chunk_tokens), NOW_S)
+        return None if survey is None else list(survey.places(0))
+
+
+def reasons_of(record: RequestRecord, others: list[RequestRecord], size: int, now_s: float) -> list[Reason]:
+    """Return why the request loaded no more than it did, in the order of the decisions.
+
+    Args:
+        record: the request.
+        others: ended requests with keys, newest first.
+        size: tokens of a chunk.
+        now_s: the present time.
+    """
+    account, found = record.account, _found_tokens(record)
+    reasons, is_over = _before_lookup(record, size)
+    if is_over:
+        return reasons
+    reasons += [Reason("obstacle", text) for text in account.obstacles]
+    planned = account.planned
+    if planned is None and not account.obstacles:
+        reasons.append(Reason("no_lookup", "it was not looked up: it waits, or ended before, or another load had it"))
+    elif found < _most_tokens(record, size):
+        reasons += _absent(record, others, found // size, size, now_s)
+    if planned is not None and planned.chosen_tokens < found:
+        best = "none" if planned.best_offer_s is None else f"{planned.best_offer_s:.3g} s"
+        text = f"{planned.chosen_tokens} of {found} tokens were chosen: {planned.expected_s:.3g} s; best other: {best}"
+        if planned.best_offer_s is not None and planned.best_offer_s < planned.expected_s:
+            text += ". Loads from that place have cost time, or may cost more than the budget"
+        reasons.append(Reason("planner", text))
+    return [*reasons, *([Reason(*account.shortfall)] if account.shortfall else [])]
+
+
+def _before_lookup(record: RequestRecord, size: int) -> tuple[list[Reason], bool]:
+    """Return reasons that are known before a look-up, and whether there are no others."""
+    account, reasons = record.account, list[Reason]()
+    if account.resident_tokens:
+        reasons.append(Reason("engine", f"vLLM's own prefix cache had {account.resident_tokens} tokens"))
+    covered, most = account.resident_tokens + account.loaded.total(), _most_tokens(record, size)
+    if record.max_load_tokens is not None:
+        reasons.append(Reason("hint", f"its hints let it load {record.max_load_tokens} tokens at most"))
+    if record.keys is None:
+        last = Reason("not_cached", account.refusal or RESET)
+    elif record.skips:
+        last = Reason("skipped", "vLLM reads no cache for it, as for a prompt's log probabilities")
+    elif not record.most_tokens:
+        text = f"no full chunk: the prompt has {record.prompt_tokens} tokens and a chunk {size}; the last is computed"
+        last = Reason("no_chunk", text)
+    elif covered >= most:
+        last = Reason("complete", f"all {most} tokens that it could load were there")
+    else:
+        return reasons, False
+    return [*reasons, last], True
+
+
+def _most_tokens(record: RequestRecord, size: int) -> int:
+    """Return the most tokens in the engine's blocks after a load."""
+    if record.max_load_tokens is None:
+        return record.most_tokens
+    return min(record.most_tokens, (record.account.resident_tokens + record.max_load_tokens) // size * size)
+
+
+def _absent(record: RequestRecord, others: list[RequestRecord], chunk: int, size: int, now_s: float) -> list[Reason]:
+    """Return why a chunk was not found."""
+    reasons = [Reason("absent", f"the chunk at token {chunk * size} was in no place that answered")]
+    keys = record.keys or ()
+    if record.announced_tokens > chunk * size:
+        text = f"another engine announced {record.announced_tokens} tokens; {chunk * size} had arrived in time"
+        reasons.append(Reason("announced", text))
+    before_s = record.ended_s or now_s
+    older = [it for it in others if it.keys and (it.ended_s or now_s) <= before_s]
+    had = next((it for it in older if it.keys and it.keys[chunk : chunk + 1] == keys[chunk : chunk + 1] != ()), None)
+    if had is not None and had.ended_s is not None:
+        text = f"request {client_id_of_engine(had.id)}, ended {now_s - had.ended_s:.0f} s ago, had it"
+        why = "it was evicted or removed since, or not stored" if had.account.stored_tokens else "it stored nothing"
+        return [*reasons, Reason("removed", f"{text}; {why}")]
+    shares = [(shared_chunks(it.keys or (), keys), it.id) for it in older]
+    longest, name = max(shares, default=(0, ""), key=lambda it: it[0])
+    text = f"the longest prefix shared with the last {len(older)} requests has {longest * size} tokens"
+    return [*reasons, Reason("shared", text + (f" (request {client_id_of_engine(name)})" if longest else ""))]
+
+
+def _found_tokens(record: RequestRecord) -> int:
+    return max(record.account.resident_tokens, sum(tokens for _, tokens in record.account.found))

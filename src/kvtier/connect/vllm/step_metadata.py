@@ -1,0 +1,75 @@
+"""The metadata of engine steps, which vLLM carries between the scheduler and the workers (pickled).
+
+Copies do not travel with steps, because the core sends them to the rank's mover directly. Step metadata carries only
+what must be ordered with the forward: blocks that copies must keep off, and loads that have ended.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.connect.vllm.files_read import AdapterRead
+from kvtier.connect.vllm.vllm_types import LoraRequest
+from kvtier.keys.weights import FileVersion
+from kvtier.types import RequestId
+
+LOADED_NOTE = "loaded"
+"""Subject of the notes about ended loads (`runtime.protocol.Note`)."""
+
+
+class LoadReport(NamedTuple):
+    """A load that has ended, as a worker reports it to vLLM."""
+
+    load: RequestId
+    """Contains vLLM's request id, after a slash."""
+    bad_blocks: tuple[int, ...]
+    """Blocks that vLLM considers filled, but that the load did not fill."""
+    is_failed: bool
+    """Whether the load delivered nothing that vLLM can use."""
+    adapter: LoraRequest | None = None
+    """The request's adapter. Only orders report such a load, because the worker looks at the adapter first."""
+
+    @property
+    def request(self) -> str:
+        """Request id in vLLM."""
+        return self.load.partition("/")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """Step metadata from the scheduler to every worker."""
+
+    step: int
+    revoked: tuple[RequestId, ...] = ()
+    """Stores and loads whose blocks vLLM reuses in this step. Their copies no longer count."""
+    ended: tuple[LoadReport, ...] = ()
+    """All loads that ended since the last step. A note has already announced most of them."""
+    named: Mapping[int, Collection[Mapping[Path, FileVersion]]] = field(
+        default_factory=dict[int, Collection[Mapping[Path, FileVersion]]]
+    )
+    """File versions that the KV of these loads belongs to, by number of the adapter."""
+    is_empty: bool = False
+    """The step computes nothing."""
+    is_waiting: bool = False
+    """The step computes nothing, and a load is open."""
+    is_off: bool = False
+    """Loads and stores are off (`Invalidation.is_off`). All loads have failed, even those reported as complete."""
+    is_reset: bool = False
+    """The first step after a cache reset. Weights that changed before it count as unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """Step metadata from a worker to the scheduler: the forward of `step` has run."""
+
+    step: int
+    changed: str = ""
+    """What has changed the worker's weights since the last reset and before the step's end. Empty: nothing has."""
+    adapters: tuple[AdapterRead, ...] = ()
+    """The adapters that were loaded since the previous step."""
+
+    def aggregate(self, other: "StepDone") -> "StepDone":
+        """Combine two workers' metadata. vLLM calls this."""
+        changed = self.changed or other.changed
+        return StepDone(min(self.step, other.step), changed, self.adapters + other.adapters)

@@ -1,0 +1,1 @@
+"""What the secondary tier of vLLM's tiering manager is made of."""

@@ -1,1 +1,0 @@
-"""Policies of replays: the shipped ones, published policies to compare with, and bounds."""

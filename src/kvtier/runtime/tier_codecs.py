@@ -1,0 +1,176 @@
+"""Decides how each tier's objects are stored: with which codec, and whether a seal is demanded.
+
+An engine with a lossy class (`store.loss`) has names of its own. So every tier of it may hold lossy copies, and a copy
+may go from one tier to another, whatever their codecs.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+
+from kvtier.codec.base import Codec, LossyCodec
+from kvtier.codec.frame import Seals, pack_scratch_bytes
+from kvtier.codec.lossy import load_kernels
+from kvtier.codec.raw import Raw
+from kvtier.codec.registry import class_of, coders
+from kvtier.config.sections import Config
+from kvtier.errors import ConfigError
+from kvtier.keys.fingerprint import digest_of_class
+from kvtier.keys.key_source import KeySource, open_keys
+from kvtier.keys.keyring import Keyring, SealKey
+from kvtier.keys.secret import Secret
+from kvtier.layout import GroupLayout, KvLayout
+from kvtier.runtime.codec_choice import CodecChoice
+from kvtier.runtime.secret import within
+from kvtier.tier.registry import is_sealed
+
+logger = logging.getLogger(__name__)
+
+RAW = Raw()
+
+
+class StoredForm:
+    """The form in which one tier's objects are stored. Thread-safe.
+
+    Args:
+        codec: encodes what is written; None for raw.
+        keys: the keys of seals. None: no frame is sealed, and sealed ones cannot be read.
+        tenant: the engine's tenant.
+        is_sealed: whether every frame must have a seal. Without a key of the tenant nothing is read or written.
+        choice: chooses raw or coded for each object. None: all are written with the codec.
+        lossy: encodes what it can of each object, and leaves the rest to `codec`. None: all is stored exactly.
+    """
+
+    def __init__(
+        self,
+        codec: Codec | None = None,
+        keys: KeySource | None = None,
+        tenant: str = "",
+        *,
+        is_sealed: bool = False,
+        choice: CodecChoice | None = None,
+        lossy: LossyCodec | None = None,
+    ) -> None:
+        self.codec = codec or RAW
+        self.lossy = lossy
+        self.choice = choice
+        self.is_sealed = is_sealed
+        self.keys = keys
+        self._tenant = tenant
+
+    @property
+    def key(self) -> SealKey | None:
+        """The key that seals what is written now."""
+        return self.keys.keyring.sealing(self._tenant) if self.is_sealed and self.keys is not None else None
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether a seal is demanded and the tenant has no key."""
+        return self.is_sealed and self.key is None
+
+    @property
+    def seals(self) -> Seals | None:
+        """The seals that a reader opens."""
+        return None if self.keys is None else Seals(self.keys.keyring, self._tenant, self.is_sealed)
+
+    def scratch_bytes(self, group: GroupLayout) -> int:
+        """Return the scratch memory needed to write an object of `group`; 0 if it is written from its slot."""
+        return pack_scratch_bytes(group, self.codec, is_sealed=self.is_sealed)
+
+
+def open_key_source(config: Config, secret: Secret | None) -> KeySource | None:
+    """Open the keys that the settings or the configured `secret` give, to seal and to read; None if not needed.
+
+    If a file or command gives no keys in time, an ERROR is logged, and they are used once a later reading succeeds.
+
+    Raises:
+        ConfigError: the package for the seal is missing, or a required tier seals and there are no keys in time.
+    """
+    store, sealing = config.store, [tier for tier in config.tiers if is_sealed(tier)]
+    if not sealing and not (store.keys_file or store.keys_command or store.keys):
+        return None
+    try:
+        importlib.import_module("kvtier.codec.seal")
+    except ConfigError as error:
+        tiers = ", ".join(tier.label for tier in sealing) or "reading sealed objects"
+        raise ConfigError(f"{error}, for {tiers}; or set the tiers' seal to off") from error
+    deadline_s = config.limits.open_deadline_s
+
+    def first(read: Callable[[], Keyring]) -> Keyring:
+        try:
+            return within(deadline_s, read, "kvtier keys")
+        except (ConfigError, OSError) as caught:
+            name = "store.keys_file" if store.keys_file is not None else "store.keys_command"
+            late = ConfigError(f"gave no keys within {deadline_s:g} s", setting=name)
+            error = late if isinstance(caught, TimeoutError) else caught
+            if any(tier.required for tier in sealing):
+                raise error from None
+            logger.error("%s; kvtier starts without keys and reads them again every minute", error)  # noqa: TRY400
+            return Keyring([])
+
+    return open_keys(
+        file=store.keys_file,
+        command=store.keys_command,
+        text=store.keys.reveal(),
+        secret=secret,
+        tenant=store.tenant,
+        first=first,
+    )
+
+
+def in_class(config: Config, layout: KvLayout, fingerprint_digest: bytes) -> tuple[KvLayout, bytes]:
+    """Return the layout and the digest that name the KV of an engine of the class `store.loss`.
+
+    Raises:
+        ConfigError: the class cannot be applied to this layout. The message says why.
+    """
+    loss = config.store.loss
+    try:
+        layout = layout.of_class(loss)
+    except ValueError as error:
+        raise ConfigError(str(error), setting="store.loss", value=loss, allowed="none") from error
+    return layout, digest_of_class(fingerprint_digest, class_of(loss))
+
+
+def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]:
+    """Return each tier's form, by name. With a class, the first call in a process may compile for seconds.
+
+    Raises:
+        ConfigError: the package of a codec is missing.
+    """
+    if config.tiers and config.store.loss != "none":
+        load_kernels()  # now, and not in a thread that encodes, or decodes what another engine wrote
+    forms: dict[str, StoredForm] = {}
+    for tier in config.tiers:
+        codec, lossy = coders(config.codec_of(tier))
+        # A lossy codec is there for capacity, which is needed however fast the tier is.
+        is_fixed = codec.id == RAW.id or lossy is not None
+        choice = None if is_fixed else CodecChoice(codec, tier.read_threads, tier.write_threads)
+        forms[tier.name] = StoredForm(
+            codec, keys, config.store.tenant, is_sealed=is_sealed(tier), choice=choice, lossy=lossy
+        )
+    if locked := ", ".join(name for name, form in forms.items() if form.is_locked):
+        logger.warning(
+            "%s has no key that seals; until it has one, nothing is found or stored (tiers that seal: %s)",
+            f"tenant {config.store.tenant!r}" if config.store.tenant else "the engine, which has no tenant,",
+            locked,
+        )
+    return forms
+
+
+def locked_by(config: Config, keys: KeySource | None) -> str:
+    """Return what is missing if a tier demands seals and the tenant has no key that seals; else empty."""
+    has_key = keys is not None and keys.keyring.sealing(config.store.tenant) is not None
+    is_locked = not has_key and any(map(is_sealed, config.tiers))
+    return "the tenant has no key (store.keys_file, store.tenant)" if is_locked else ""
+
+
+def closing_keys(close: Callable[[float], None], keys: KeySource | None) -> Callable[[float], None]:
+    """Return a function that stops reading keys and then calls `close`."""
+
+    def both(deadline_s: float) -> None:
+        if keys is not None:
+            keys.close()
+        close(deadline_s)
+
+    return both

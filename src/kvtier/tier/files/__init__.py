@@ -1,0 +1,1 @@
+"""Modules that the tier kinds with files share."""

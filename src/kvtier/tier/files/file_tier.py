@@ -1,0 +1,78 @@
+"""What `directory` and `shared_directory` share: a root with a marker, and a file per object. Their caps differ."""
+
+import logging
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvtier.tier.base import OneByOneTier
+from kvtier.tier.files.direct import DirectIo, choose_direct
+from kvtier.tier.files.directory_marker import ALLOWED, open_store
+from kvtier.tier.files.file_system_tier import CLOSE_DEADLINE_S, FileSystemTier
+from kvtier.tier.files.safe_open import check_private, directory_at
+from kvtier.tier.files.store_paths import Paths, walk
+from kvtier.tier.files.store_root import opening
+from kvtier.types import ObjectName
+
+logger = logging.getLogger(__name__)
+
+
+class FileTier(FileSystemTier, OneByOneTier):
+    """Base of tiers that keep a file per object below `root`.
+
+    Args:
+        root: root of the store.
+        name: the tier's name in metrics and errors.
+        capacity_bytes: the configured cap.
+        objects: the directory of the objects, relative to `root`.
+        any_owner: as in `FileSystemTier`.
+    """
+
+    def __init__(
+        self, root: str | Path, name: str, capacity_bytes: int, objects: str = "objects", *, any_owner: bool = False
+    ) -> None:
+        super().__init__(root, name, capacity_bytes, any_owner=any_owner)
+        self._paths = Paths(str(self.root), objects)
+
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """Read the frame from `offset` into `into`; None if it is absent or vanishes meanwhile."""
+        return self._read(name, into, offset, is_use=True)
+
+    def peek_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """Read the start of one frame, without counting as a use."""
+        return self._read(name, into, offset, is_use=False)
+
+    def _read(self, name: ObjectName, into: memoryview, offset: int, *, is_use: bool) -> int | None:
+        """Do `read_one`, or `peek_one` if it is not a use."""
+        raise NotImplementedError
+
+    def scan(self) -> Iterator[tuple[ObjectName, int]]:
+        """Return names and frame bytes of all processes' and nodes' files in the objects' directory."""
+        with self._operation("scan"):
+            return iter([(ObjectName(found.name), found.size_bytes) for found in walk(self._paths)])
+
+    def close(self) -> None:
+        """Wait for running operations, then release what the open store needs. Idempotent."""
+        if not self._guard.close():
+            return
+        if not self._guard.wait_empty(CLOSE_DEADLINE_S):
+            logger.warning("tier %s: closed while an operation ran for over %s s", self.name, CLOSE_DEADLINE_S)
+        self._end()
+
+    def _end(self) -> None:
+        """Publish what others should know, and release all resources."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _opening(self, version: int) -> Generator[None]:
+        """Find or make the store of this version, and translate errors while it is opened (`opening`)."""
+        with opening(self.name, self.root, ALLOWED):
+            if self.root.exists():
+                check_private(self.name, self.root, any_owner=self._any_owner)
+            self.marker = open_store(self.root, version)
+            yield
+
+    def _choose_direct(self, directory: str, direct_io: DirectIo) -> None:
+        """Try out direct I/O in `directory` with `choose_direct`."""
+        with directory_at(directory) as place:
+            self.direct_io = choose_direct(self.name, directory, direct_io, place)

@@ -1,0 +1,152 @@
+"""The cap file, which has the byte count of a shared directory and the lock under which its names change.
+
+Under the lock, the count is at least the bytes of all objects and temporary files. It is exact unless a process was
+killed during a change. A change that adds bytes writes the count first; one that removes bytes writes it last. So at
+worst a crash leaves the count too high, and a recount corrects it.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+
+from kvtier.errors import TierError
+from kvtier.layout import ALIGNMENT
+from kvtier.tier.files.safe_open import WRONG_KIND, Descriptor, open_file, read_file, set_aside
+from kvtier.tier.files.store_lock import lock_file
+
+_COUNT = struct.Struct("<8sQQ")  # magic, bytes in use, the same with all bits flipped
+_MAGIC = b"kvledger"
+_ALL_BITS = (1 << 64) - 1
+
+_REPLACED_MAX = 3
+
+
+class Ledger:
+    """The file `path`, with 24 bytes and a lock. Safe for several threads and processes.
+
+    Args:
+        path: the file, created with mode 0600 if missing. Anything else with that name is renamed.
+        tier: name of the tier, for errors.
+        deadline_s: longest wait for the lock.
+        is_current: returns whether the store around the file is still the one that was opened. Only then is a missing
+            file created again: without its disk mounted, the path leads to another disk.
+
+    Raises:
+        OSError: the file cannot be opened for writing.
+    """
+
+    def __init__(self, path: str, tier: str, deadline_s: float, is_current: Callable[[], bool]) -> None:
+        self._path = path
+        self._tier = tier
+        self.deadline_s = deadline_s
+        self._is_current = is_current
+        self._threads = threading.Lock()  # a flock belongs to the open file and does not exclude threads
+        self._descriptor = self._open(makes=True)
+        self._last_bytes = 0
+
+    @contextmanager
+    def locked(self) -> Generator[bool]:
+        """Hold the lock. Yield whether the file was replaced since the last time, for example by a remount.
+
+        Raises:
+            TierError: the lock was not free within the deadline, or the file is gone.
+        """
+        if not self._threads.acquire(timeout=self.deadline_s):
+            raise TierError(self._tier, f"the cap file was locked by another thread for {self.deadline_s} s")
+        try:
+            try:
+                is_replaced = self._take()
+            except OSError as error:
+                raise TierError(self._tier, f"cap file: {error}") from error
+            try:
+                yield is_replaced
+            finally:
+                if self._descriptor.is_open:
+                    fcntl.flock(self._descriptor.fileno(), fcntl.LOCK_UN)
+        finally:
+            self._threads.release()
+
+    def read(self) -> int | None:
+        """Return the bytes in use; None if the file is new or damaged. Only under the lock."""
+        used_bytes = _unpacked(os.pread(self._descriptor.fileno(), _COUNT.size, 0))
+        if used_bytes is not None:
+            self._last_bytes = used_bytes
+        return used_bytes
+
+    def write(self, used_bytes: int) -> None:
+        """Set the bytes in use. Only under the lock."""
+        os.pwrite(self._descriptor.fileno(), _COUNT.pack(_MAGIC, used_bytes, used_bytes ^ _ALL_BITS), 0)
+        self._last_bytes = used_bytes
+
+    def peek(self) -> int:
+        """Return the bytes in use, possibly stale. Never waits."""
+        if self._threads.acquire(blocking=False):
+            try:
+                if self._descriptor.is_open:
+                    self.read()
+            except OSError:
+                pass  # the next operation under the lock reports it
+            finally:
+                self._threads.release()
+        return self._last_bytes
+
+    def close(self) -> None:
+        """Close the file. It stays open if a thread holds the lock beyond the deadline. Idempotent."""
+        if self._threads.acquire(timeout=self.deadline_s):
+            try:
+                self._descriptor.close()
+            finally:
+                self._threads.release()
+
+    def _take(self) -> bool:
+        """Lock the file that is now at the path. Return whether it is another file than the last time."""
+        is_replaced = False
+        for _ in range(_REPLACED_MAX):
+            descriptor = self._descriptor.fileno()
+            if not lock_file(descriptor, fcntl.LOCK_EX, self.deadline_s):
+                raise TierError(self._tier, f"another process held the lock of {self._path} for {self.deadline_s} s")
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(self._path), os.fstat(descriptor)):
+                    return is_replaced
+            newer = self._open(makes=self._is_current())
+            self._descriptor.close()
+            self._descriptor = newer
+            is_replaced = True
+        raise TierError(self._tier, f"{self._path} was replaced {_REPLACED_MAX} times while it was locked")
+
+    def _open(self, *, makes: bool) -> Descriptor:
+        flags = os.O_RDWR | (os.O_CREAT if makes else 0)
+        try:
+            descriptor, status = open_file(self._path, flags)
+        except OSError as error:
+            if not makes or error.errno not in WRONG_KIND:
+                raise
+        else:
+            if status.st_nlink <= 1:
+                return Descriptor(descriptor)
+            os.close(descriptor)  # a hard link may lie outside the store
+            if not makes:
+                raise OSError(errno.EMLINK, "has another hard link", self._path)
+        set_aside(self._path)
+        return Descriptor(open_file(self._path, flags)[0])
+
+
+def read_ledger(path: str) -> int | None:
+    """Read the bytes in use from the cap file at `path`; None if it is missing or damaged. Takes no lock."""
+    try:
+        # The check of the flipped bits detects a torn read.
+        return _unpacked(read_file(path, _COUNT.size))
+    except OSError:
+        return None
+
+
+def _unpacked(content: bytes) -> int | None:
+    if len(content) != _COUNT.size:
+        return None
+    magic, used_bytes, flipped = _COUNT.unpack(content)
+    is_count = magic == _MAGIC and flipped == used_bytes ^ _ALL_BITS and used_bytes % ALIGNMENT == 0
+    return used_bytes if is_count else None

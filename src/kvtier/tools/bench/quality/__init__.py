@@ -1,0 +1,1 @@
+"""`kvtier bench quality`: what lossy KV changes in the answers of real models."""

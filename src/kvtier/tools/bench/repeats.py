@@ -1,0 +1,72 @@
+"""The loop of the benchmarks, which keeps every sample, and the ratio of two rows of samples.
+
+The loop repeats with a warm-up and a deadline. A ratio is the quotient of the two medians that a table prints.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
+Sample = TypeVar("Sample")
+Advance = Callable[[float], None]
+
+
+def repeated(
+    once: Callable[[int], Mapping[Name, Sample]],
+    repeats: int,
+    *,
+    warm_up: int = 0,
+    until_s: float = math.inf,
+    advance: Advance = lambda _steps: None,
+) -> dict[Name, list[Sample]]:
+    """Return the samples of `repeats` repeats, by name.
+
+    Args:
+        once: measures everything once, in turn. Its argument is the number of the repeat, below 0 while warming up.
+        repeats: number of samples for each name.
+        warm_up: number of repeats before them, whose samples are dropped.
+        until_s: monotonic time after which no repeat but the first starts.
+        advance: called with 1 after each repeat.
+    """
+    found: dict[Name, list[Sample]] = {}
+    for number in range(-warm_up, repeats):
+        if number > 0 and time.monotonic() > until_s:
+            break
+        for name, sample in once(number).items():
+            if number >= 0:
+                found.setdefault(name, []).append(sample)
+        advance(1)
+    return found
+
+
+Span = tuple[float, float]
+"""The smallest and the largest quotient of two samples taken one after the other."""
+
+
+class Ratio(NamedTuple):
+    """How one row of samples compares with another."""
+
+    value: float
+    """Quotient of the medians."""
+    span: Span
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Return the ratio of two rows of samples, taken in turn. The span compares neighbours, because machines drift.
+
+    Raises:
+        ValueError: the numbers of samples differ.
+    """
+    each = [a / b for a, b in zip(ours, theirs, strict=True)]
+    value = statistics.median(ours) / statistics.median(theirs)
+    return Ratio(round(value, 3), (round(min(each), 3), round(max(each), 3)))
+
+
+def ratio_text(value: float | None, span: Span | None) -> str:
+    """Format a ratio as ``0.82 (0.66 to 0.91)``. One sample has no spread; without a ratio the text is empty."""
+    if value is None:
+        return ""
+    return f"{value:.2f}" if span is None or span[0] == span[1] else f"{value:.2f} ({span[0]:.2f} to {span[1]:.2f})"

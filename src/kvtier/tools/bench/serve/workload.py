@@ -1,0 +1,429 @@
+"""Draws conversations and recorded traces as texts of words, from a seed. Uses no clock and no network.
+
+Texts are words such as ``t7``. With a tokenizer that has these words (the benchmark's own model) one word is one
+token, so the lengths here are exact; with another tokenizer they are words.
+"""
+
+import csv
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import ConfigError
+from kvtier.tools.trace.arrays import TraceArrays
+
+FIRST_WORD = 3
+"""Smaller numbers are special tokens."""
+VOCABULARY = 1024
+_WORDS = VOCABULARY - FIRST_WORD
+LENGTH_MAX = 4.0
+"""The longest length that is drawn, as a multiple of the mean. One long answer must not dominate a run."""
+WARM_UP_ROUNDS = 2
+TEMPLATE_TOKENS = 64
+"""Tokens that a chat template may add to a prompt."""
+
+Tokens = npt.NDArray[np.int64]
+
+
+def _check(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} = {value}; allowed: from {least} on")
+
+
+class Pace(StrEnum):
+    """What decides when a request is sent."""
+
+    USERS = "users"
+    """Each user asks at a fixed interval, but not before the last answer has ended (LMBenchmark)."""
+    TIMES = "times"
+    """Each request is sent at its recorded time, whether or not earlier ones have ended."""
+    ONE_BY_ONE = "one by one"
+    """Each request is sent as soon as the previous one has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request: what it adds to the conversation, and the answer."""
+
+    question: Tokens
+    """The new tokens of the prompt. In a first turn they include the history, but not the system prompt."""
+    answer_tokens: int
+    at_s: float = 0.0
+    """Time since the start, used with `Pace.TIMES` only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """All turns of one user. A prompt includes all earlier questions and answers of its conversation."""
+
+    user: int
+    """Not negative. Conversations of a recorded session share a number, and so do visits of a single-shot prompt."""
+    turns: tuple[Turn, ...]
+    first_turn: int = 0
+    """Number of `turns[0]`. A recorded request is a conversation by itself, because its prompt is complete."""
+    is_warm_up: bool = False
+    """Whether it is sent but not counted."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all questions and answers, without the system prompt."""
+        return sum(len(turn.question) + turn.answer_tokens for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationSizes:
+    """The conversations of many users, in LMBenchmark's terms."""
+
+    users: int
+    """Users that talk at a time. A new user replaces one that has asked its last question."""
+    rounds: int
+    system_tokens: int
+    """Length of the system prompt, which all users share."""
+    history_tokens: int
+    """Length of a document that comes with each user's first question."""
+    question_tokens: int = 20
+    answer_tokens: int
+    requests_per_s: float
+    """Rate of all users together. Each user asks every users / requests_per_s seconds."""
+    sub_rounds: int = 0
+    """Rounds of a sub-agent; 0: none. After the first `users`, every second conversation is a sub-agent. It starts
+    with the first question of the conversation before it, and a task of its own."""
+
+    def __post_init__(self) -> None:
+        least = {"users": 1, "rounds": 2, "question_tokens": 1, "answer_tokens": 1}
+        for name in ("system_tokens", "history_tokens", "sub_rounds", *least):
+            _check(name, getattr(self, name), least.get(name, 0))
+        if not 0 < self.requests_per_s < math.inf:
+            raise ConfigError(f"requests_per_s = {self.requests_per_s}; allowed: above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleShotSizes:
+    """Prompts of growing length, each computed first and fetched later."""
+
+    prompt_tokens: tuple[int, ...]
+    answer_tokens: int = 1
+    between_tokens: int = 0
+    """Tokens of other prompts between the two visits: more than fit in tiers that must not serve the second one."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt_tokens or min(self.prompt_tokens) < 1:
+            raise ConfigError(f"prompt_tokens = {self.prompt_tokens}; allowed: one length or more, each from 1 on")
+        _check("answer_tokens", self.answer_tokens, 1)
+        _check("between_tokens", self.between_tokens, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A published workload, as published and scaled down for a small model on a two-core machine."""
+
+    source: str
+    original: ConversationSizes | SingleShotSizes
+    here: ConversationSizes | SingleShotSizes
+
+
+PRESETS = {
+    "dell": Preset(
+        source="Dell's storage benchmark with LMBenchmark: 80 users x 10 rounds, at 1 to 7 requests per second",
+        original=ConversationSizes(
+            users=80, rounds=10, system_tokens=1000, history_tokens=4000, answer_tokens=200, requests_per_s=4.0
+        ),
+        here=ConversationSizes(
+            users=16, rounds=10, system_tokens=1000, history_tokens=4000, answer_tokens=20, requests_per_s=1.0
+        ),
+    ),
+    "samsung": Preset(
+        source="Samsung's PM1753 paper with LMBenchmark: 240 users, each every 20 seconds",
+        original=ConversationSizes(
+            users=240, rounds=15, system_tokens=1000, history_tokens=20000, answer_tokens=100, requests_per_s=12.0
+        ),
+        here=ConversationSizes(
+            users=12, rounds=15, system_tokens=250, history_tokens=5000, answer_tokens=12, requests_per_s=0.6
+        ),
+    ),
+    "agent": Preset(
+        source="17 recorded sessions of Claude Code with 14 sub-agents (tests/golden/traces): means of the requests of "
+        "a session and of an answer, medians of the first prompt, its growth and the pause",
+        original=ConversationSizes(
+            users=17,
+            rounds=38,
+            system_tokens=11500,
+            history_tokens=6800,
+            question_tokens=800,
+            answer_tokens=456,
+            requests_per_s=0.94,
+            sub_rounds=12,
+        ),
+        here=ConversationSizes(
+            users=6,
+            rounds=16,
+            system_tokens=600,
+            history_tokens=400,
+            question_tokens=90,
+            answer_tokens=20,
+            requests_per_s=1.0,
+            sub_rounds=6,
+        ),
+    ),
+    "single-shot": Preset(
+        source="one prompt of growing length, computed and then fetched",
+        original=SingleShotSizes(prompt_tokens=(1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)),
+        here=SingleShotSizes(prompt_tokens=(128, 256, 512, 1024, 2048, 4096), between_tokens=65536),
+    ),
+}
+"""Presets by name. `here` is a starting point. Its sizes of tier and device are known to the server's side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeWorkload:
+    """What the generator sends in one run."""
+
+    pace: Pace
+    system: Tokens
+    """The system prompt of all conversations, which may be empty."""
+    conversations: tuple[Conversation, ...]
+    """Conversations in the order in which they start. Warm-up conversations come first."""
+    users: int = 0
+    """Used with `Pace.USERS` only, like `requests_per_s`."""
+    requests_per_s: float = 0.0
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the longest prompt with its answer, without what a chat template adds."""
+        return len(self.system) + max(it.tokens for it in self.conversations)
+
+    def check_context(self, context_tokens: int, origin: str) -> None:
+        """Refuse a workload that the model cannot hold.
+
+        Raises:
+            ConfigError: a prompt, its answer and room for a chat template exceed `context_tokens`.
+        """
+        allowed = context_tokens - TEMPLATE_TOKENS
+        if self.context_tokens > allowed:
+            raise ConfigError(
+                f"a prompt with its answer has {self.context_tokens} tokens, and {origin} holds {context_tokens}, of "
+                f"which a chat template may need {TEMPLATE_TOKENS}; allowed: at most {allowed} tokens. Scale lengths "
+                f"by {math.floor(1000 * allowed / self.context_tokens) / 1000:g} or less"
+            )
+
+
+def text_of(tokens: Tokens) -> str:
+    """Return the words of `tokens`."""
+    return " ".join(f"t{token}" for token in tokens.tolist())
+
+
+def draw(
+    sizes: ConversationSizes | SingleShotSizes,
+    *,
+    seed: int,
+    number: int,
+    seconds: float = 60.0,
+    warm_up: int = 2,
+    has_real_lengths: bool = False,
+) -> ServeWorkload:
+    """Draw the workload of one run. The same arguments give the same workload.
+
+    Args:
+        sizes: a preset's sizes, or others.
+        seed: seed of everything drawn.
+        number: number of the run. Runs with other numbers share no text, not even the system prompt, so none warms
+            the next.
+        seconds: length of the run, which decides how many users are drawn.
+        warm_up: number of conversations that are sent first and not counted.
+        has_real_lengths: vary questions and answers around their means as in the ShareGPT sample.
+    """
+    for name, value in (("seed", seed), ("number", number), ("warm_up", warm_up)):
+        _check(name, value, 0)
+    rng = np.random.default_rng([seed, number])
+    if isinstance(sizes, SingleShotSizes):
+        return _single_shots(sizes, rng, warm_up)
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"seconds = {seconds}; allowed: above 0")
+    system = _tokens(rng, sizes.system_tokens)
+    # Each conversation that ends is replaced. Some more are drawn, because the first ones are short.
+    replaced = math.ceil(1.1 * seconds * sizes.requests_per_s / min(sizes.rounds, sizes.sub_rounds or sizes.rounds)) + 2
+    conversations: list[Conversation] = []
+    for user in range(warm_up + sizes.users + replaced):
+        later = user - warm_up - sizes.users  # aiperf gives the first ones a number of rounds below the mean
+        is_sub = sizes.sub_rounds > 0 and later >= 0 and later % 2 == 0
+        rounds = WARM_UP_ROUNDS if user < warm_up else sizes.sub_rounds if is_sub else sizes.rounds
+        lengths, answers = _lengths(sizes, rounds, rng, has_real_lengths=has_real_lengths)
+        lengths[0] += 0 if is_sub else sizes.history_tokens
+        questions = [_tokens(rng, length) for length in lengths]
+        if is_sub:
+            questions[0] = np.concatenate([conversations[-1].turns[0].question, questions[0]])
+        conversations.append(Conversation(user, tuple(map(Turn, questions, answers)), is_warm_up=user < warm_up))
+    return ServeWorkload(
+        pace=Pace.USERS,
+        system=system,
+        conversations=tuple(conversations),
+        users=sizes.users,
+        requests_per_s=sizes.requests_per_s,
+    )
+
+
+def recorded(
+    trace: TraceArrays,
+    *,
+    seed: int,
+    number: int,
+    seconds: float,
+    time_factor: float = 1.0,
+    length_factor: float = 1.0,
+    context_tokens: int | None = None,
+    is_longer_skipped: bool = False,
+    warm_up: int = 2,
+) -> ServeWorkload:
+    """Return a recorded trace's requests at their times. Equal blocks become equal text, and different ones differ.
+
+    Args:
+        trace: a trace of any format. Without block ids all prompts differ.
+        seed: seed of all words.
+        number: number of the run. Runs with other numbers share no text.
+        seconds: requests whose scaled time is later are cut off.
+        time_factor: replayed times are recorded times multiplied by this; 0.1 is ten times as fast.
+        length_factor: factor for blocks, prompts and answers alike, so that equal shares stay equal.
+        context_tokens: the model's context, of which a chat template gets `TEMPLATE_TOKENS`. None: no limit.
+        is_longer_skipped: leave out requests that exceed it.
+        warm_up: number of requests with other words that are sent first and not counted.
+
+    Raises:
+        ConfigError: a request exceeds `context_tokens`, none is left, or scaled blocks are too short to differ.
+    """
+    for name, factor in (("time_factor", time_factor), ("length_factor", length_factor), ("seconds", seconds)):
+        if not 0 < factor < math.inf:
+            raise ConfigError(f"{name} = {factor}; allowed: above 0")
+    times = (trace.time_s - trace.time_s[0]) * time_factor
+    count = int(np.searchsorted(times, seconds, "left"))
+    words = _BlockWords(trace, length_factor, seed, number)
+    limit = math.inf if context_tokens is None else context_tokens - TEMPLATE_TOKENS
+    conversations: list[Conversation] = []
+    for request in range(count):
+        answer = max(1, round(int(trace.output_tokens[request]) * length_factor))
+        prompt = words.prompt(request)
+        if len(prompt) + answer > limit:
+            if not is_longer_skipped:
+                raise _too_long(trace, request, count, length_factor, int(limit))
+            continue
+        session = int(trace.session[request])
+        user, turn = (request, 0) if session < 0 else (session, int(trace.turn[request]))
+        conversations.append(Conversation(user, (Turn(prompt, answer, float(times[request])),), turn))
+    if not conversations:
+        raise ConfigError(f"trace {trace.name}: all {count} requests of the first {seconds:g} s are too long")
+    rng = np.random.default_rng([seed, number])
+    size = max(1, round(sum(len(it.turns[0].question) for it in conversations) / len(conversations)))
+    warming = (Conversation(user, (Turn(_tokens(rng, size), 1),), is_warm_up=True) for user in range(warm_up))
+    return ServeWorkload(
+        pace=Pace.TIMES,
+        system=np.zeros(0, np.int64),
+        conversations=(*warming, *conversations),
+    )
+
+
+@cache
+def sharegpt_lengths() -> npt.NDArray[np.float64]:
+    """Return the tokens of questions and answers in the ShareGPT sample, with the shape [lines, 2]."""
+    text = (files("kvtier.tools.bench.serve") / "data" / "sharegpt_lengths.csv").read_text(encoding="utf-8")
+    return np.asarray(list(csv.reader(text.splitlines()))[1:], np.float64)
+
+
+def _tokens(rng: np.random.Generator, count: int) -> Tokens:
+    return rng.integers(FIRST_WORD, VOCABULARY, count, np.int64)
+
+
+def _lengths(
+    sizes: ConversationSizes, rounds: int, rng: np.random.Generator, *, has_real_lengths: bool
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of the questions and of the answers of one conversation."""
+    if not has_real_lengths:
+        return [sizes.question_tokens] * rounds, [sizes.answer_tokens] * rounds
+    # The question and the answer of a turn come from the same line of the sample.
+    lengths = sharegpt_lengths()
+    shares = lengths[rng.integers(0, len(lengths), rounds)] / lengths.mean(axis=0)
+    means = (sizes.question_tokens, sizes.answer_tokens)
+    scaled = np.clip(np.rint(np.minimum(shares, LENGTH_MAX) * means), 1, None).astype(np.int64)
+    return scaled[:, 0].tolist(), scaled[:, 1].tolist()
+
+
+def _single_shots(sizes: SingleShotSizes, rng: np.random.Generator, warm_up: int) -> ServeWorkload:
+    def shots(lengths: Iterator[int]) -> tuple[Turn, ...]:
+        return tuple(Turn(_tokens(rng, length), sizes.answer_tokens) for length in lengths)
+
+    longest = max(sizes.prompt_tokens)
+    prompts = shots(iter(sizes.prompt_tokens))
+    fillers = shots(iter([longest] * math.ceil(sizes.between_tokens / longest)))
+    warming = shots(iter([longest] * warm_up))
+    first = tuple(Conversation(user, (turn,)) for user, turn in enumerate(prompts))
+    unnamed = len(prompts)
+    others = tuple(Conversation(unnamed + place, (turn,), is_warm_up=True) for place, turn in enumerate(fillers))
+    return ServeWorkload(
+        pace=Pace.ONE_BY_ONE,
+        system=np.zeros(0, np.int64),
+        conversations=(
+            *(Conversation(unnamed + len(fillers) + i, (turn,), is_warm_up=True) for i, turn in enumerate(warming)),
+            *first,
+            *others,
+            *(replace(it, first_turn=1) for it in first),
+        ),
+    )
+
+
+class _BlockWords:
+    """The words of a trace's prompts.
+
+    A block's text starts with its number, in digits of the vocabulary, so different blocks have different texts.
+    """
+
+    def __init__(self, trace: TraceArrays, length_factor: float, seed: int, number: int) -> None:
+        self._trace, self._factor, self._seeds = trace, length_factor, (seed, number)
+        self._block_tokens = max(1, round(trace.block_tokens * length_factor)) if trace.has_blocks else 0
+        self._digits, self._numbers = 1, _WORDS
+        while self._numbers < trace.block_count:
+            self._digits += 1
+            self._numbers *= _WORDS
+        if trace.has_blocks and self._block_tokens < self._digits:
+            raise ConfigError(
+                f"trace {trace.name}: blocks of {trace.block_tokens} tokens x {length_factor:g} are "
+                f"{self._block_tokens}; allowed: a factor that leaves {self._digits} or more, so that blocks differ"
+            )
+        self._offset = int(np.random.default_rng(self._seeds).integers(self._numbers))
+
+    def prompt(self, request: int) -> Tokens:
+        """Return the words of the scaled prompt of `request`, at least one."""
+        trace = self._trace
+        ids = trace.blocks(request)
+        recorded_tokens = int(trace.input_tokens[request])
+        whole, rest = divmod(recorded_tokens, trace.block_tokens) if trace.has_blocks else (0, recorded_tokens)
+        wanted = max(1, whole * self._block_tokens + round(rest * self._factor))
+        parts = [self._block(block) for block in ids.tolist()]
+        missing = wanted - len(parts) * self._block_tokens
+        if missing > 0:  # tokens without a block id belong to this request alone
+            rng = np.random.default_rng([*self._seeds, 1, request])
+            parts.append(_tokens(rng, missing))
+        return np.concatenate(parts)[:wanted]
+
+    def _block(self, block: int) -> Tokens:
+        number, digits = (block + self._offset) % self._numbers, list[int]()
+        for _ in range(self._digits):
+            number, digit = divmod(number, _WORDS)
+            digits.append(digit + FIRST_WORD)
+        filling = _tokens(np.random.default_rng([*self._seeds, 0, block]), self._block_tokens - self._digits)
+        return np.concatenate([np.asarray(digits, np.int64), filling])
+
+
+def _too_long(trace: TraceArrays, request: int, count: int, length_factor: float, limit: int) -> ConfigError:
+    longest = int((trace.input_tokens[:count].astype(np.int64) + trace.output_tokens[:count]).max())
+    factor = (limit - 2) / longest  # prompt and answer are rounded
+    if trace.has_blocks:  # and so are blocks
+        factor = math.floor(factor * trace.block_tokens) / trace.block_tokens
+    return ConfigError(
+        f"trace {trace.name}, request {request + 1}: its prompt and answer x {length_factor:g} exceed the model's "
+        f"context, of which {limit} tokens are usable; the longest has {longest} in the trace. Allowed: lengths x "
+        f"{math.floor(10000 * factor) / 10000:g} or less, a shorter cut of the trace, or longer requests left out"
+    )

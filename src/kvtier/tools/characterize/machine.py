@@ -1,0 +1,402 @@
+"""Finds the devices, files and processes of this machine that its requests name.
+
+A block device has a path, what it is stacked on, and what its queue allows. Threads are mapped to processes, because
+the kernel's events name threads and users choose processes.
+
+Also asks a file system where the files of a directory lie on their device, and for its allocation groups. See
+`Documentation/filesystems/fiemap.rst` of the kernel, and `ioctl_xfs_fsgeometry(2)`.
+"""
+
+import errno
+import fcntl
+import os
+import select
+import signal
+import stat
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+
+from kvtier.errors import ConfigError
+from kvtier.tier.files.safe_open import folder_at, open_file
+from kvtier.tools.characterize.events import NO_PROCESS, SECTOR_BYTES, IoLayer
+from kvtier.tools.probe.record import read_mounts
+
+SYSFS = Path("/sys")
+MINOR_BITS = 20
+"""In the kernel's events a device number is the major number above this many bits of the minor number."""
+QUEUE_FACTS = (
+    "max_sectors_kb", "max_hw_sectors_kb", "nr_requests", "scheduler", "logical_block_size", "rotational",
+    "read_ahead_kb",
+)  # fmt: skip
+NO_DISKS = ("loop", "ram", "zram", "fd", "sr")
+"""Names of devices without storage of their own. They are measured only if the user names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDevice:
+    """A disk, a partition of it, or a device stacked on others."""
+
+    name: str
+    """Name in sysfs, such as ``nvme0n1p2``."""
+    number: int
+    """Device number as in the kernel's events."""
+    disk: str
+    """The whole disk, which is `name` unless this is a partition."""
+    disk_number: int
+    first_sector: int = 0
+    sectors: int | None = None
+    """Length of a partition. None for a whole disk."""
+    partitions: tuple[int, ...] = ()
+    """Numbers of a whole disk's partitions, because bios name the partition and requests the disk."""
+    below: tuple[str, ...] = ()
+    """Devices that this one is stacked on (dm, md)."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the whole disk in sysfs."""
+        return SYSFS / "block" / self.disk
+
+    def exists(self) -> bool:
+        """Whether the device is still there."""
+        return self.folder.exists()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the queue allows, as far as the kernel reports it. Figures are integers."""
+        found: dict[str, Any] = {}
+        for name in QUEUE_FACTS:
+            text = _read(self.folder / "queue" / name)
+            if text is not None:
+                selected = text.partition("[")[2].partition("]")[0]  # schedulers are listed as: none [mq-deadline]
+                found[name] = int(text) if text.isdecimal() else selected or text
+        model = _read(self.folder / "device" / "model")
+        return found | ({"model": model} if model else {})
+
+
+def event_number(device: int) -> int:
+    """Convert a device number of `os.stat` to the form in the kernel's events."""
+    return os.major(device) << MINOR_BITS | os.minor(device)
+
+
+def find_device(wanted: str) -> BlockDevice:
+    """Find the device that `wanted` means: a node such as /dev/nvme0n1, its name, or a file or directory on it.
+
+    Raises:
+        ConfigError: there is no such device, or the file system is on no device.
+    """
+    path = Path(wanted)
+    if "/" not in wanted:
+        node = Path("/dev") / wanted
+        path = node if node.is_block_device() else path
+    try:
+        if not wanted:
+            raise FileNotFoundError(errno.ENOENT, "no name")
+        status = path.stat()
+    except OSError as error:
+        names = ", ".join(it.name for it in disks()) or "none"
+        raise ConfigError(
+            f"--device {wanted}: {error.strerror or error}; allowed: a block device or a path on one; disks: {names}"
+        ) from error
+    number = status.st_rdev if stat.S_ISBLK(status.st_mode) else status.st_dev
+    found = find_number(number)
+    if found is not None:
+        return found
+    raise ConfigError(
+        f"--device {wanted}: no block device lies below it (number {os.major(number)}:{os.minor(number)}: tmpfs, a "
+        f"network, or a file system over several devices); allowed: the device itself, such as "
+        f"/dev/{next((it.name for it in disks()), 'nvme0n1')}"
+    )
+
+
+def find_number(number: int) -> BlockDevice | None:
+    """Find the device with this number of `os.stat`. None if it is not a block device."""
+    folder = SYSFS / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
+    return _device(number) if folder.exists() else None
+
+
+def disks() -> list[BlockDevice]:
+    """Return the lowest layer: whole disks that are stacked on no other, without loop and memory devices."""
+    return [
+        _named(folder)
+        for folder in sorted((SYSFS / "block").glob("*"))
+        if folder.name.rstrip("0123456789") not in NO_DISKS and not _names(folder / "slaves")
+    ]
+
+
+def lowest(device: BlockDevice) -> list[BlockDevice]:
+    """Return the disks at the bottom of `device`. The device itself if it is stacked on nothing."""
+    if not device.below:
+        return [device]
+    found: dict[str, BlockDevice] = {}
+    for name in device.below:
+        found |= {it.name: it for it in lowest(_named(SYSFS / "class" / "block" / name))}
+    return list(found.values())
+
+
+def _named(folder: Path) -> BlockDevice:
+    number = _number(folder / "dev")
+    return _device(os.makedev(number >> MINOR_BITS, number & ((1 << MINOR_BITS) - 1)))
+
+
+def _number(path: Path) -> int:
+    """Read a number such as ``259:1`` from a file of sysfs, in the form in the kernel's events."""
+    major, _, minor = (_read(path) or "0:0").partition(":")
+    return int(major) << MINOR_BITS | int(minor)
+
+
+def _device(number: int) -> BlockDevice:
+    folder = (SYSFS / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}").resolve()
+    is_partition = (folder / "partition").exists()
+    disk = folder.parent if is_partition else folder
+    return BlockDevice(
+        name=folder.name,
+        number=event_number(number),
+        disk=disk.name,
+        disk_number=_number(disk / "dev"),
+        first_sector=int(_read(folder / "start") or 0) if is_partition else 0,
+        sectors=int(_read(folder / "size") or 0) if is_partition else None,
+        partitions=() if is_partition else tuple(_number(it.parent / "dev") for it in folder.glob("*/partition")),
+        below=tuple(_names(disk / "slaves")),
+    )
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(it.name for it in folder.iterdir())
+    except OSError:
+        return []
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+FIEMAP, FIEMAP_SYNC = 0xC020660B, 1
+HEADER = struct.Struct("=QQIIII")
+EXTENT = np.dtype([("file", "u8"), ("begin", "u8"), ("bytes", "u8"), ("_", "u8", 2), ("flags", "u4"), ("__", "u4", 3)])
+EXTENTS = 512
+"""Extents that one call returns."""
+NO_ADDRESS = 0x2 | 0x4 | 0x200
+"""Flags of extents without an address of their own: unknown, delayed, or inside the inode."""
+GEOMETRY, GEOMETRY_BYTES = 0x80705864, 112
+"""Number and size of ``XFS_IOC_FSGEOMETRY_V1``."""
+
+
+class Spans(NamedTuple):
+    """Parts of a disk, in bytes."""
+
+    begin: np.ndarray
+    """Starts of the parts, sorted. Parts may overlap."""
+    reach: np.ndarray
+    """For each part, the largest end of all parts up to it."""
+
+    def hold(self, position: np.ndarray) -> np.ndarray:
+        """Return which positions lie in a part."""
+        place = np.searchsorted(self.begin, position, side="right") - 1
+        reach = np.append(self.reach, np.uint64(0))  # for -1, before the first part
+        return position < reach[place]
+
+
+def spans_of(directory: Path, device: BlockDevice) -> Spans:
+    """Return the parts of the disk with the files below `directory`. Files that cannot be read are left out."""
+    found = [np.zeros(0, EXTENT)]
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                descriptor, status = open_file(f"{folder}/{name}", os.O_RDONLY)
+                with os.fdopen(descriptor) as file:  # it may be on another device that is mounted below the directory
+                    found += _extents(file) if event_number(status.st_dev) == device.number else ()
+    extents = np.concatenate(found)
+    extents = np.sort(extents[extents["flags"] & NO_ADDRESS == 0], order="begin")
+    begin = extents["begin"] + np.uint64(device.first_sector * SECTOR_BYTES)
+    return Spans(begin, np.maximum.accumulate(begin + extents["bytes"]))
+
+
+def within(requests: np.ndarray, spans: list[Spans]) -> np.ndarray:
+    """Return the `requests` that start in one of `spans`, and all of the application, which have no address."""
+    kept = requests["layer"] == IoLayer.APPLICATION
+    for each in spans:
+        kept |= each.hold(requests["position"])
+    return requests[kept]
+
+
+def allocation_groups(disk: str) -> dict[str, list[dict[str, int]]]:
+    """Return number, size and start of the allocation groups of each XFS on a disk. Empty without XFS."""
+    found: dict[int, dict[str, int]] = {}
+    for mount in read_mounts():
+        device = find_number(os.makedev(*map(int, mount.device.split(":")))) if mount.kind == "xfs" else None
+        if device is not None and device.disk == disk:
+            geometry = bytearray(GEOMETRY_BYTES)
+            with suppress(OSError), folder_at(Path(mount.point)) as root:
+                fcntl.ioctl(root, GEOMETRY, geometry)
+                block_bytes, _, blocks, count = struct.unpack_from("=4I", geometry)
+                begin = device.first_sector * SECTOR_BYTES
+                found[begin] = {"count": count, "bytes": blocks * block_bytes, "begin": begin}
+    return {"allocation_groups": [found[begin] for begin in sorted(found)]} if found else {}
+
+
+def _extents(file: TextIO) -> Iterator[np.ndarray]:
+    begin = 0
+    while True:
+        buffer = bytearray(HEADER.pack(begin, (1 << 64) - 1 - begin, FIEMAP_SYNC, 0, EXTENTS, 0))
+        buffer += bytes(EXTENTS * EXTENT.itemsize)
+        fcntl.ioctl(file, FIEMAP, buffer)
+        found = np.frombuffer(buffer, EXTENT, HEADER.unpack_from(buffer)[3], HEADER.size)
+        yield found
+        if len(found) < EXTENTS:
+            return
+        begin = int(found["file"][-1] + found["bytes"][-1])
+
+
+PROC = Path("/proc")
+CLONE_THREAD = 0x10000
+_KTHREADD = 2
+"""Parent of all kernel threads."""
+
+
+class ProcessTree:
+    """Knows which process a thread belongs to, and whose child a process is.
+
+    It starts with what runs now and learns from the kernel's `task_newtask` events, so that it knows short-lived
+    processes too.
+    """
+
+    def __init__(self) -> None:
+        self._process: dict[int, int] = {}
+        self._parent: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        for folder in PROC.iterdir():
+            if folder.name.isdecimal():
+                with suppress(OSError):  # the process has ended
+                    process = int(folder.name)
+                    self._learn(process)
+                    for thread in (folder / "task").iterdir():
+                        self._process[int(thread.name)] = self._process[process]
+
+    def _learn(self, process: int) -> None:
+        text = (PROC / str(process) / "stat").read_text(errors="replace")  # a name may have any bytes
+        name, _, rest = text.partition("(")[2].rpartition(")")
+        parent = int(rest.split()[1])
+        is_kernel = _KTHREADD in {process, parent}
+        self._process[process] = NO_PROCESS if is_kernel else process
+        if not is_kernel:
+            self._parent[process] = parent
+            self._names[process] = name
+
+    def born(self, creator: int, thread: int, flags: int) -> None:
+        """Note a new thread, or the first thread of a new process. `creator` and `thread` are thread ids."""
+        process = self.process_of(creator)
+        if creator == _KTHREADD:
+            self._process[thread] = NO_PROCESS
+        elif flags & CLONE_THREAD:
+            self._process[thread] = process
+        else:
+            self._process[thread] = thread
+            self._parent[thread] = process
+            self._names.pop(thread, None)
+
+    def process_of(self, thread: int) -> int:
+        """Return the process of a thread. `NO_PROCESS` for kernel threads."""
+        if thread == 0:
+            return NO_PROCESS
+        found = self._process.get(thread)
+        if found is None:  # it is older than the events, or its event was lost
+            self._process[thread] = thread
+            with suppress(OSError):
+                process = _process_id(thread)
+                self._learn(process)
+                self._process[thread] = self._process[process]
+            found = self._process[thread]
+        return found
+
+    def name(self, process: int, seen: str) -> None:
+        """Note the name of a process. `seen` is the thread's name in an event."""
+        if process != NO_PROCESS and process not in self._names:
+            with suppress(OSError):
+                seen = (PROC / str(process) / "comm").read_text(errors="replace").strip()
+            self._names[process] = seen
+
+    def names(self, processes: Iterable[int]) -> dict[int, str]:
+        """Names of these processes."""
+        return {it: self._names.get(it, f"process {it}") for it in processes if it != NO_PROCESS}
+
+    def with_children(self, roots: Iterable[int]) -> frozenset[int]:
+        """Return `roots` and all processes that descend from them."""
+        chosen = set(roots)
+        grew = True
+        while grew:
+            grown = {child for child, parent in self._parent.items() if parent in chosen} - chosen
+            chosen |= grown
+            grew = bool(grown)
+        return frozenset(chosen)
+
+    def threads_of(self, processes: frozenset[int]) -> list[int]:
+        """Return the ids of all threads of `processes`."""
+        return [thread for thread, process in self._process.items() if process in processes]
+
+
+def check_process(process: int) -> None:
+    """Refuse a process that does not run, a thread, or a kernel thread.
+
+    Raises:
+        ConfigError: `process` is one of these.
+    """
+    try:
+        owner = _process_id(process)
+        tree = ProcessTree()
+    except OSError as error:
+        raise ConfigError(f"--pid {process}: no such process; allowed: the id of a running process") from error
+    if owner != process:
+        raise ConfigError(f"--pid {process}: a thread of process {owner}; allowed: --pid {owner}")
+    if tree.process_of(process) == NO_PROCESS:
+        raise ConfigError(
+            f"--pid {process}: a thread of the kernel, whose requests belong to no process; allowed: the id of a "
+            "process, or no --pid: the whole device"
+        )
+
+
+def opened(processes: Iterable[int]) -> list[int]:
+    """Return descriptors of the processes that run. Unlike ids, they never come to name another process."""
+    found: list[int] = []
+    for process in processes:
+        with suppress(OSError):  # it has ended
+            found.append(os.pidfd_open(process))
+    return found
+
+
+def end_processes(descriptors: list[int], seconds: float) -> None:
+    """Terminate processes, kill those that still run after `seconds`, and close the descriptors."""
+    deadline_s = time.monotonic() + seconds
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for each in descriptors:
+            with suppress(OSError):  # it has ended
+                signal.pidfd_send_signal(each, number)
+        waiting = select.poll()
+        for each in descriptors:
+            waiting.register(each, select.POLLIN)
+        running = len(descriptors) if number == signal.SIGTERM else 0
+        while running and (left_s := deadline_s - time.monotonic()) > 0:
+            for each, _ in waiting.poll(left_s * 1000):
+                waiting.unregister(each)
+                running -= 1
+    for each in descriptors:
+        os.close(each)
+
+
+def _process_id(thread: int) -> int:
+    """Return the process of a running thread.
+
+    Raises:
+        OSError: no thread has this id.
+    """
+    status = (PROC / str(thread) / "status").read_text(errors="replace")
+    return next((int(line[5:]) for line in status.splitlines() if line.startswith("Tgid:")), thread)

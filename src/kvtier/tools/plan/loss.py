@@ -1,0 +1,117 @@
+"""What the lossy classes of engines would change in a plan: the same drives and shared storage hold more KV."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, get_args
+
+from kvtier.layout import Loss
+from kvtier.report.format import digits
+from kvtier.report.table import Table
+from kvtier.tools.plan.answer import gpus_text, in_words, load_text, load_unit, names_text
+from kvtier.tools.plan.cost import enough_bytes
+from kvtier.tools.plan.limits import is_within, life_years, most_users
+from kvtier.tools.plan.needs_report import optional, years_text
+from kvtier.tools.plan.plan import Plan
+from kvtier.tools.plan.queueing import operate
+from kvtier.tools.plan.resolve import Deployment, resolve
+from kvtier.tools.size import of
+
+QUALITY: Mapping[Loss, str] = MappingProxyType({"none": "exact", "k8v4": "KL up to 2.6 N", "int4": "KL up to 11.4 N"})
+"""What the records of `kvtier bench quality` say of each class, at the worst judge and text. N: see docs/lossy.md."""
+
+
+class ClassPlan(NamedTuple):
+    """The figures of one class. Host memory keeps raw KV; drives and shared storage keep what the class codes."""
+
+    loss: Loss
+    share: float
+    """Stored bytes as a share of the raw ones."""
+    users: float
+    """Users within all limits."""
+    hit_rate: float
+    """Hits at the requested load, as a share of all prompt tokens."""
+    hit_tokens_per_s: float
+    """Hits at the requested load."""
+    life_years: float | None
+    """Life of the drives at the requested load; None without drives."""
+    enough_bytes: float | None
+    """Stored bytes of the slowest tier that are enough for the requested load; None if it is beyond the limits."""
+
+
+def class_plans(deployment: Deployment) -> list[ClassPlan]:
+    """Compute a deployment without a class and with each one, at the same size and with the same tiers."""
+    model, software, load = deployment.inputs.model, deployment.inputs.software, deployment.workload
+    kv = of(deployment.basis.model, dtype=model.kv_dtype, chunk_tokens=software.chunk_tokens)
+    plans: list[ClassPlan] = []
+    for loss in get_args(Loss):
+        share = kv.stored_share(loss)
+        scaled = _scaled(deployment, share) if share < 1 else deployment
+        point = operate(scaled, load.requests_per_s)
+        written = point.write_bytes_per_s.get("disk")
+        last = scaled.tiers[-1].name if scaled.tiers and is_within(scaled, load.requests_per_s) else ""
+        stored_share = 1 if last == "host" else share
+        plans.append(
+            ClassPlan(
+                loss=loss,
+                share=share,
+                users=most_users(scaled),
+                hit_rate=point.hit_rate,
+                hit_tokens_per_s=point.hit_rate * load.input_tokens * load.requests_per_s,
+                life_years=life_years(scaled, written) if written is not None else None,
+                enough_bytes=enough_bytes(scaled)[last] * stored_share if last else None,
+            )
+        )
+    return plans
+
+
+def loss_table(plan: Plan, plans: Sequence[ClassPlan]) -> Table:
+    """Show the classes of the hardware that the load needs with all given tiers, or of the given hardware."""
+    deployment = (plan.given.need or plan.given).deployment
+    tiers = deployment.tiers
+    hardware = f"{gpus_text(plan, deployment.inputs.gpu.count)} with {names_text([it.name for it in tiers])}"
+    unit = load_unit(plan)
+    columns = (
+        "store.loss",
+        "stored bytes",
+        f"most {unit}",
+        "hits",
+        "hit tokens/s",
+        "drives, years",
+        f"TB of {names_text([tiers[-1].name]) if tiers else 'tiers'} that are enough",
+        "quality",
+    )
+    rows = [
+        (
+            it.loss,
+            f"{it.share:.0%}",
+            load_text(plan, it.users),
+            f"{it.hit_rate:.0%}",
+            digits(it.hit_tokens_per_s),
+            optional(it.life_years, years_text),
+            optional(it.enough_bytes, lambda size: digits(size / 1e12)),
+            QUALITY[it.loss],
+        )
+        for it in plans
+    ]
+    return Table(
+        columns,
+        rows,
+        numeric=6,
+        title=f"KV with loss on {hardware}: most {unit}, and figures for {in_words(plan, plan.requested_users)}",
+        note="A class changes answers. It codes what drives and shared storage keep, and not host memory. KL is the "
+        "worst of the records in docs/lossy.md; N is what arithmetic in bf16 changes by itself.",
+    )
+
+
+def _scaled(deployment: Deployment, share: float) -> Deployment:
+    """Return the deployment with the tiers below host memory as they are in raw bytes: larger and faster."""
+    values: dict[str, object] = {}
+    names = [it.name for it in deployment.tiers]
+    for tier in deployment.tiers:
+        if tier.name != "host":
+            # The inputs are those of one drive, and of the whole shared storage.
+            it = deployment.inputs.disk if tier.name == "disk" else tier
+            values[f"{tier.name}.capacity_bytes"] = int(it.capacity_bytes / share)
+            values[f"{tier.name}.read_bytes_per_s"] = it.read_bytes_per_s / share
+            values[f"{tier.name}.write_bytes_per_s"] = it.write_bytes_per_s / share
+    return resolve(deployment.inputs.change(values), deployment.basis).only(names)

@@ -1,0 +1,244 @@
+"""Build the tables of what the requested load needs: hardware, tiers and drives."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from kvtier.report.format import (
+    NONE,
+    UNBOUNDED,
+    YEAR_S,
+    bytes_text,
+    count_text,
+    counted,
+    digits,
+    rate_text,
+    share_text,
+    time_text,
+)
+from kvtier.report.table import Table
+from kvtier.tools.plan.answer import arm_name, in_words, load_unit, shown_load
+from kvtier.tools.plan.cost import DriveLoad, worn
+from kvtier.tools.plan.inputs import ModelInputs
+from kvtier.tools.plan.limits import is_served
+from kvtier.tools.plan.plan import Need, Plan
+from kvtier.tools.plan.queueing import GPU
+from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize
+
+
+def needs_table(plan: Plan) -> Table:
+    """Build the table of what a buyer needs for the requested load: a column for GPU memory alone, one for each way."""
+    inputs, target, used = plan.inputs, plan.inputs.target, plan.inputs.target.gpu_used
+    needs = [it.need for it in plan.arms]
+    names = [it.name for it in plan.given.deployment.tiers if any(it.name in arm.tiers for arm in plan.arms)]
+
+    def row(name: str, of: Callable[[Need], str]) -> tuple[str, ...]:
+        return name, *(of(it) if it else NONE for it in needs)
+
+    def hits(tier: str) -> Iterator[tuple[str, ...]]:
+        name = TIER_NAMES[tier]
+        yield row(f"{name}, s that unused KV stays", lambda it: optional(it.point.residence_s.get(tier), digits))
+        yield row(f"{name}, prompt tokens found", lambda it: optional(it.point.found.get(tier), share_text))
+
+    def rows_of(tier: str) -> Iterator[tuple[str, ...]]:
+        name = TIER_NAMES[tier]
+
+        def rates(what: str, of: Callable[[Need], dict[str, float]], times: float = 1.0) -> tuple[str, ...]:
+            return row(
+                f"{name} {what}, GB/s", lambda it: optional(of(it).get(tier), lambda b: f"{b * times / 1e9:,.2f}")
+            )
+
+        yield row(
+            f"{name}, TB for KV" + (f" ({inputs.disk.filled:.0%} of them)" if tier == "disk" else ""),
+            lambda it: next((_terabytes(t.capacity_bytes) for t in it.deployment.tiers if t.name == tier), NONE),
+        )
+        yield row(f"{name}, TB that are enough", lambda it: optional(it.enough_bytes.get(tier), _terabytes))
+        yield from hits(tier)
+        yield rates("read on average", lambda it: it.point.read_bytes_per_s)
+        yield rates(f"read in bursts (x {target.burst:g})", lambda it: it.point.read_bytes_per_s, target.burst)
+        yield rates("written", lambda it: it.point.write_bytes_per_s)
+        if tier == "disk":
+            count = "disk.count"
+            yield row("drives", lambda it: f"{it.deployment.inputs.value(count)}" if it.life_years else NONE)
+            yield row("life of the drives, years", lambda it: optional(it.life_years, years_text))
+
+    rows = [
+        row("GPUs", lambda it: f"{it.gpus:,}"),
+        row("hosts", lambda it: f"{it.deployment.hosts:,}"),
+        row("GPUs of a copy", lambda it: size_name(it.deployment.inputs.model)),
+        (
+            f"GPUs with a reserve ({used:.0%} used)",
+            *(optional(it.gpus_needed, count_text) for it in plan.arms),
+        ),
+        row("GPU memory, TB as tiers store it", lambda it: _terabytes(it.deployment.gpu_stored_bytes)),
+        *hits(GPU),
+        *(it for name in names for it in rows_of(name)),
+        row("prompt tokens not computed", lambda it: share_text(it.point.hit_rate)),
+        row("mean time to first token, s", lambda it: digits(it.point.ttft_s)),
+        row("95 % of first tokens within, s", lambda it: digits(it.point.ttft_within_s(0.95))),
+        row("time per output token, ms", lambda it: digits(it.point.tpot_s * 1e3)),
+        row("power, kW", lambda it: f"{it.cost.watts / 1000:,.2f}"),
+    ]
+    years, one = counted(inputs.price.years, "year"), load_unit(plan, one=True)
+    if any(it and it.price for it in needs):
+        rows += [
+            row(f"price, {inputs.price.currency}", lambda it: optional(it.price, digits)),
+            row(f"price with energy of {years}", lambda it: optional(it.cost.total, digits)),
+            row(f"price with energy of a {one}", lambda it: optional(it.user_price, digits)),
+        ]
+    return Table(
+        ("", *(arm_name(it) for it in plan.arms)),
+        rows,
+        numeric=len(needs),
+        title=f"What {(load := in_words(plan, plan.requested_users))} {'needs' if load == '1 user' else 'need'}",
+        note=_needs_note(plan, names),
+    )
+
+
+def _needs_note(plan: Plan, names: Sequence[str]) -> str:
+    """Say what the hardware of the table is, and what its lines contain."""
+    needs, years = [it.need for it in plan.arms], counted(plan.inputs.price.years, "year")
+    missing = sorted({name for it in needs if it for name in it.cost.missing})
+    slow = [
+        f"Only {it.point.write_bytes_per_s[tier] / given:.0%} of new KV is written to {TIER_NAMES[tier]} in time."
+        for it in needs
+        if it
+        for tier, given in it.point.given_bytes_per_s.items()
+        if it.point.write_bytes_per_s[tier] * LEAST_GAIN < given
+    ]
+    notes = {
+        "The given hardware where the load fits, else the fewest GPUs; tiers grow with the hosts unless their totals "
+        "are given.": True,
+        "The TB that are enough are for the line GPUs, and a size for --tier, with copies of what GPU memory "
+        "holds. More GPUs, such as a reserve, need the TB for KV of their hosts.": names,
+        "Drives of that size need the rates of the planned ones, and last in proportion to their size.": "disk"
+        in names,
+        " ".join(slow): slow,
+        "GPU memory is counted as what tiers store of its conversations, with their copies, windows and states.": True,
+        "There are fewer drives than hosts, and a host without one has no local drives: give --tier one or more for "
+        "each host.": any(
+            it and it.life_years and it.deployment.inputs.disk.count < it.deployment.hosts for it in needs
+        ),
+        "A tier that keeps KV for many pauses keeps it unused for its capacity / (new conversations a second x KV of "
+        "one without the system prompt), less the pauses of a conversation.": names
+        and plan.deployment.workload.has_users,
+        _snapshots(plan): names and plan.deployment.model.state_bytes,
+        "Shared storage is as fast here as the network adapters of the hosts; state what yours reads and writes with "
+        "?read= and ?write= of its --tier. Its power is not in the table.": "shared" in names
+        and not plan.inputs.shared.read_bytes_per_s,
+        f"A price needs {', '.join(missing)}.": missing,
+        f"The first price has the drives that replace worn ones in {years}, and no energy.": any(
+            it and it.price for it in needs
+        ),
+    }
+    return " ".join(text for text, applies in notes.items() if applies)
+
+
+def _snapshots(plan: Plan) -> str:
+    """Say that a conversation leaves a snapshot of its recurrent states in a tier with each query."""
+    count, size = plan.inputs.software.snapshots, plan.deployment.model.state_bytes
+    each = counted(count, "snapshot")
+    return (
+        f"Each query also leaves {each} of the recurrent states ({bytes_text(size)} each) in that KV; "
+        "the size of a conversation counts one."
+    )
+
+
+def drives_table(plan: Plan, drives: DriveLoad) -> Table:
+    """Build the table of the load on the drives, and how many to buy."""
+    target, need = plan.inputs.target, plan.chosen.need
+    deployment = (need or plan.chosen).deployment
+    inputs, disk = plan.inputs, deployment.inputs.disk
+    written = (need or plan.chosen).point.write_bytes_per_s["disk"]
+    at_second_use_s = min(drives.life_selective_years, 1e4) * YEAR_S
+    writes = round(100 * written / ((written + drives.read_bytes_per_s) or 1))
+    rows = [
+        (
+            "chunks",
+            f"{digits(drives.read_bytes_per_s / drives.chunk_bytes)} a second of {bytes_text(drives.chunk_bytes)}",
+            f"{bytes_text(disk.command_bytes)} a command",
+        ),
+        (
+            "queue depth",
+            f"{digits(drives.depth)} commands on average, {digits(drives.depth * target.burst)} in bursts",
+            f"{digits(drives.depth / disk.count)} for each of {counted(disk.count, 'drive')}",
+        ),
+        (
+            "mix",
+            f"{100 - writes}% of the bytes are read, {writes}% written",
+            f"kvtier bench io --mix {100 - writes}/{writes}",
+        ),
+        (
+            "time",
+            f"{share_text(drives.used)} of the drives' time, bursts and writes",
+            f"needs {counted(drives.drives_for_bandwidth, 'drive')}",
+        ),
+        (
+            "writes",
+            f"{bytes_text(drives.written_bytes_per_day)} a day, {digits(drives.writes_per_day)} drive writes a day",
+            f"rated for {disk.drive_writes_per_day:g} a day for {disk.rated_years:g} years",
+        ),
+        (
+            "life",
+            time_text(drives.life_years * YEAR_S),
+            f"{target.life_years:g} years need {counted(drives.drives_for_life, 'drive')}",
+        ),
+        (
+            "reused KV only",
+            f"{time_text(at_second_use_s)} ({share_text(plan.deployment.workload.kept_share)} of new KV is written)",
+            f"{target.life_years:g} years: {_lasting_writes(plan, drives, at=True)}",
+        ),
+    ]
+    is_slow = drives.wanted_bytes_per_s > 1.01 * drives.read_bytes_per_s
+    buy = max(drives.drives_for_capacity, drives.drives_for_bandwidth, drives.drives_for_life)
+    slow = f"All hits are {rate_text(drives.wanted_bytes_per_s)}; the rest computes faster than it loads. "
+    price, years = inputs.price, drives.life_years
+    needs = (
+        f"capacity needs {drives.drives_for_capacity:,}, speed {drives.drives_for_bandwidth:,}, "
+        f"{target.life_years:g} years of life {drives.drives_for_life:,}."
+    )
+    note = f"Buy {counted(buy, 'drive')}: {needs} The plan counts {disk.count:,}."
+    if years < target.life_years:
+        kept, bought = "", ""
+        if price.drive:
+            paid = digits(disk.count * price.drive + worn(deployment, years))
+            kept = f", for {paid} {price.currency} in {counted(price.years, 'year')}"
+            bought = f" for {digits(buy * price.drive)} {price.currency}"
+        worn_s = time_text(years * YEAR_S)
+        note = (
+            f"Keep the {counted(disk.count, 'drive')} of the plan and replace each after {worn_s}, "
+            f"{digits(disk.count / years)} a year{kept}. Or buy {counted(buy, 'drive')}{bought}: {needs}"
+        )
+        if drives.write_policy != "through":
+            serves = f", which serves {in_words(plan, drives.users)}" if drives.write_share else ""
+            note += f" Or keep these and {_lasting_writes(plan, drives)}{serves}."
+    note = f"{slow if is_slow else ''}{note}"
+    title = f"Drives {arm_name(plan.chosen)}, at {shown_load(plan)}"
+    return Table(("", "load", "provided"), rows, title=title, note=note)
+
+
+def _lasting_writes(plan: Plan, drives: DriveLoad, *, at: bool = False) -> str:
+    """Say with which share of writes drives last, `at` which load if that is below the planned one."""
+    users = in_words(plan, drives.users)
+    if drives.write_share is None:
+        return f"serve at most {users}"
+    is_lower = at and not is_served(plan.planned_users, drives.users)
+    return f"write {share_text(drives.write_share)} {f'at {users}' if is_lower else 'of new KV'}"
+
+
+def size_name(size: ModelInputs | PlannedSize) -> str:
+    """How many GPUs share a copy, and how, as a cell."""
+    return f"{'DP attention' if size.dp_attention else 'TP'} {size.tp}"
+
+
+def years_text(count: float) -> str:
+    """A number of years as a cell."""
+    return UNBOUNDED if math.isinf(count) else digits(count)
+
+
+def _terabytes(count: float) -> str:
+    return digits(count / 1e12)
+
+
+def optional(value: float | None, text: Callable[[float], str]) -> str:
+    """The text of a value, or a dash for None."""
+    return NONE if value is None else text(value)

@@ -1,0 +1,524 @@
+"""Make a plan: compare a deployment with GPU memory alone to the same with tiers, and find the demands on the tiers."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from kvtier.tools.plan.cost import (
+    BreakEven,
+    CapacityNeed,
+    Cost,
+    DriveLoad,
+    break_evens,
+    capacity,
+    cost,
+    drive_load,
+    enough_bytes,
+)
+from kvtier.tools.plan.inputs import SETTINGS, Inputs
+from kvtier.tools.plan.limits import (
+    FIRST_TOKEN,
+    Ceiling,
+    InputSensitivity,
+    Limit,
+    best,
+    ceiling,
+    gpus_for,
+    in_users,
+    is_served,
+    life_years,
+    most_users,
+    sensitivities,
+    sizes_of_a_host,
+    throughput,
+    used_shares,
+)
+from kvtier.tools.plan.queueing import GPU, OperatingPoint, operate
+from kvtier.tools.plan.resolve import Basis, Deployment, deployments, given_totals, of_each_host
+from kvtier.tools.plan.worth import (
+    LEAST_GAIN,
+    Choice,
+    choices,
+    pays_from,
+    saving,
+    smallest,
+    user_prices,
+    why_not,
+    worth_buying,
+)
+
+HIT_SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """The hardware for the requested load, and how it serves that load.
+
+    This is the given hardware if the load is within its limits. Otherwise it is the fewest GPUs that suffice, with the
+    tiers of their hosts.
+    """
+
+    deployment: Deployment
+    users: float
+    """Users within all limits."""
+    point: OperatingPoint
+    enough_bytes: dict[str, float]
+    """Size of each tier, as `--tier` takes it, that is enough for this load on these GPUs.
+
+    It has copies of what faster tiers hold, and the share of drives that stays free. Drives keep their planned rates.
+    """
+    cost: Cost
+    user_price: float | None
+    """Price of all the hardware and its energy, per requested user; None if a price is missing."""
+    life_years: float | None
+    """Life of its drives; None without drives."""
+    price: float | None
+    """Price of all the hardware, with drives that replace worn ones; None if a price is missing."""
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs, all of the given kind."""
+        return self.deployment.inputs.gpu.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A choice of tiers, with its limits and the hardware that the requested load needs."""
+
+    choice: Choice
+    ceiling: Ceiling
+    users_at_ttft: float
+    """Users within the limit of the time to first token alone."""
+    throughput_per_s: float
+    """Most requests per second that the GPUs complete."""
+    point: OperatingPoint
+    """Operating point at the served load: the requested one, or the most that the GPUs complete."""
+    ttft_s: float
+    """Mean TTFT at the requested load; infinite where queues grow without end."""
+    output_tokens_per_s: float
+    gpus_least: int | None
+    """Fewest GPUs that serve the requested load within the limits, at any size; None if no number is enough."""
+    gpus_needed: int | None
+    """Fewest GPUs that serve it at `target.gpu_used` of their most users, in copies of the size that the load needs."""
+    need: Need | None
+    """The hardware that the requested load needs; None if no number of GPUs is enough."""
+    cost: Cost
+    """Cost at the served load, without drives that replace worn ones."""
+
+    @property
+    def deployment(self) -> Deployment:
+        """The given hardware with these tiers."""
+        return self.choice.deployment
+
+    @property
+    def users(self) -> float:
+        """Users within all limits."""
+        return self.ceiling.binding.users
+
+    @property
+    def need_gpus(self) -> float:
+        """Number of GPUs that the requested load needs; infinite if no number is enough."""
+        return self.need.gpus if self.need else math.inf
+
+    @property
+    def throughput_users(self) -> float:
+        """Users beyond which throughput does not grow."""
+        return in_users(self.deployment, self.throughput_per_s)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers, the fastest first."""
+        return self.choice.tiers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTier:
+    """GPU memory or a tier of the inputs, and whether the plan recommends it."""
+
+    name: str
+    capacity_bytes: float
+    """Capacity on the hardware that the requested load needs, or else on the given hardware."""
+    worth_it: bool = True
+    """Whether the plan recommends it. GPU memory is always there."""
+    why_not: str = ""
+    """Why it brings no users beside the recommended tiers; empty if it brings some, or is one of them."""
+    user_price: float | None = None
+    """The price per user with it, if it brings users who cost too much; else None."""
+    pays_from_interval_s: float | None = None
+    """Shortest interval between a user's queries at which it brings users beside them; None if none was found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All results, in bytes, seconds, tokens and rates per second. Shares are from 0 to 1."""
+
+    choices: tuple[Choice, ...]
+    """All choices of the given tiers: the one without tiers first, the one with all of them last."""
+    alone: Variant
+    ways: tuple[Variant, ...]
+    """Alternatives worth buying, the recommended one first; GPU memory alone if no tier gains anything."""
+    given: Variant
+    """The choice of all tiers of the inputs."""
+    arms: tuple[Variant, ...]
+    """What to compare for the requested load: GPU memory alone, and each way worth buying.
+
+    If the load needs more than the given GPUs, choices that need fewer or cheaper GPUs with other tiers follow.
+    """
+    bought: tuple[Variant, ...]
+    """Alternatives worth buying for the requested load, the recommended one first; empty if no tier saves enough."""
+    chosen: Variant
+    """The variant planned for the requested load: the first one worth buying for it.
+
+    Otherwise it is the one for a full server if the load fits on the given GPUs, or else GPU memory alone.
+    """
+    grown_gpus: int | None
+    """Fewest GPUs for the requested load with all tiers, if each host had what a given host has of the given totals.
+
+    None if that saves no GPUs, no such totals are given, or the load needs no more hosts than the given ones.
+    """
+    user_prices: dict[tuple[str, ...], float]
+    """Price per user of each choice of tiers, which decides what is worth buying; empty if prices are missing."""
+    prices_load: bool
+    """Whether prices are for the GPUs that the requested load needs instead of the given ones."""
+    tiers: tuple[PlannedTier, ...]
+    """GPU memory and all tiers of the inputs."""
+    capacities: tuple[CapacityNeed, ...]
+    drives: DriveLoad | None
+    break_evens: tuple[BreakEven, ...]
+    used: dict[str, float]
+    """The used share of each limit's budget at the requested load."""
+    sensitivities: tuple[InputSensitivity, ...]
+    """How the number of users depends on each input, the strongest dependence first."""
+
+    @property
+    def tiered(self) -> Variant:
+        """The recommended configuration, with only the tiers that are worth it."""
+        return self.ways[0]
+
+    @property
+    def serves_any(self) -> bool:
+        """Whether the given GPUs serve any user within the limits, with any choice of tiers."""
+        return any(self.deployment.workload.is_any(it.users) for it in self.choices)
+
+    @property
+    def deployment(self) -> Deployment:
+        """The deployment with the tiers that are worth it."""
+        return self.tiered.deployment
+
+    @property
+    def idle_tiers(self) -> list[PlannedTier]:
+        """The tiers that bring nothing beside the recommended ones."""
+        return [it for it in self.tiers if not it.worth_it]
+
+    @property
+    def inputs(self) -> Inputs:
+        """The inputs, with values from the catalogue and the model."""
+        return self.deployment.inputs
+
+    @property
+    def binding(self) -> Limit:
+        """The limit that is met first, with tiers."""
+        return self.tiered.ceiling.binding
+
+    @property
+    def requested_users(self) -> float:
+        """The requested load in users; with a trace's own pauses, in queries per second."""
+        return in_users(self.deployment, self.deployment.workload.requests_per_s)
+
+    @property
+    def planned_users(self) -> float:
+        """The load that the GPUs and drives are planned for: the requested one, or else the most that GPUs complete."""
+        return self.requested_users if self.chosen.need else in_users(self.deployment, self.chosen.point.requests_per_s)
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether the requested load exceeds the limits, both with the tiers that are worth it and without tiers."""
+        return not any(it.need and it.need.gpus <= self.inputs.gpu.count for it in self.arms)
+
+
+def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities: bool = True) -> Plan:
+    """Make a plan for the inputs.
+
+    Args:
+        inputs: from `kvtier.tools.plan.read_inputs`.
+        basis: the model and the trace that they name, if they have been read already.
+        with_sensitivities: whether to compute how users depend on each input, which takes most of the time.
+
+    Raises:
+        ConfigError: an input is unknown, not allowed, or contradicts another.
+    """
+    found = choices(list(deployments(inputs, basis)))
+    prices, prices_load = user_prices(found), False
+    worth = worth_buying(found, prices)
+    variants = {it.tiers: _variant(inputs, it) for it in (found[0], *worth, found[-1])}
+    alone, given = variants[()], variants[found[-1].tiers]
+    others: list[Variant] = []
+    if not any(variants[it.tiers].need_gpus <= inputs.gpu.count for it in worth):
+        every = [variants.get(it.tiers) or _variant(inputs, it) for it in found]
+        variants |= {it.tiers: it for it in every}
+        for_load = {it.tiers: it.need.user_price for it in every if it.need and it.need.user_price is not None}
+        if prices and for_load:
+            prices, prices_load, worth = for_load, True, worth_buying(found, for_load, for_load=True)
+            if worth == [found[0]]:  # compare with the cheapest one
+                others = sorted((it for it in every if it.tiers in prices), key=lambda it: prices[it.tiers])
+                others = [it for it in others if it.tiers][:1]
+        else:
+            others = [it for it in _better([variants[it.tiers] for it in worth], every) if it.tiers]
+        shown = (alone, *(variants[it.tiers] for it in worth), *others)
+        if not any(it.need_gpus <= inputs.gpu.count for it in shown):
+            fitting = [it.tiers for it in every if it.need_gpus <= inputs.gpu.count]
+            others += [variants[it] for it in smallest(fitting)]  # too little gain to buy, but the load fits
+    ways = [variants[it.tiers] for it in worth]
+    tiered, kept = ways[0], ways[0].deployment
+    arms = [alone, *(it for it in ways if it.tiers), *others]
+    amounts = {it.tiers: (it.need.user_price if it.need and prices else it.gpus_least) or math.inf for it in arms}
+    bought = [next(it for it in arms if it.tiers == tiers) for tiers in saving(amounts)]
+    fits = any(it.need_gpus <= inputs.gpu.count for it in arms)
+    chosen = min(bought[:1] or (ways if fits else [alone]), key=lambda it: it.need_gpus)
+    at_load, point = (chosen.need.deployment, chosen.need.point) if chosen.need else (kept, tiered.point)
+    shares = sorted({*HIT_SHARES, kept.inputs.target.hit_share})
+    return Plan(
+        choices=tuple(found),
+        alone=alone,
+        ways=tuple(ways),
+        given=given,
+        arms=tuple(arms),
+        bought=tuple(bought),
+        chosen=chosen,
+        grown_gpus=_grown_gpus(inputs, given, min(it.need_gpus for it in arms)),
+        user_prices=prices,
+        prices_load=prices_load,
+        tiers=tuple(_tiers(given, found, worth[0], prices)),
+        capacities=tuple(capacity(at_load, share) for share in shares),
+        drives=drive_load(at_load, point) if "disk" in chosen.tiers else None,
+        break_evens=tuple(break_evens(given.deployment)),
+        used=used_shares(kept, operate(kept, kept.workload.requests_per_s)),
+        sensitivities=tuple(sensitivities(inputs, kept)) if with_sensitivities else (),
+    )
+
+
+def _grown_gpus(inputs: Inputs, given: Variant, least: float) -> int | None:
+    """Find the GPUs with all tiers if given totals grew with the hosts; None if that saves none of the `least` ones."""
+    deployment = given.deployment
+    if least <= deployment.hosts * deployment.inputs.host.gpus or not given_totals(inputs):
+        return None
+    grown = of_each_host(inputs, deployment.hosts)
+    found = gpus_for(grown, deployment, deployment.workload.requests_per_s)
+    return found if found is not None and found < least else None
+
+
+def _better(ways: list[Variant], every: list[Variant]) -> list[Variant]:
+    """Find the smallest choices among those that need the fewest GPUs, if no way is nearly as good.
+
+    If the given GPUs serve no user, no way is recommended, and even one GPU fewer counts.
+    """
+    gain = LEAST_GAIN if any(it.choice.cost for it in every) else 1.0
+    least = min(it.need_gpus for it in every)
+    if math.isinf(least) or any(it.need_gpus <= least * gain for it in ways):
+        return []
+    enough = smallest([it.tiers for it in every if it.need_gpus == least])
+    return [it for it in every if it.tiers in enough]
+
+
+def _variant(inputs: Inputs, choice: Choice) -> Variant:
+    deployment = choice.deployment
+    requested = deployment.workload.requests_per_s
+    top, most = ceiling(deployment), throughput(deployment)
+    served = min(requested, most)
+    point = operate(deployment, served)
+    least = gpus_for(inputs, deployment, requested)
+    need = _need(inputs, choice, top.binding.users, least)
+    sized, reserved = need.deployment if need else deployment, requested / deployment.inputs.target.gpu_used
+    return Variant(
+        choice=choice,
+        ceiling=top,
+        users_at_ttft=next(it for it in top.serving if it.name in FIRST_TOKEN).users,
+        throughput_per_s=most,
+        point=point,
+        ttft_s=point.ttft_s if served == requested else math.inf,
+        output_tokens_per_s=served * deployment.workload.answer_tokens,
+        gpus_least=least,
+        gpus_needed=gpus_for(inputs, sized, reserved, at_its_size=True) if need else None,
+        need=need,
+        cost=cost(deployment, point),
+    )
+
+
+def _need(inputs: Inputs, choice: Choice, users: float, gpus: int | None) -> Need | None:
+    """Find hardware for the requested load: the given hardware if it serves that load, or else `gpus` GPUs."""
+    deployment, requested = choice.deployment, choice.deployment.workload.requests_per_s
+    if not is_served(in_users(deployment, requested), users):
+        if gpus is None:
+            return None
+        changed = inputs.change({"gpu.count": gpus}, "the GPUs for the requested load")
+        searched = sizes_of_a_host(inputs, deployment.basis)  # a plan that names these tiers searches the same
+        sizes = [it.only(choice.tiers) for it in deployments(changed, deployment.basis)]
+        sizes = [it for it in sizes if (it.inputs.model.tp, it.inputs.model.dp_attention) in searched]
+        found = [most_users(it) for it in sizes]
+        deployment = best(sizes, found)
+        users = found[sizes.index(deployment)]
+    point = operate(deployment, requested)
+    years = life_years(deployment, point.write_bytes_per_s["disk"]) if "disk" in choice.tiers else None
+    at_load = cost(deployment, point, life_years=years)
+    total = None if at_load.missing else at_load.total
+    return Need(
+        deployment=deployment,
+        users=users,
+        point=point,
+        enough_bytes=enough_bytes(deployment),
+        cost=at_load,
+        user_price=None if total is None else total / in_users(deployment, requested),
+        life_years=years,
+        price=None if at_load.missing else at_load.bought,
+    )
+
+
+def _tiers(
+    given: Variant, found: list[Choice], best: Choice, prices: dict[tuple[str, ...], float]
+) -> Iterator[PlannedTier]:
+    """Yield GPU memory and all tiers of the inputs. `best` is the recommended choice, perhaps by prices per user."""
+    deployment = given.need.deployment if given.need else given.deployment
+    yield PlannedTier(name=GPU, capacity_bytes=deployment.kv_bytes * deployment.replicas)
+    by_tiers, in_prices = {frozenset(it.tiers): it for it in found}, bool(prices)
+    for tier in deployment.tiers:
+        if tier.name in best.tiers:
+            yield PlannedTier(name=tier.name, capacity_bytes=tier.capacity_bytes)
+            continue
+        beside = by_tiers[frozenset((*best.tiers, tier.name))]
+        is_dear = beside.tiers in prices and beside.users > best.users * LEAST_GAIN
+        deployed = given.deployment.only(beside.tiers)
+        yield PlannedTier(
+            name=tier.name,
+            capacity_bytes=tier.capacity_bytes,
+            worth_it=False,
+            why_not="" if is_dear else why_not(deployed, tier.name),
+            user_price=prices.get(beside.tiers) if is_dear else None,
+            pays_from_interval_s=None if in_prices else pays_from(deployed, tier.name),
+        )
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values: bytes, seconds, tokens, rates per second, shares from 0 to 1. Infinity is null."""
+    deployment, load = plan.deployment, plan.deployment.workload
+    document: dict[str, Any] = {
+        "model": deployment.model.name,
+        "users_with_tiers": plan.tiered.users,
+        "users_without_tiers": plan.alone.users,
+        "users_with_all_tiers": plan.given.users,
+        "is_overloaded": plan.is_overloaded,
+        "gpus_if_totals_grow": plan.grown_gpus,
+        "choices": [
+            {
+                "tiers": it.tiers,
+                "users": it.users,
+                "tp": it.deployment.inputs.model.tp,
+                "drive_life_years": it.life_years,
+                "price": it.price,
+                "user_price": it.user_price,
+                "is_worth_buying": it in [way.choice for way in plan.ways],
+                "is_worth_buying_for_load": it in [each.choice for each in plan.bought],
+            }
+            for it in plan.choices
+        ],
+        "needs": [_need_json(it) for it in plan.arms],
+        "tp_with_tiers": deployment.inputs.model.tp,
+        "tp_without_tiers": plan.alone.deployment.inputs.model.tp,
+        "binding_limit": plan.binding.name,
+        "sizes": [asdict(it) for it in plan.tiered.choice.sizes],
+        "hosts": deployment.hosts,
+        "replicas": deployment.replicas,
+        "bytes_per_token_stored": deployment.model.token_bytes,
+        "chunk_bytes": deployment.model.token_bytes * plan.inputs.software.chunk_tokens,
+        "session_bytes": deployment.model.stored_bytes(load.session_tokens),
+        "gpu_kv_bytes_per_replica": deployment.kv_bytes,
+        "traffic": {
+            "requests_per_s": load.requests_per_s,
+            "users": plan.requested_users if load.has_users else None,
+            "input_tokens": load.input_tokens,
+            "output_tokens": load.answer_tokens,
+            "reusable_share": load.reuse,
+            "burst": load.burst,
+            "notes": load.notes,
+        },
+        "alone": _variant_json(plan.alone),
+        "tiered": _variant_json(plan.tiered),
+        "next": plan.tiered.ceiling.next.name if plan.tiered.ceiling.next else None,
+        "used": plan.used,
+        "tiers": [asdict(it) for it in plan.tiers],
+        "capacities": [asdict(it) for it in plan.capacities],
+        "drives": asdict(plan.drives) if plan.drives else None,
+        "break_evens": [asdict(it) for it in plan.break_evens],
+        "sensitivity": [{**asdict(it), "swing": it.swing} for it in plan.sensitivities],
+        "inputs": {
+            name: {"value": plan.inputs.value(name), "from": plan.inputs.origin(name), "help": setting.help}
+            for name, setting in SETTINGS.items()
+        },
+        "sources": [{"name": name, "source": source, "date": date} for name, source, date in deployment.sources],
+    }
+    return cast("dict[str, Any]", _finite(document))
+
+
+def _need_json(arm: Variant) -> dict[str, Any]:
+    """Return what the requested load needs with the tiers of one arm; only the tiers if no number of GPUs is enough."""
+    need = arm.need
+    if need is None:
+        return {"tiers": arm.tiers}
+    deployment, point = need.deployment, need.point
+    return {
+        "tiers": arm.tiers,
+        "users": in_users(deployment, point.requests_per_s),
+        "users_at_most": need.users,
+        "gpus": need.gpus,
+        "hosts": deployment.hosts,
+        "tp": deployment.inputs.model.tp,
+        "drives": deployment.inputs.disk.count if "disk" in arm.tiers else 0,
+        "gpu_kv_bytes": deployment.kv_bytes * deployment.replicas,
+        "tier_bytes": {it.name: it.capacity_bytes for it in deployment.tiers},
+        "kv_bytes_for_hits": capacity(deployment, deployment.inputs.target.hit_share).bytes,
+        "enough_bytes": need.enough_bytes,
+        "read_bytes_per_s": point.read_bytes_per_s,
+        "read_burst_bytes_per_s": {
+            name: rate * deployment.inputs.target.burst for name, rate in point.read_bytes_per_s.items()
+        },
+        "write_bytes_per_s": point.write_bytes_per_s,
+        "drive_life_years": need.life_years,
+        "user_price": need.user_price,
+        "ttft_s": point.ttft_s,
+        "ttft_p95_s": point.ttft_within_s(0.95),
+        "tpot_s": point.tpot_s,
+        "hit_rate": point.hit_rate,
+        "output_tokens_per_s": point.requests_per_s * deployment.workload.answer_tokens,
+        "watts": need.cost.watts,
+        "price": need.price,
+    }
+
+
+def _variant_json(variant: Variant) -> dict[str, Any]:
+    return {
+        "users_at_ttft": variant.users_at_ttft,
+        "users_at_all_limits": variant.ceiling.binding.users,
+        "limits": [asdict(it) for it in variant.ceiling.limits],
+        "throughput_requests_per_s": variant.throughput_per_s,
+        "throughput_users": variant.throughput_users,
+        "served_requests_per_s": variant.point.requests_per_s,
+        "ttft_s": variant.ttft_s,
+        "dp_attention": variant.deployment.inputs.model.dp_attention,
+        "output_tokens_per_s": variant.output_tokens_per_s,
+        "gpus_least": variant.gpus_least,
+        "gpus_needed": variant.gpus_needed,
+        "cost": asdict(variant.cost),
+        "cost_at_most": asdict(variant.choice.cost) if variant.choice.cost else None,
+        "point": {**asdict(variant.point), "hit_rate": variant.point.hit_rate},
+    }
+
+
+def _finite(value: object) -> object:
+    """Replace infinities, which JSON lacks, in `value`."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(it) for key, it in cast("dict[str, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(it) for it in cast("list[object]", value)]
+    return value

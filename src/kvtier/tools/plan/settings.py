@@ -1,0 +1,113 @@
+"""Write the kvtier settings that a plan implies, as a file to paste.
+
+A plan counts host memory and drives of all hosts together. kvtier's settings are per engine, so each engine gets its
+share. Paths are examples.
+"""
+
+from collections.abc import Iterator
+
+from kvtier.report.format import bytes_text
+from kvtier.tools.plan.answer import in_words, load_text, refusal, shown_load, size_text
+from kvtier.tools.plan.cost import DriveLoad
+from kvtier.tools.plan.limits import is_served
+from kvtier.tools.plan.plan import Plan
+from kvtier.tools.plan.resolve import Deployment
+
+_MIB = 2**20
+
+
+def settings_toml(plan: Plan) -> str:
+    """Write the settings file of each engine of the plan. `kvtier config show --file` reads it."""
+    return "\n".join(_lines(plan)) + "\n"
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    need = plan.chosen.need
+    deployment = need.deployment if need else plan.deployment
+    inputs, replicas, kept = deployment.inputs, deployment.replicas, plan.chosen.tiers
+    drives, software = plan.drives, inputs.software
+    shared_bytes = inputs.shared.capacity_bytes if "shared" in kept else 0
+    engines = "the engine" if replicas == 1 else f"each of {replicas:,} engines"
+    yield f"# kvtier settings of {engines} ({size_text(deployment)})"
+    if deployment.server_gpus > inputs.host.gpus:
+        yield f"# none: {refusal(plan)}"
+        return
+    if inputs.model.dp_attention:
+        local = f"--data-parallel-size-local {min(inputs.model.tp, inputs.host.gpus)}"
+        yield f"# vLLM: --data-parallel-size {inputs.model.tp} {local} --enable-expert-parallel"
+        yield "# (has not run; kvtier refuses --nnodes above 1)"
+    yield from _remarks(plan)
+    parts = _parts(deployment)
+    host = inputs.host.capacity_bytes // parts // _MIB * _MIB if "host" in kept else 0
+    if host:
+        yield from ("[host]", f"capacity_bytes = {_size(host)}", "")
+    yield from ("[store]", f"chunk_tokens = {software.chunk_tokens}")
+    if shared_bytes:
+        yield 'secret_file = "/etc/kvtier/secret" # the same for all engines'
+    if drives is not None and drives.write_policy == "selective":
+        yield 'write_policy = "selective" # at the second use, for the life of the drives'
+    yield ""
+    if not software.skips_slow_loads:
+        yield from ("[planner]", "enabled = false # loads everything that is stored", "")
+    if drives is not None:
+        disk = inputs.disk
+        ranks, storing = deployment.server_gpus, _storing_ranks(deployment)
+        capacity = int(disk.count * disk.capacity_bytes * disk.filled) // parts * ranks // storing // _MIB * _MIB
+        filled = bytes_text(capacity * storing / ranks)
+        share = f" # a cap for {ranks} ranks, of which {storing} store{'s' * (storing == 1)}: they fill {filled}"
+        yield from ("[[tiers]]", 'kind = "disk"', 'path = "/mnt/nvme/kvtier" # of its own for each engine')
+        yield f"capacity_bytes = {_size(capacity)}{share if storing < ranks else ''}"
+        if drives.write_policy == "budget":
+            yield from _budget(plan, drives, deployment)
+        yield ""
+    if shared_bytes:
+        yield from (
+            "[[tiers]]",
+            'kind = "shared_directory" # s3, valkey and mooncake have a place of another form',
+            'path = "/mnt/shared/kvtier" # the same for all engines',
+        )
+        yield f"capacity_bytes = {_size(shared_bytes)}"
+
+
+def _budget(plan: Plan, drives: DriveLoad, deployment: Deployment) -> Iterator[str]:
+    """Yield a rank's write budget. It is a comment if the planned load then exceeds a limit."""
+    disk, storing, years = deployment.inputs.disk, _storing_ranks(deployment), plan.inputs.target.life_years
+    rated = disk.count * disk.capacity_bytes * disk.drive_writes_per_day / disk.wear
+    budget = int(rated * disk.rated_years / years / _parts(deployment) / storing) // _MIB * _MIB
+    line = f"write_bytes_per_day = {budget} # of each of {storing * deployment.replicas} ranks"
+    line += f": the drives then last {years:g} years"
+    if is_served(plan.planned_users, drives.users):
+        yield line
+    else:
+        yield f"# {line}"
+        before = f"without it {load_text(plan, plan.planned_users)} for {drives.life_years:.3g} years"
+        yield f"# and serve {in_words(plan, drives.users)}; {before}"
+
+
+def _remarks(plan: Plan) -> Iterator[str]:
+    if why := refusal(plan):
+        yield f"# {why}: for when it does"
+    if not plan.chosen.tiers:
+        yield "# no tier is worth it here"
+    elif not plan.bought:
+        yield f"# no tier is needed for {in_words(plan, plan.requested_users)}; this is for a full server"
+    elif plan.requested_users > plan.chosen.users:
+        yield f"# for {shown_load(plan)}"
+
+
+def _storing_ranks(deployment: Deployment) -> int:
+    """Number of an engine's ranks that write to its drives. A tier `disk` gives each rank an equal share of its cap."""
+    ranks, model = deployment.server_gpus, deployment.model
+    return ranks if model.state_bytes else round(ranks / model.delivered_ratio)
+
+
+def _parts(deployment: Deployment) -> int:
+    """Number of parts into which the tiers of all hosts are split: one per engine that a full host has room for."""
+    per_host = deployment.inputs.host.gpus
+    engines = min(deployment.replicas, max(per_host // deployment.server_gpus, 1))
+    return -(-deployment.used_gpus // per_host) * engines
+
+
+def _size(count: int) -> str:
+    """Write a size in whole GiB if there are 100 or more, else in MiB."""
+    return f'"{count // 2**30} GiB"' if count >= 100 * 2**30 else f'"{count // _MIB} MiB"'

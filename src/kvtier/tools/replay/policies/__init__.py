@@ -1,0 +1,1 @@
+"""Policies for replays: the shipped ones, published policies to compare with, and bounds."""

@@ -1,0 +1,308 @@
+"""Tiers of a replay, the time of a prefill, and the results, as plain values."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import ConfigError
+
+HOST = "host"
+QUANTILES = 200
+"""Number of steps in a distribution of times."""
+PARTS = 120
+"""Number of points in a time series."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSpec:
+    """Capacity and speed of a tier."""
+
+    name: str
+    capacity_bytes: int
+    read_bytes_per_s: float
+    """Read bandwidth. For host memory, the bandwidth to the engine."""
+    write_bytes_per_s: float
+    """Write bandwidth. For host memory, the bandwidth from the engine."""
+    latency_s: float
+    is_shared: bool = False
+    """Whether all nodes share one tier, instead of one for each node."""
+    is_remote: bool = False
+    """Whether a lookup asks for few names at a time, in rounds of `latency_s` each."""
+    drive_bytes: int | None = None
+    """Capacity of the drives, of which KV uses `capacity_bytes`. None: KV uses all of it."""
+    rated_writes_per_day: float | None = None
+    """Rated endurance of the drives, in drive writes per day."""
+    sources: dict[str, str] = field(default_factory=dict[str, str], compare=False)
+    """The source of each field's value."""
+
+    def __post_init__(self) -> None:
+        for name in ("capacity_bytes", "read_bytes_per_s", "write_bytes_per_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"--tier {self.name}: {name} is {getattr(self, name)}; allowed: above 0")
+        if not 0 <= self.latency_s < 60:
+            raise ConfigError(f"--tier {self.name}: latency_s is {self.latency_s}; allowed: 0 to 60")
+        if self.drive_bytes is not None and self.drive_bytes < self.capacity_bytes:
+            raise ConfigError(
+                f"--tier {self.name}: drives of {self.drive_bytes} bytes hold less than the {self.capacity_bytes} that "
+                "KV is to use; allowed: larger drives, or more of them"
+            )
+
+    def in_raw_bytes(self, share: float) -> "TierSpec":
+        """Return this tier as it is in bytes of raw KV, of which it stores only a share: larger and faster."""
+        note = f" / {share:.3g}, because it stores that share of raw KV"
+        return replace(
+            self,
+            capacity_bytes=int(self.capacity_bytes / share),
+            drive_bytes=None if self.drive_bytes is None else int(self.drive_bytes / share),
+            read_bytes_per_s=self.read_bytes_per_s / share,
+            write_bytes_per_s=self.write_bytes_per_s / share,
+            sources={name: it if name == "latency_s" else it + note for name, it in self.sources.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkStats:
+    """How a link is used, or the same link of several nodes."""
+
+    transfers: int
+    total_bytes: int
+    mean_bytes_per_s: float
+    """Mean bandwidth of all links together."""
+    peak_bytes_per_s: float
+    """Bandwidth in the busiest second of the busiest link. At most the link's bandwidth."""
+    peak_together_bytes_per_s: float
+    """Bandwidth in the busiest second of all links together."""
+    used_share: float
+    """Share of the bandwidth in use."""
+    mean_depth: float
+    """Mean number of active and queued transfers of one link, over time."""
+    peak_depth: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TtftStats:
+    """Distribution of the time to first token."""
+
+    mean_s: float
+    p50_s: float
+    p95_s: float
+    p99_s: float
+    quantiles_s: tuple[float, ...]
+    """Quantiles at 0, 1/200, 2/200, ... 1."""
+
+    @classmethod
+    def of(cls, times_s: npt.NDArray[np.float64]) -> "TtftStats":
+        """Compute the statistics of the times of at least one request."""
+        quantiles: list[float] = np.quantile(times_s, np.linspace(0, 1, QUANTILES + 1)).tolist()
+        p50, p95, p99 = (quantiles[round(share * QUANTILES)] for share in (0.5, 0.95, 0.99))
+        return cls(mean_s=float(times_s.mean()), p50_s=p50, p95_s=p95, p99_s=p99, quantiles_s=tuple(quantiles))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierResult:
+    """One tier. If each node has one, the sum over nodes."""
+
+    name: str
+    capacity_bytes: int
+    """Capacity of one tier of this name."""
+    count: int
+    """Number of nodes with such a tier. 1 if it is shared."""
+    hit_tokens: int
+    """Tokens that engines got from this tier."""
+    hit_rate: float
+    """Hit tokens as a share of all input tokens."""
+    reads: LinkStats
+    """Promotions. For host memory, transfers to the engine from any tier."""
+    writes: LinkStats
+    """Demotions. For host memory, transfers from the engine."""
+    evictions: int
+    writes_per_day: float
+    """Bytes written per day, divided by the tier's capacity."""
+    drive_writes_per_day: float
+    """Bytes written per day, divided by the drives' capacity."""
+    rated_writes_per_day: float | None
+    """Rated drive writes per day. None if unknown."""
+    loads: int
+    """Number of loads whose slowest tier is this one."""
+    trials: int
+    """How many of the loads try the tier although it is not expected to pay."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PlanningStats:
+    """The planner's decisions, and their cost compared with the best split of each request.
+
+    To find the best split, every number of leading chunks is tried with the true speeds and queues of the links. A
+    load waits for what running loads still have to move, and later requests are ignored. A split takes as long as its
+    load, or the prompts before it if these take longer, plus computing the rest. Only requests with a hit count.
+    """
+
+    requests: int = 0
+    loads: int = 0
+    trials: int = 0
+    """Loads that were not expected to pay, but tried a slow tier again."""
+    cut_loads: int = 0
+    """Loads that delivered less than planned, mostly because they no longer paid."""
+    loaded_tokens: int = 0
+    skipped_tokens: int = 0
+    """Cached tokens that were computed, because computing was expected to be faster."""
+    cut_tokens: int = 0
+    """Tokens that were planned but not delivered in time."""
+    predicted_load_s: float = 0.0
+    """Expected time of all loads beyond the engine's backlog."""
+    load_s: float = 0.0
+    """Actual time of all loads beyond the backlog."""
+    recompute_s: float = 0.0
+    """Time to compute everything."""
+    taken_s: float = 0.0
+    """Time of loads and computing the rest."""
+    best_s: float = 0.0
+    """Time of loads and computing the rest, with the best splits."""
+    regret_s: float = 0.0
+    """Time beyond the best split, summed over requests."""
+    regret_most_s: float = 0.0
+    """Largest regret of one request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSeries:
+    """A tier over time. If each node has one, the sum over nodes."""
+
+    hit_tokens_per_s: tuple[float, ...]
+    """Hit tokens by arrival time of the requests."""
+    read_bytes_per_s: tuple[float, ...]
+    written_bytes_per_s: tuple[float, ...]
+    read_depth: tuple[float, ...]
+    """Active and queued transfers."""
+    write_depth: tuple[float, ...]
+    held_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieredSeries:
+    """Values for each of `PARTS` equal parts of the time until the last transfer."""
+
+    part_s: float
+    input_tokens_per_s: tuple[float, ...]
+    skipped_tokens_per_s: tuple[float, ...]
+    """Cached tokens that were computed."""
+    tiers: dict[str, TierSeries]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieredResult:
+    """Result of a replay through tiers."""
+
+    requests: int
+    is_complete: bool
+    """False if the replay was stopped after these requests."""
+    nodes: int
+    servers: int
+    """Prefill servers of each node."""
+    duration_s: float
+    """Time until the last request's first token."""
+    input_tokens: int
+    hit_rate: float
+    ttft: TtftStats
+    ttft_without: TtftStats
+    """TTFT of the same requests on the same nodes if everything is computed."""
+    tiers: tuple[TierResult, ...]
+    planning: PlanningStats
+    loads: int
+    cut_loads: int
+    convoys: int
+    """Number of loads that found a chunk in transfer for another request."""
+    skipped_tokens: int
+    """Cached tokens that were computed, because computing was expected to be faster."""
+    dropped_chunks: int
+    """Chunks that were not stored, because no slot was free in time."""
+    dropped_demotions: int
+    """Objects that were not written to a lower tier, because the slot was needed or the tier failed."""
+    busy_share: float
+    """Share of time for which the prefill servers were busy."""
+    busy_share_without: float
+    over_time: TieredSeries
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> "TieredResult":
+        """Invert `dataclasses.asdict`, even after a round trip through JSON.
+
+        Raises:
+            KeyError, TypeError: `plain` is something else.
+        """
+        over_time = _read(TieredSeries, plain["over_time"])
+        whole: dict[str, Any] = {
+            **plain,
+            "ttft": _read(TtftStats, plain["ttft"]),
+            "ttft_without": _read(TtftStats, plain["ttft_without"]),
+            "tiers": tuple(
+                replace(
+                    _read(TierResult, it), reads=_read(LinkStats, it["reads"]), writes=_read(LinkStats, it["writes"])
+                )
+                for it in plain["tiers"]
+            ),
+            "planning": PlanningStats(**plain["planning"]),
+            "over_time": replace(
+                over_time, tiers={name: _read(TierSeries, it) for name, it in plain["over_time"]["tiers"].items()}
+            ),
+        }
+        return cls(**whole)
+
+
+Value = TypeVar("Value")
+
+
+def _read(kind: Callable[..., Value], plain: dict[str, Any]) -> Value:
+    return kind(**{name: tuple(it) if isinstance(it, list) else it for name, it in plain.items()})  # pyright: ignore[reportUnknownArgumentType]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSpeed:
+    """Speed of a prefill. The defaults are near a 70B dense model with 80 layers and 8,192 hidden units on 8 H100."""
+
+    tokens_per_s: float = 10_000.0
+    """Speed at the beginning of a prompt."""
+    attention_tokens: float = 53_000.0
+    """Position at which a token costs twice the first: 2 x parameters / (4 x layers x hidden units)."""
+    windows: tuple[tuple[int, float], ...] = ()
+    """(window in tokens, its own `attention_tokens`) for layers with sliding windows."""
+    source: str = field(default="default: near a 70B dense model on 8 H100", compare=False)
+    """Where the figures come from."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tokens_per_s < float("inf"):
+            raise ConfigError(f"prefill speed {self.tokens_per_s:g}; allowed: tokens a second, above 0")
+        if not all(it > 0 for it in (self.attention_tokens, *(cost for _, cost in self.windows))):
+            raise ConfigError(f"prefill attention_tokens {self.attention_tokens:g}; allowed: above 0, or inf")
+
+    def seconds(self, start: int, stop: int) -> float:
+        """Return the seconds to compute the tokens from position `start` to `stop`."""
+        before = (stop + start) / 2
+        cost = 1.0 + before / self.attention_tokens
+        for window, attention_tokens in self.windows:
+            cost += min(before, window) / attention_tokens
+        return (stop - start) * cost / self.tokens_per_s
+
+
+def best_split(
+    arrivals_s: Iterable[float], *, chunk_tokens: int, input_tokens: int, ahead_s: float, prefill: PrefillSpeed
+) -> tuple[int, float]:
+    """Return how many leading chunks to load for the earliest end of the prefill, and the seconds until that end.
+
+    Args:
+        arrivals_s: for each leading chunk that can be loaded, seconds until it and all before it have arrived.
+        chunk_tokens: number of tokens per chunk.
+        input_tokens: tokens of the prompt.
+        ahead_s: seconds until the engine can start this prompt.
+        prefill: speed of computing.
+    """
+    best = (0, ahead_s + prefill.seconds(0, input_tokens))
+    for chunks, arrival_s in enumerate(arrivals_s, 1):
+        end_s = max(arrival_s, ahead_s) + prefill.seconds(min(chunks * chunk_tokens, input_tokens), input_tokens)
+        if end_s < best[1]:
+            best = (chunks, end_s)
+    return best

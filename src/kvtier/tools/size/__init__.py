@@ -1,0 +1,17 @@
+"""KV size of a model, with formulas, reasons and other counting conventions.
+
+```python
+from kvtier.tools import size
+
+kv = size.of("llama-3.1-8b", tp=8)
+kv.bytes_per_token  # 131072
+kv.session_bytes(131_072)  # 17179869184
+```
+
+All sizes are in bytes. They are exact: fractions appear only where a format has them.
+"""
+
+from kvtier.tools.size.model import Model, from_config, model, names
+from kvtier.tools.size.sizes import CHUNK_TOKENS, KvSize, Total, of
+
+__all__ = ["CHUNK_TOKENS", "KvSize", "Model", "Total", "from_config", "model", "names", "of"]

@@ -1,0 +1,1 @@
+"""Request traces. Each format has a reader, and replays use columns."""

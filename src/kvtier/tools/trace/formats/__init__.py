@@ -1,0 +1,1 @@
+"""Trace formats, with one module for each."""

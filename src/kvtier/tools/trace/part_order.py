@@ -1,0 +1,150 @@
+"""Finds an order of the parts of prompts (components, or texts between separators) that a prefix cache likes better.
+
+Other orders may change answers, so this is advice, never something that a cache does by itself.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.tools.trace.arrays import Column
+from kvtier.tools.trace.formats.base import Contents
+
+PARTS_MAX = 1 << 20
+"""Above this many parts of all prompts, their order is not examined."""
+SLOTS_MAX = 12
+"""Only so many slots are moved: those with the most tokens."""
+MOVES_MAX = 4
+GAIN_LEAST = 0.001
+"""A move must add at least this to the hit rate."""
+MOVED_LEAST = 0.1
+"""Parts of a kind are a list, and not fixed places, if at least this share of their reuse is in another place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Hit rates of prompts with their parts in another order. None: the trace does not tell the parts."""
+
+    as_sent: float | None = None
+    best_online: float | None = None
+    """With all moves. Frequencies count earlier requests only."""
+    moves: tuple[tuple[str, float], ...] = ()
+    """What to move, and the hit rate with it and those before."""
+
+
+class Part(NamedTuple):
+    """A part of a prompt."""
+
+    kind: str
+    content: int
+    tokens: int
+
+
+Move = tuple[str, bool]
+"""A slot, and whether it is sorted by frequency instead of moved to the end."""
+
+
+def parts_of(contents: Sequence[Contents | None], inputs: Column, separator: str) -> list[list[Part]]:
+    """Return the parts of each prompt. Empty if they are unknown or more than `PARTS_MAX`.
+
+    Args:
+        contents: of each request.
+        inputs: tokens of each prompt. Parts of a text have tokens in proportion to their characters.
+        separator: what stands between the parts of a text. Empty: texts have no known parts.
+    """
+    numbers: dict[str, int] = {}
+    out: list[list[Part]] = []
+    for one, tokens in zip(contents, inputs.tolist(), strict=True):
+        if one is None or (one.text and not separator):
+            return []
+        if not one.text:
+            kinds = one.kinds or ("part",) * len(one.ids)
+            out.append([Part(*it) for it in zip(kinds, one.ids.tolist(), one.tokens.tolist(), strict=True)])
+        else:
+            texts = [it for it in one.text.split(separator) if it]
+            scale = tokens / max(sum(map(len, texts)), 1)
+            out.append([Part("part", numbers.setdefault(it, len(numbers)), round(len(it) * scale)) for it in texts])
+    return out if sum(map(len, out)) <= PARTS_MAX else []
+
+
+def best_order(prompts: Sequence[Sequence[Part]], block_tokens: int) -> Order:
+    """Find moves that raise the hit rate of an unbounded cache, the best first.
+
+    A move puts a slot at the end of all prompts, or sorts its parts by how many earlier requests had them. A slot is a
+    kind, or a place in a kind whose parts keep their places.
+    """
+    slots = _slots(prompts)
+    weights, widest = Counter[str](), Counter[str]()
+    for prompt, names in zip(prompts, slots, strict=True):
+        widest |= Counter(names)
+        for part, name in zip(prompt, names, strict=True):
+            weights[name] += part.tokens
+    total = max(weights.total(), 1)
+    names = [it for it, _ in weights.most_common(SLOTS_MAX)]
+    left: list[Move] = [*((it, False) for it in names), *((it, True) for it in names if widest[it] > 1)]
+    chosen: list[Move] = []
+    rates = [_hits(prompts, slots, (), block_tokens) / total]
+    while left and len(chosen) < MOVES_MAX:
+        rate, move = max((_hits(prompts, slots, (*chosen, it), block_tokens) / total, it) for it in left)
+        if rate < rates[-1] + GAIN_LEAST:
+            break
+        chosen.append(move)
+        left.remove(move)
+        rates.append(rate)
+    texts = (f"{name} by frequency" if is_sorted else f"{name} to the end" for name, is_sorted in chosen)
+    return Order(as_sent=rates[0], best_online=rates[-1], moves=tuple(zip(texts, rates[1:], strict=True)))
+
+
+def _slots(prompts: Sequence[Sequence[Part]]) -> list[list[str]]:
+    """Return the slot of each part."""
+    firsts: dict[tuple[str, int], int] = {}
+    moved, reused, widest = Counter[str](), Counter[str](), Counter[str]()
+    for prompt in prompts:
+        for (kind, content, _), place in zip(prompt, _places(prompt), strict=True):
+            reused[kind] += (kind, content) in firsts
+            moved[kind] += firsts.setdefault((kind, content), place) != place
+            widest[kind] = max(widest[kind], place + 1)
+    lists = {kind for kind, most in widest.items() if most == 1 or moved[kind] > MOVED_LEAST * reused[kind]}
+    return [
+        [
+            it.kind if it.kind in lists else f"{it.kind} {place + 1}"
+            for it, place in zip(prompt, _places(prompt), strict=True)
+        ]
+        for prompt in prompts
+    ]
+
+
+def _places(prompt: Sequence[Part]) -> Iterator[int]:
+    """Yield each part's place among those of its kind."""
+    counts = Counter[str]()
+    for part in prompt:
+        yield counts[part.kind]
+        counts[part.kind] += 1
+
+
+def _hits(
+    prompts: Sequence[Sequence[Part]], slots: Sequence[Sequence[str]], moves: Sequence[Move], block_tokens: int
+) -> int:
+    """Return the tokens that an unbounded prefix cache finds in its blocks after the moves."""
+    ends = {name: number for number, (name, is_sorted) in enumerate(moves) if not is_sorted}
+    lists = {name for name, is_sorted in moves if is_sorted}
+    nodes, uses, hits = dict[tuple[int, int], int](), Counter[int](), 0
+    for prompt, names in zip(prompts, slots, strict=True):
+        keyed = [
+            (
+                ends.get(name, -1),
+                *((names.index(name), -uses[it.content], it.content) if name in lists else (place,)),
+                it,
+            )
+            for place, (it, name) in enumerate(zip(prompt, names, strict=True))
+        ]
+        order = [it[-1] for it in sorted(keyed, key=lambda it: it[:-1])]
+        node, found, is_hit = -1, 0, True
+        for part in order:
+            is_hit = is_hit and (node, part.content) in nodes
+            found += part.tokens * is_hit
+            node = nodes.setdefault((node, part.content), len(nodes))
+        hits += found // block_tokens * block_tokens
+        uses.update({it.content for it in prompt})
+    return hits

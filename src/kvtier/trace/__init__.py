@@ -1,1 +1,0 @@
-"""Request traces: a reader for each format, and the columns that are replayed."""

@@ -1,1 +1,0 @@
-"""Trace formats: one module for each."""

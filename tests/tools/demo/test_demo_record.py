@@ -1,0 +1,60 @@
+"""The record of a benchmark run: complete, plain, and never naming the host."""
+
+import json
+import platform
+
+from tests.programs import program
+
+from kvtier.report.output import write_json
+from kvtier.tools.probe import record
+from kvtier.tools.probe.record import RecordedSetting, file_system, make_record
+
+
+def test_a_record_carries_the_conditions_and_is_plain_json(tmp_path):
+    made = make_record(
+        "io",
+        settings={"size": RecordedSetting(4, "flag")},
+        seed=7,
+        results={"speed": 1.5},
+        samples=[1, 2],
+        directory=tmp_path,
+    )
+    write_json("--record", tmp_path / "io.json", made)
+    read = json.loads((tmp_path / "io.json").read_text(encoding="utf-8"))
+    assert read == made
+    assert read["version"] == record.VERSION
+    assert read["settings"] == {"size": {"value": 4, "origin": "flag"}}
+    assert read["seed"] == 7
+    assert read["samples"] == [1, 2]
+    assert read["machine"]["cores"] >= 1
+    assert read["machine"]["file_system"] not in ("", "unknown")
+    assert len(read["machine"]["load_average"]) == 3
+    assert isinstance(read["machine"]["drive"], str)
+    assert read["software"]["python"].endswith(platform.python_version())
+    assert "kvtier" in read["software"]
+    assert [it.name for it in tmp_path.iterdir()] == ["io.json"]
+
+
+def test_a_record_names_no_host():
+    assert platform.node() not in json.dumps(make_record("io", settings={}, seed=None, results=None)["machine"]).split(
+        '"'
+    )
+
+
+def test_a_record_names_the_gpus_and_their_driver(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "gpus" not in record.machine()
+    smi = program(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'NVIDIA H100, 580.1, 81559 MiB, 700.00 W'\n")
+    assert record.machine()["gpus"] == ["NVIDIA H100, 580.1, 81559 MiB, 700.00 W"]
+    smi.write_text("#!/bin/sh\necho 'no devices'\nexit 6\n")
+    assert "gpus" not in record.machine()
+
+
+def test_the_file_system_of_a_directory_that_is_not_there_yet_is_that_of_its_parent(tmp_path):
+    assert file_system(tmp_path / "not" / "there") == file_system(tmp_path)
+    assert file_system(record.Path("/proc")) == "proc"
+
+
+def test_a_checkout_is_named_by_its_commit():
+    told = record.commit()
+    assert told is None or (len(told["id"]) == 40 and isinstance(told["is_modified"], bool))
