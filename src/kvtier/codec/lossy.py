@@ -1,11 +1,10 @@
-"""Lossy codecs for keys and values: integers of 4 or 8 bits with a scale for each group of numbers.
+"""Lossy codecs for keys and values: integers of 4 to 7 bits with a scale for each group of numbers.
 
-Keys have channels of very different sizes, so a group of keys is one channel of many tokens. A group of values is many
-channels of one token. A prompt's first tokens draw much attention, so they stay exact. FORMAT.md specifies the bytes.
+Channels differ much in size, so a group is one channel of many tokens. A prompt's first tokens draw much attention, so
+they stay exact. FORMAT.md specifies the bytes.
 
-`int4` stores each number of a group as low + q * step, with q from 0 to 15. `k8v4` does so with values, and stores
-keys as q * step, with q from -127 to 127. `low` and `step` are bf16. `low` is rounded down, so no q is negative.
-Products of q and `step` are exact in float32, so a fused multiply-add changes no result.
+Each number of a group is stored as low + code * step. `low` and `step` are bf16. `low` is rounded down, so no code is
+negative. Products of a code and `step` are exact in float32, so a fused multiply-add changes no result.
 """
 
 import logging
@@ -20,14 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError, described, install_hint
-from kvtier.layout import ELEMENT_BYTES, TOKEN_GROUP, Axes, Axis, Cut, Element, Loss, RunKind
+from kvtier.layout import ELEMENT_BYTES, Axes, Axis, Cut, Element, Loss, RunKind
 
 logger = logging.getLogger(__name__)
 
 EXACT_TOKENS = 4
 """First tokens of a prompt that stay exact."""
-KEY_BITS = MappingProxyType({"int4": 4, "k8v4": 8})
-"""Bits of each number in keys, by codec. Numbers in values have 4."""
+BITS = MappingProxyType({"k8v4": (7, 5), "int4": (5, 4)})
+"""Bits of a code of keys and of values, by codec. The names stand for budgets of bytes."""
+TOKEN_GROUPS = (256, 128)
+"""Tokens of a channel that share a low and a step, in keys and in values."""
+BLOCK_TOKENS = 8
+"""Tokens whose codes are stored together."""
 STEP_MIN = 2.0**-100
 """Smallest step. Its inverse is finite, and no product of it is denormal."""
 
@@ -45,24 +48,19 @@ HALF_STEP = 0.501
 Array = npt.NDArray[Any]
 
 _HEAD = struct.Struct("<IHH")
-_CHANNEL_GROUP = 64
-_INT8_TOKEN_GROUP = 256
 _ORDER: tuple[Axis, ...] = ("side", "head", "page", "token", "channel")
 
 
 class Side(NamedTuple):
     """The keys or the values of a section, and where they are stored."""
 
-    is_by_channel: bool
-    """Whether a group is one channel of `token_group` tokens; otherwise it is `channel_group` channels of one token."""
     bits: int
     token_group: int
-    groups: int
-    scales_at: int
-    """Where the scales begin: first all lows, if there are any, then all steps. Both are sorted by head, token and
-    channel."""
+    lows_at: int
+    """Where the lows begin. They are sorted by head, token and channel, and so are the steps."""
+    steps_at: int
     codes_at: int
-    """Where the codes begin. They are sorted by head, token and channel."""
+    """Where the codes begin, block by block of each head. A block has `bits` rows of a byte for each channel."""
 
 
 class Form(NamedTuple):
@@ -76,10 +74,14 @@ class Form(NamedTuple):
     exact_tokens: int
     """Tokens before them, which are stored unchanged."""
     channels: int
-    channel_group: int
     sides: tuple[Side, ...]
     raw_bytes: int
     stored_bytes: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of codes in a head. The last is filled up with zeros."""
+        return -(-self.tokens // BLOCK_TOKENS)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -101,7 +103,7 @@ class Form(NamedTuple):
 
     def stored_exact(self, stored: memoryview) -> Array:
         """Return a stored section's exact tokens without a copy. The shape is (sides, heads, tokens, channels)."""
-        place = stored[_HEAD.size : self.sides[0].scales_at]
+        place = stored[_HEAD.size : self.sides[0].lows_at]
         numbers = np.frombuffer(place, f"<u{ELEMENT_BYTES[self.element]}")
         return numbers.reshape(len(self.sides), self.heads, self.exact_tokens, self.channels)
 
@@ -126,7 +128,7 @@ class Kernels(Protocol):
 
 
 class Int4:
-    """Codes keys and values in 4 bits."""
+    """Codes keys in 5 bits and values in 4."""
 
     name: str = "int4"
     id: int = 5
@@ -148,7 +150,8 @@ class Int4:
             return len(raw)
         stored = into[: form.stored_bytes]
         _HEAD.pack_into(stored, 0, form.raw_bytes, form.exact_tokens, 0)
-        form.stored_exact(stored)[:] = form.view(raw)[form.exact]
+        if form.exact_tokens:
+            form.stored_exact(stored)[:] = form.view(raw)[form.exact]
         return form.stored_bytes if load_kernels(self._package).encode(raw, stored, form) else len(raw)
 
     def decode(self, stored: memoryview, into: memoryview, cut: Cut) -> None:
@@ -159,7 +162,8 @@ class Int4:
         """
         form = self._stored_form(stored, len(into), cut)
         load_kernels(self._package).decode(stored, into, form)
-        form.view(into)[form.exact] = form.stored_exact(stored)
+        if form.exact_tokens:
+            form.view(into)[form.exact] = form.stored_exact(stored)
 
     def error(self, raw: memoryview, stored: memoryview, decoded: memoryview, cut: Cut) -> str:
         """Compare each number with its group's step: half of it, and what rounding to the element adds, is allowed."""
@@ -187,11 +191,11 @@ class Int4:
         return form
 
     def _form(self, cut: Cut, exact_tokens: int) -> Form | None:
-        return None if cut.axes is None else _form(cut.axes, cut.kind, cut.element, KEY_BITS[self.name], exact_tokens)
+        return None if cut.axes is None else _form(cut.axes, cut.kind, cut.element, self.name, exact_tokens)
 
 
 class K8V4(Int4):
-    """Codes keys in 8 bits and values in 4."""
+    """Codes keys in 7 bits and values in 5. It takes no more bytes than 8 and 4 bits do."""
 
     name: str = "k8v4"
     id: int = 4
@@ -221,29 +225,26 @@ def _installed(wanted: str = "") -> list[str]:
 
 def share_of(loss: Loss, kind: RunKind, element: Element, tokens: int, channels: int) -> float:
     """Return the stored bytes of one head's keys or values as a share of the raw ones. No token is exact."""
-    form = _form(Axes(("head", "token", "channel"), (1, tokens, channels)), kind, element, KEY_BITS[loss], 0)
+    form = _form(Axes(("head", "token", "channel"), (1, tokens, channels)), kind, element, loss, 0)
     return 1.0 if form is None else (form.stored_bytes - _HEAD.size) / form.raw_bytes
 
 
 @lru_cache(256)
-def _form(axes: Axes, kind: RunKind, element: Element, key_bits: int, exact_tokens: int) -> Form | None:
+def _form(axes: Axes, kind: RunKind, element: Element, codec: str, exact_tokens: int) -> Form | None:
     """Return the form of a section; None if it cannot be coded or would not shrink."""
     heads, channels, width = axes.size("head"), axes.size("channel"), ELEMENT_BYTES[element]
     tokens = axes.tokens - exact_tokens
-    if channels % 2 or tokens < 1:
+    if tokens < 1:
         return None
-    channel_group = next(it for it in range(min(channels, _CHANNEL_GROUP), 1, -1) if not channels % it and not it % 2)
     kinds = ("keys", "values")[: axes.size("side")] if kind == "kv" else (kind,)
     position = _HEAD.size + len(kinds) * heads * exact_tokens * channels * width
     sides: list[Side] = []
     for it in kinds:
-        is_keys = it == "keys"
-        bits = key_bits if is_keys else 4
-        token_group = _INT8_TOKEN_GROUP if bits == 8 else TOKEN_GROUP
-        groups = heads * (-(-tokens // token_group) * channels if is_keys else tokens * channels // channel_group)
-        codes_at = position + groups * (2 if bits == 8 else 4)
-        sides.append(Side(is_keys, bits, token_group, groups, position, codes_at))
-        position = codes_at + heads * tokens * channels * bits // 8
+        bits, token_group = BITS[codec][it == "values"], TOKEN_GROUPS[it == "values"]
+        steps_at = position + 2 * heads * -(-tokens // token_group) * channels
+        codes_at = 2 * steps_at - position
+        sides.append(Side(bits, token_group, position, steps_at, codes_at))
+        position = codes_at + heads * -(-tokens // BLOCK_TOKENS) * bits * channels
     raw_bytes = len(kinds) * heads * axes.tokens * channels * width
-    form = Form(element, axes, heads, tokens, exact_tokens, channels, channel_group, tuple(sides), raw_bytes, position)
+    form = Form(element, axes, heads, tokens, exact_tokens, channels, tuple(sides), raw_bytes, position)
     return form if position < raw_bytes else None

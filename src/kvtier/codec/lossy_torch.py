@@ -1,7 +1,7 @@
 """The lossy codecs in torch: each block of tokens passes through a few operations on arrays.
 
-Arrays of a side have the shape (heads, tokens, channels), those of a block (heads, tokens, channel groups, channels of
-a group). All tensors come from NumPy's arrays, so torch's default type and device have no effect.
+Arrays of a side and of a block have the shape (heads, tokens, channels). All tensors come from NumPy's arrays, so
+torch's default type and device have no effect.
 """
 # torch's own types are partly unknown:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -11,11 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from kvtier.codec.lossy import HALF_STEP, STEP_MIN, TOLERANCES, Array, Form, Side
-from kvtier.layout import TOKEN_GROUP
+from kvtier.codec.lossy import BLOCK_TOKENS, HALF_STEP, STEP_MIN, TOLERANCES, Array, Form, Side
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_INFINITE = {"bf16": 0x7F80, "fp16": 0x7C00, "fp32": 0x7F800000}
 _BLOCK_NUMBERS = (1 << 15) - 1
 _INTS = {2: torch.int16, 4: torch.int32}
 
@@ -23,32 +21,18 @@ _INTS = {2: torch.int16, 4: torch.int32}
 def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
     """Fill `stored` after its head, or return False if a scale or a decoded number would not be finite."""
     limit = torch.finfo(_DTYPES[form.element]).max
-    numbers = _numbers(raw, form)
-    if np.bitwise_and(numbers, (1 << 8 * numbers.itemsize - 1) - 1).max() >= _INFINITE[form.element]:
-        return False
-    for side, (lows, steps, codes), its_numbers in zip(form.sides, _parts(stored, form), numbers, strict=True):
-        for heads, scales_of, tokens, x in _blocks(its_numbers, side, form):
-            dim = 1 if side.is_by_channel else 3
-            if side.bits == 8:
-                low = torch.from_numpy(np.zeros((), np.float32))
-                largest = torch.stack([it.abs().amax(1, keepdim=True) for it in x.split(TOKEN_GROUP, 1)]).amax(0)
-                step = _bf16((largest / 127).clamp_min(STEP_MIN))
-                top = 127 * step
-            else:
-                low = _bf16_below(x.amin(dim, keepdim=True)).add_(0)  # no negative zero
-                step = _bf16(((x.amax(dim, keepdim=True) - low) / 15).clamp_min(STEP_MIN))
-                top = 15 * step + low
-                lows[heads, scales_of] = _bits(low).reshape(lows[heads, scales_of].shape)
-            if not bool(((top.abs() <= limit) & (low.abs() <= limit)).all()):
+    sides = zip(form.sides, _parts(stored, form), _numbers(raw, form), strict=True)
+    for side, (lows, steps, codes), its_numbers in sides:
+        for heads, group, tokens, x in _blocks(its_numbers, side, form):
+            least, greatest, levels = x.amin(1, keepdim=True), x.amax(1, keepdim=True), (1 << side.bits) - 1
+            low = _bf16_below(least).add_(0)  # no negative zero
+            step = _bf16(((greatest - low) / levels).clamp_min(STEP_MIN))
+            # A comparison with NaN is false.
+            if not all(bool((it.abs() <= limit).all()) for it in (least, greatest, low, levels * step + low)):
                 return False
-            steps[heads, scales_of] = _bits(step).reshape(steps[heads, scales_of].shape)
-            q = x.sub_(low).mul_(1 / step).round_().flatten(2)
-            if side.bits == 8:
-                codes[heads, tokens] = q.to(torch.int8).view(torch.uint8).numpy()
-            else:
-                q = q.to(torch.uint8)
-                half = form.channels // 2
-                codes[heads, tokens] = (q[..., :half] | (q[..., half:] << 4)).numpy()
+            lows[heads, group], steps[heads, group] = _bits(low), _bits(step)
+            packed = _packed(x.sub_(low).mul_(1 / step).round_().to(torch.uint8).numpy(), side.bits)
+            codes[heads, tokens.start // BLOCK_TOKENS :][:, : packed.shape[1]] = packed
     return True
 
 
@@ -58,10 +42,13 @@ def decode(stored: memoryview, into: memoryview, form: Form) -> None:
     whole = np.empty((len(form.sides), form.heads, form.exact_tokens + form.tokens, form.channels), target.dtype)
     for side, parts, its_numbers in zip(form.sides, _parts(stored, form), whole, strict=True):
         room = its_numbers[:, form.exact_tokens :]
-        for heads, scales_of, tokens in _slices(side, form):
-            low, step, q = _scaled(parts, side, heads, scales_of, tokens, form)
-            restored = q.mul_(step).add_(low).flatten(2).to(_DTYPES[form.element])
-            room[heads, tokens] = restored.view(_INTS[target.itemsize]).numpy().view(target.dtype)
+        lows, steps, codes = parts
+        for heads, group, tokens in _slices(side, form):
+            packed = codes[heads, tokens.start // BLOCK_TOKENS : -(-tokens.stop // BLOCK_TOKENS)]
+            code = torch.from_numpy(_unpacked(packed)[:, : tokens.stop - tokens.start]).float()
+            restored = code.mul_(_of_bits(steps[heads, group])).add_(_of_bits(lows[heads, group]))
+            found = restored.to(_DTYPES[form.element]).view(_INTS[target.itemsize])
+            room[heads, tokens] = found.numpy().view(target.dtype)
     target[:] = whole.reshape(target.shape)
 
 
@@ -70,11 +57,10 @@ def wrong(raw: memoryview, stored: memoryview, decoded: memoryview, form: Form) 
     relative, absolute = TOLERANCES[form.element]
     found = 0
     sides = zip(form.sides, _parts(stored, form), _numbers(raw, form), _numbers(decoded, form), strict=True)
-    for side, parts, before, after in sides:
+    for side, (_, steps, _), before, after in sides:
         blocks = zip(_blocks(before, side, form), _blocks(after, side, form), strict=True)
-        for (heads, scales_of, tokens, x), (*_, y) in blocks:
-            _, step, _ = _scaled(parts, side, heads, scales_of, tokens, form)
-            allowed = y.abs().mul_(relative).add_(step * HALF_STEP + absolute)
+        for (heads, group, _, x), (*_, y) in blocks:
+            allowed = y.abs().mul_(relative).add_(_of_bits(steps[heads, group]) * HALF_STEP + absolute)
             found += x.numel() - int(torch.count_nonzero(x.sub_(y).abs_() <= allowed))
     return found
 
@@ -86,26 +72,42 @@ def _numbers(memory: memoryview, form: Form) -> Array:
 
 
 def _parts(stored: memoryview, form: Form) -> list[tuple[Array, Array, Array]]:
-    """Return the lows, steps and codes of each side of a stored section."""
+    """Return the lows, steps and codes of each side of a stored section.
+
+    Lows and steps have the shape (heads, groups, channels), codes (heads, blocks, bits, channels).
+    """
     out = np.frombuffer(stored, np.uint8)
-    sides: list[tuple[Array, Array, Array]] = []
-    for side in form.sides:
-        scales = out[side.scales_at : side.codes_at].view("<u2")
-        codes = out[side.codes_at :][: form.heads * form.tokens * form.channels * side.bits // 8]
-        shape = (form.heads, -1, form.channels if side.is_by_channel else form.channels // form.channel_group)
-        lows, steps = scales[: -side.groups], scales[-side.groups :]
-        sides.append(
-            (
-                lows.reshape(shape) if len(lows) else lows,
-                steps.reshape(shape),
-                codes.reshape(form.heads, form.tokens, -1),
-            )
+    heads, channels = form.heads, form.channels
+    return [
+        (
+            out[side.lows_at : side.steps_at].view("<u2").reshape(heads, -1, channels),
+            out[side.steps_at : side.codes_at].view("<u2").reshape(heads, -1, channels),
+            out[side.codes_at :][: heads * form.blocks * side.bits * channels].reshape(heads, -1, side.bits, channels),
         )
-    return sides
+        for side in form.sides
+    ]
+
+
+def _packed(codes: Array, bits: int) -> Array:
+    """Return the blocks of codes of shape (heads, tokens, channels)."""
+    heads, tokens, channels = codes.shape
+    whole = np.zeros((heads, -(-tokens // BLOCK_TOKENS), BLOCK_TOKENS, channels), np.uint8)
+    whole.reshape(heads, -1, channels)[:, :tokens] = codes
+    further = [np.packbits(whole & 1 << bit, 2, "little") for bit in range(4, bits)]
+    return np.concatenate((whole[:, :, :4] & 15 | whole[:, :, 4:] << 4, *further), 2)
+
+
+def _unpacked(packed: Array) -> Array:
+    """Return the codes of blocks."""
+    halves = packed[:, :, :4]
+    codes = np.concatenate((halves & 15, halves >> 4), 2)
+    for bit in range(4, packed.shape[2]):
+        codes |= np.unpackbits(packed[:, :, bit : bit + 1], 2, bitorder="little") << bit
+    return codes.reshape(len(codes), -1, codes.shape[3])
 
 
 def _slices(side: Side, form: Form) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield which heads, which scales and which tokens each block has: some heads of `side.token_group` tokens.
+    """Yield which heads, which group and which tokens each block has: some heads of `side.token_group` tokens.
 
     Torch starts threads for longer blocks, in each thread that codes. They would wait for a core more than compute.
     """
@@ -113,39 +115,14 @@ def _slices(side: Side, form: Form) -> Iterator[tuple[slice, slice, slice]]:
     for head in range(0, form.heads, count):
         for number, start in enumerate(range(0, form.tokens, side.token_group)):
             tokens = slice(start, min(start + side.token_group, form.tokens))
-            yield slice(head, head + count), slice(number, number + 1) if side.is_by_channel else tokens, tokens
+            yield slice(head, head + count), slice(number, number + 1), tokens
 
 
 def _blocks(numbers: Array, side: Side, form: Form) -> Iterator[tuple[slice, slice, slice, torch.Tensor]]:
     """Yield what `_slices` does, with the numbers of the block in float32."""
     rest = torch.from_numpy(numbers.view(f"<i{numbers.itemsize}")).view(_DTYPES[form.element])[:, form.exact_tokens :]
-    for heads, scales_of, tokens in _slices(side, form):
-        yield (
-            heads,
-            scales_of,
-            tokens,
-            rest[heads, tokens].to(torch.float32, copy=True).unflatten(2, (-1, form.channel_group)),
-        )
-
-
-def _scaled(
-    parts: tuple[Array, Array, Array], side: Side, heads: slice, scales_of: slice, tokens: slice, form: Form
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a block's lows, steps and codes in float32."""
-    lows, steps, codes = parts
-    coded = codes[heads, tokens]
-    groups = form.channels // form.channel_group
-    shape = (len(coded), 1, groups, form.channel_group) if side.is_by_channel else (*coded.shape[:2], groups, 1)
-    step = _of_bits(steps[heads, scales_of]).reshape(shape)
-    if side.bits == 8:
-        low, q = torch.from_numpy(np.zeros((), np.float32)), torch.from_numpy(coded.view(np.int8).copy()).float()
-    else:
-        low = _of_bits(lows[heads, scales_of]).reshape(shape)
-        q = torch.from_numpy(np.empty((*coded.shape[:2], form.channels), np.float32))
-        half = form.channels // 2
-        q[..., :half] = torch.from_numpy(coded & 15)
-        q[..., half:] = torch.from_numpy(coded >> 4)
-    return low, step, q.view(*coded.shape[:2], groups, form.channel_group)
+    for heads, group, tokens in _slices(side, form):
+        yield heads, group, tokens, rest[heads, tokens].to(torch.float32, copy=True)
 
 
 def _bf16(x: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ def sections(draw):
         "page": draw(st.integers(1, 9)),
         "token": draw(st.integers(1, 80)),
     }
-    channels = draw(st.sampled_from([2, 6, 32, 64, 66, 80, 128, 192]))
+    channels = draw(st.sampled_from([1, 2, 7, 32, 64, 66, 80, 128, 192]))
     element = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
     axes = Axes((*names, "channel"), (*(sizes[name] for name in names), channels))
     kind = "kv" if "side" in names else draw(st.sampled_from(["keys", "values"]))
@@ -114,20 +114,36 @@ def section(kind, numbers, element="bf16") -> tuple[Cut, bytes]:
 def test_the_bytes_of_coded_sections():
     """As FORMAT.md describes them: 16 tokens of 2 channels, with the numbers n and 1 - 2n."""
     numbers = [[n, 1 - 2 * n] for n in range(16)]
-    scales = bytes.fromhex("0000 e8c1 803f 0040")  # lows 0 and -29, steps 1 and 2
-    codes = bytes((15 - n) << 4 | n for n in range(16))
-    cut, raw = section("keys", numbers)
-    assert coded(CODECS["int4"], raw, cut) == bytes.fromhex("40000000 0000 0000") + scales + codes
+    cut, raw = section("values", numbers)
+    found = coded(CODECS["int4"], raw, cut)
+    assert found[:16] == bytes.fromhex("40000000 0000 0000 0000 e8c1 803f 0040")  # lows 0 and -29, steps 1 and 2
+    codes = [it for n in range(16) for it in (n, 15 - n)]
+    assert found[16:] == rows(codes, 4)
     first = coded(CODECS["int4"], raw, cut, is_first=True)
     assert first[:24] == bytes.fromhex("40000000 0400 0000") + raw[:16]
     assert first[24:32] == bytes.fromhex("8040 e8c1 3c3f bc3f")  # lows 4 and -29, steps 11/15 and 22/15
-    cut, raw = section("keys", [[n, 127] for n in (127, -3, *range(30))])
-    head, scales = bytes.fromhex("80000000 0000 0000"), bytes.fromhex("803f 803f")
-    assert coded(CODECS["k8v4"], raw, cut) == head + scales + bytes(
-        it & 0xFF for n in (127, -3, *range(30)) for it in (n, 127)
-    )
-    cut, raw = section("values", [list(range(16))])
-    assert coded(CODECS["k8v4"], raw, cut)[8:] == bytes.fromhex("0000 803f 8091a2b3c4d5e6f7")
+    codes = [round(it / 11 * 15) for n in range(12) for it in (n, 11 - n)]
+    assert first[32:] == rows(codes, 4)
+    for name, kind, bits in (("int4", "keys", 5), ("k8v4", "keys", 7), ("k8v4", "values", 5)):
+        most = 2**bits - 1
+        cut, raw = section(kind, [[n, most - n] for n in (most, *range(14), 0)])
+        found = coded(CODECS[name], raw, cut)
+        assert found[:16] == bytes.fromhex("40000000 0000 0000 0000 0000 803f 803f")
+        assert found[16:] == rows([it for n in (most, *range(14), 0) for it in (n, most - n)], bits)
+
+
+def rows(codes: list[int], bits: int) -> bytes:
+    """The blocks of codes of two channels: four rows of low halves, and a row for each further bit."""
+    found = bytearray()
+    for start in range(0, len(codes), 16):
+        block = [codes[start + it : start + it + 2] or [0, 0] for it in range(0, 16, 2)]
+        for token in range(4):
+            found += bytes(
+                low & 15 | (high & 15) << 4 for low, high in zip(block[token], block[token + 4], strict=True)
+            )
+        for bit in range(4, bits):
+            found += bytes(sum((block[t][c] >> bit & 1) << t for t in range(8)) for c in range(2))
+    return bytes(found)
 
 
 @each
@@ -142,7 +158,7 @@ def test_whole_frames_have_the_size_that_plans_count_with(codec, dim):
     slot, payload = filled(group)
     for depth in (0, 1):
         frame = packed(slot, group, codec, depth)
-        assert len(frame) / frame_bytes(group) <= limit + (0.01 if depth == 0 else 0)
+        assert len(frame) / frame_bytes(group) <= limit + (0.012 if depth == 0 else 0)
         back = memoryview(bytearray(frame_bytes(group)))
         back[: len(frame)] = frame
         scratch = memoryview(bytearray(OPEN_SCRATCH_BYTES))
