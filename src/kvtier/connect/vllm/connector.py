@@ -131,11 +131,11 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     # ---- scheduler: requests ---------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Open the scheduler side: all workers are up, also those of later pipeline stages."""
+        """Open the scheduler side, now that all workers are up, including those of later pipeline stages."""
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Open the scheduler side: all workers are up. vLLM 0.33 calls this again when it wakes up."""
+        """Open the scheduler side, now that all workers are up. vLLM 0.33 calls this again when it wakes up."""
         if self._scheduler_side is not None:
             return
         executor, handshakes = on_stack("model_executor"), list(metadata.values())
