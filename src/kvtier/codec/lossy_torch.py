@@ -105,9 +105,9 @@ def _parts(stored: memoryview, form: Form) -> list[tuple[Array, Array, Array]]:
 
 
 def _slices(side: Side, form: Form) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield which heads, which scales and which tokens each block has: some heads of `side.token_group` tokens.
+    """Yield the heads, scales and tokens of each block. A block covers some heads and `side.token_group` tokens.
 
-    Torch starts threads for longer blocks, in each thread that codes. They would wait for a core more than compute.
+    For larger blocks, torch would start threads in each thread that codes. They would mostly wait for a core.
     """
     count = max(_BLOCK_NUMBERS // (side.token_group * form.channels), 1)
     for head in range(0, form.heads, count):
@@ -117,7 +117,7 @@ def _slices(side: Side, form: Form) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _blocks(numbers: Array, side: Side, form: Form) -> Iterator[tuple[slice, slice, slice, torch.Tensor]]:
-    """Yield what `_slices` does, with the numbers of the block in float32."""
+    """Yield the slices of each block, and the numbers of the block in float32."""
     rest = torch.from_numpy(numbers.view(f"<i{numbers.itemsize}")).view(_DTYPES[form.element])[:, form.exact_tokens :]
     for heads, scales_of, tokens in _slices(side, form):
         yield (
@@ -160,7 +160,7 @@ def _bf16_below(x: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(x: torch.Tensor) -> Array:
-    """Return the bits of numbers that bf16 has."""
+    """Return the bits of bf16 numbers."""
     return x.to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
