@@ -16,7 +16,7 @@ from kvtier.errors import DamagedStoreError, TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import Read
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.disk import pool as disk_pool
+from kvtier.tier.disk import segment_pool
 from kvtier.tier.disk.marker import MARKER_NAME
 from kvtier.tier.disk.segment import Segment
 from kvtier.tier.disk.tier import DiskTier
@@ -193,7 +193,7 @@ def test_other_things_are_left_alone(tmp_path):
 @pytest.mark.parametrize("segments", [1, 6])
 def test_what_is_being_read_is_not_written_over(tmp_path, monkeypatch, segments, open_disk):
     """A read hangs in the device while everything around it is given up and written anew."""
-    monkeypatch.setattr(disk_pool, "LEAVE_DEADLINE_S", 0.01)
+    monkeypatch.setattr(segment_pool, "LEAVE_DEADLINE_S", 0.01)
     tier = open_disk(tmp_path / "s", capacity_bytes=segments * SEGMENT_BYTES)
     assert tier.write(object_name(0), sealed(0))
     begun, go_on = threading.Event(), threading.Event()
@@ -218,7 +218,7 @@ def test_what_is_being_read_is_not_written_over(tmp_path, monkeypatch, segments,
 
 
 def test_a_write_that_hangs_holds_up_nobody_else(tmp_path, monkeypatch, open_disk):
-    monkeypatch.setattr(disk_pool, "LEAVE_DEADLINE_S", 0.05)
+    monkeypatch.setattr(segment_pool, "LEAVE_DEADLINE_S", 0.05)
     tier = open_disk(tmp_path / "s")
     write_many(tier, range(3))
     begun, go_on = threading.Event(), threading.Event()

@@ -33,7 +33,7 @@ def given(loaded: Loaded) -> dict[str, object]:
                 "a secret is never printed",
                 setting=setting.name,
                 origin=loaded.origins[setting.name],
-                allowed=f"--set {setting.name}_file=PATH, or the environment of the server",
+                allowed=f"--set {setting.name}_file=PATH, or an environment variable of the server",
             )
         if not setting.section.startswith(f"{TIERS}."):
             extra.setdefault(setting.section, {})[setting.key] = _plain(value)
@@ -62,7 +62,7 @@ def notes(loaded: Loaded, unused: Iterable[str] = ()) -> list[str]:
     """Return notes on valid settings, except on those that the engine does not use."""
     findings = check(loaded.config, loaded.origins, loaded.file)
     return [str(finding) for finding in findings if finding.setting not in unused] + [
-        f"{setting.name} is also set by {loaded.origins[setting.name]}; the server reads that itself, where it sees it"
+        f"{setting.name} is also set by {loaded.origins[setting.name]}; the server reads that itself, if it can"
         for setting in _given(loaded, "file", "environment")
     ]
 

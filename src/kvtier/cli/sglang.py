@@ -61,7 +61,7 @@ def config_command(
     """Print flags for `python -m sglang.launch_server`, one line in shell syntax, and nothing else.
 
     The JSON contains the settings of --tier and --set. SGLang's processes read the settings file and the environment
-    themselves. The command checks the settings. An installed SGLang must accept the flags. Notes go to stderr.
+    themselves. The command checks the settings. If SGLang is installed, it must accept the flags. Notes go to stderr.
 
     \b
     kvtier sglang config --tier disk:/mnt/nvme/kv                   # paste this after the other flags

@@ -1,6 +1,6 @@
-"""The lossy codecs in torch: each block of tokens passes through a few operations on arrays.
+"""The lossy codecs in torch: each piece of a section passes through a few operations on arrays.
 
-Arrays of a side and of a block have the shape (heads, tokens, channels). All tensors come from NumPy's arrays, so
+Arrays of a side and of a piece have the shape (heads, tokens, channels). All tensors come from NumPy's arrays, so
 torch's default type and device have no effect.
 """
 # torch's own types are partly unknown:
@@ -14,7 +14,7 @@ import torch
 from kvtier.codec.lossy import BLOCK_TOKENS, HALF_STEP, STEP_MIN, TOLERANCES, Array, Form, Side
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_BLOCK_NUMBERS = (1 << 15) - 1
+_PIECE_NUMBERS = (1 << 15) - 1
 _INTS = {2: torch.int16, 4: torch.int32}
 
 
@@ -23,7 +23,7 @@ def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
     limit = torch.finfo(_DTYPES[form.element]).max
     sides = zip(form.sides, _parts(stored, form), _numbers(raw, form), strict=True)
     for side, (lows, steps, codes), its_numbers in sides:
-        for heads, group, tokens, x in _blocks(its_numbers, side, form):
+        for heads, group, tokens, x in _pieces(its_numbers, side, form):
             least, greatest, levels = x.amin(1, keepdim=True), x.amax(1, keepdim=True), (1 << side.bits) - 1
             low = _bf16_below(least).add_(0)  # no negative zero
             step = _bf16(((greatest - low) / levels).clamp_min(STEP_MIN))
@@ -58,8 +58,8 @@ def wrong(raw: memoryview, stored: memoryview, decoded: memoryview, form: Form) 
     found = 0
     sides = zip(form.sides, _parts(stored, form), _numbers(raw, form), _numbers(decoded, form), strict=True)
     for side, (_, steps, _), before, after in sides:
-        blocks = zip(_blocks(before, side, form), _blocks(after, side, form), strict=True)
-        for (heads, group, _, x), (*_, y) in blocks:
+        pieces = zip(_pieces(before, side, form), _pieces(after, side, form), strict=True)
+        for (heads, group, _, x), (*_, y) in pieces:
             allowed = y.abs().mul_(relative).add_(_of_bits(steps[heads, group]) * HALF_STEP + absolute)
             found += x.numel() - int(torch.count_nonzero(x.sub_(y).abs_() <= allowed))
     return found
@@ -107,19 +107,19 @@ def _unpacked(packed: Array) -> Array:
 
 
 def _slices(side: Side, form: Form) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield which heads, which group and which tokens each block has: some heads of `side.token_group` tokens.
+    """Yield the heads, group and tokens of each piece. A piece covers some heads and `side.token_group` tokens.
 
-    Torch starts threads for longer blocks, in each thread that codes. They would wait for a core more than compute.
+    For larger pieces, torch would start threads in each thread that codes. They would mostly wait for a core.
     """
-    count = max(_BLOCK_NUMBERS // (side.token_group * form.channels), 1)
+    count = max(_PIECE_NUMBERS // (side.token_group * form.channels), 1)
     for head in range(0, form.heads, count):
         for number, start in enumerate(range(0, form.tokens, side.token_group)):
             tokens = slice(start, min(start + side.token_group, form.tokens))
             yield slice(head, head + count), slice(number, number + 1), tokens
 
 
-def _blocks(numbers: Array, side: Side, form: Form) -> Iterator[tuple[slice, slice, slice, torch.Tensor]]:
-    """Yield what `_slices` does, with the numbers of the block in float32."""
+def _pieces(numbers: Array, side: Side, form: Form) -> Iterator[tuple[slice, slice, slice, torch.Tensor]]:
+    """Yield the slices of each piece, and its numbers in float32."""
     rest = torch.from_numpy(numbers.view(f"<i{numbers.itemsize}")).view(_DTYPES[form.element])[:, form.exact_tokens :]
     for heads, group, tokens in _slices(side, form):
         yield heads, group, tokens, rest[heads, tokens].to(torch.float32, copy=True)
@@ -137,7 +137,7 @@ def _bf16_below(x: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(x: torch.Tensor) -> Array:
-    """Return the bits of numbers that bf16 has."""
+    """Return the bits of bf16 numbers."""
     return x.to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint16)
 
 

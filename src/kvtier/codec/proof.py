@@ -39,7 +39,7 @@ def encoded(codec: Codec, raw: memoryview, into: memoryview, back: memoryview, e
         element: type of the section's numbers.
 
     Raises:
-        InexactError: the codec changes bytes or fails, and is refused.
+        InexactError: the codec changes bytes or fails. It is then refused.
     """
     with _refusing(codec):
         used = codec.encode(raw.toreadonly(), into, element)
@@ -57,10 +57,10 @@ def encoded(codec: Codec, raw: memoryview, into: memoryview, back: memoryview, e
 def encoded_lossy(
     codec: LossyCodec, raw: memoryview, into: memoryview, back: memoryview, cut: Cut, *, is_first: bool
 ) -> int:
-    """Encode as `encoded` does, with a lossy codec. `cut` has axes; `is_first` is as for `LossyCodec.encode`.
+    """Encode as `encoded` does, with a lossy codec. `cut` must have axes; `is_first` is as for `LossyCodec.encode`.
 
     Raises:
-        InexactError: the codec fails or exceeds its error, and is refused.
+        InexactError: the codec fails, or its error exceeds the limit. It is then refused.
     """
     with _refusing(codec):
         used = codec.encode(raw.toreadonly(), into, cut, is_first=is_first)

@@ -369,7 +369,7 @@ class HostMemory:
         entry.is_retained = True
 
     def end_retention(self, entry: HostEntry) -> None:
-        """Let the object be a victim again, as if it had been used now."""
+        """Let the object be evicted again, as if it had just been used."""
         entry.is_retained = False
         self._count(entry, 1)
         self._add_candidate(entry, entry.conversation)

@@ -257,7 +257,7 @@ class OpenOperations:
     # ---- start -----------------------------------------------------------------------------------------------------
 
     def begin_load(self, load: LoadOperation, places: Sequence[Place], now_s: float) -> None:
-        """Queue scatters of readable objects, wait for objects in transfer, and want the others."""
+        """Queue scatters of readable objects, wait for objects in transfer, and add the others to `load.todo`."""
         self.loads[load.request] = load
         undelivered = load.undelivered
         for place in places:
@@ -267,13 +267,13 @@ class OpenOperations:
             self.end_if_finished(load)
 
     def begin_prefetch(self, prefetch: PrefetchOperation, places: Sequence[Place], now_s: float) -> None:
-        """Wait for objects in transfer, and want those that host memory lacks."""
+        """Wait for objects in transfer, and add those that host memory lacks to `prefetch.todo`."""
         self.prefetches[prefetch.request] = prefetch
         self._begin(prefetch, places, now_s)
         self.end_if_finished(prefetch)
 
     def begin_store(self, store: StoreOperation, places: Sequence[Place], now_s: float) -> None:
-        """Want the objects that host memory lacks, while fewer than `WAITING_MAX` wait."""
+        """Add the objects that host memory lacks to `store.todo`, while fewer than `WAITING_MAX` wait."""
         self.stores[store] = None
         self._begin(store, places, now_s)
 

@@ -88,7 +88,7 @@ class FiguresSampler:
                 tier.note_use(is_up=view.is_up)
             view.figures = _checked(tier.figures())
         except Exception as error:  # noqa: BLE001 - the view keeps its figures; a broken tier shows in its transfers
-            logger.debug("no figures of tier %s: %s", self._tier.name, error)
+            logger.debug("cannot read the figures of tier %s: %s", self._tier.name, error)
         finally:
             self._is_taken.release()
 
@@ -328,7 +328,7 @@ class Mover(Completing):
             logger.warning("the %s queue is stuck: all of its threads have been in a call for %g s", name, STUCK_S)
 
     def _run(self, jobs: list[Job], scratch: Scratch) -> None:
-        """Do jobs and complete each, whatever raises. Runs in the threads of a `WorkerQueue`."""
+        """Execute jobs and complete each of them, even after an error. Runs in the threads of a `WorkerQueue`."""
         try:
             began_s, left = self._clock(), jobs
             for job in jobs:

@@ -119,7 +119,7 @@ def _check(settings: ShelfSettings) -> Iterator[Problem]:
     if settings.path.is_file():
         yield Problem("error", "path", "is a file")
     if not os.access(settings.path.parent, os.W_OK):
-        yield Problem("warning", "path", "its parent cannot be written")
+        yield Problem("warning", "path", "its parent directory is not writable")
 
 
 KIND = TierKind(

@@ -10,7 +10,7 @@ import pytest
 from kvtier.cli.main import run
 from kvtier.config.loader import load as load_settings
 from kvtier.tools.plan.inputs import SETTINGS
-from kvtier.tools.plan.loss import QUALITY
+from kvtier.tools.plan.lossy_classes import QUALITY
 
 MODEL = "llama-3.1-8b"
 

@@ -10,7 +10,7 @@ from tests.tools.charts.test_report import check_page
 from tests.traces import MAGAGENT, MINISWE, TRACES
 
 from kvtier.cli.main import run
-from kvtier.tools.trace.formats.text_lines import _PIECES
+from kvtier.tools.trace.formats.prompt_lines import _PIECES
 
 CLAUDE_CODE = TRACES / "claude_code_17sessions.jsonl.gz"
 COMPONENTS = TRACES / "components"

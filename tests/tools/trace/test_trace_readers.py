@@ -546,7 +546,7 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
         ([session(0), {**session(0), "requests": [{"t": 0, "out": 1, "hash_runs": []}]}], "line 2: 'in' is missing"),
         ([session(0), {**session(0), "requests": [{"t": "x"}]}], "line 2: t is 'x'; allowed: a number"),
         ([session(0), {**session(0), "requests": 5}], "line 2: 'requests' is missing or not a list"),
-        ([session(0), {**session(0), "block_size": 16}], "line 2: block_size 16; allowed: 64, as before"),
+        ([session(0), {**session(0), "block_size": 16}], "line 2: block_size 16; allowed: 64, as in the first line"),
         ([session(0), "{"], "line 2: "),
         ([session()], "has no request; allowed: at least one"),
         (

@@ -73,7 +73,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         is_one_of_many = is_worker and vllm_config.parallel_config.world_size > 1
         try:
             self._setup = EngineSetup.of(vllm_config, kv_cache_config)
-            """In a scheduler's connector, its identity is what the workers report once they are up."""
+            """The setup. In a scheduler's connector, the workers report the identity once they are up."""
             check(
                 "engine",
                 *(("worker", "layers") if is_worker else ("core", "scheduler")),
@@ -131,11 +131,11 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     # ---- scheduler: requests ---------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Open the scheduler side: all workers are up, also those of later pipeline stages."""
+        """Open the scheduler side, now that all workers are up, including those of later pipeline stages."""
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Open the scheduler side: all workers are up. vLLM 0.33 calls this again when it wakes up."""
+        """Open the scheduler side, now that all workers are up. vLLM 0.33 calls this again when it wakes up."""
         if self._scheduler_side is not None:
             return
         executor, handshakes = on_stack("model_executor"), list(metadata.values())
@@ -299,7 +299,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a dropped store is only a later miss."""
+        """Return False, because a dropped store is only a later miss."""
         return False
 
     # ---- worker: not guarded, because each answer tells vLLM or the scheduler side which KV to trust -----------------
@@ -326,7 +326,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     @property
     def _handshake(self) -> Any:  # noqa: ANN401
-        """Arguments of `rank_server.connect`, identity and layout. None before vLLM has registered its KV memory."""
+        """Arguments for `rank_server.connect`, plus identity and layout. None until vLLM registers its KV memory."""
         if self._worker_side is None:
             return None
         more = {_IDENTITY: self._setup.identity._replace(weights=None, versions={}), _LAYOUT: self._worker_side.layout}
@@ -374,7 +374,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         """No-op: stores start when the step has returned."""
 
     def wait_for_save(self) -> None:
-        """Note that a step has been launched, so that no store copies blocks before it. The engine waits for none."""
+        """Note that a step has been launched. Stores copy blocks only after it, and the engine does not wait."""
         self._opened_worker_side.launched()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401, ARG002

@@ -247,7 +247,7 @@ class Geometry:
 
     @property
     def _tables(self) -> list[TableLayout]:
-        """One table for each vLLM group, even if shares use the same table."""
+        """The tables, one for each vLLM group. A table that several shares use is listed once."""
         return list({table.number: table for group in self.groups for table in group.tables}.values())
 
     @property

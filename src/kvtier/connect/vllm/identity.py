@@ -42,7 +42,7 @@ class EngineIdentity(NamedTuple):
     """The versions of the files that the digests of the weights and of the draft model's weights cover."""
 
     def made_private(self, config: VllmConfig, detail: str) -> "EngineIdentity":
-        """Return the identity of an engine that may have read other files than were identified."""
+        """Return the private identity of an engine that may have read files other than those identified."""
         fingerprint = replace(self.fingerprint, weights=_own_digest(config))
         return EngineIdentity(fingerprint, None, is_private=True, detail=detail)
 

@@ -297,7 +297,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         return tiering_metrics(offload)
 
     def get_stats(self) -> Any:  # noqa: ANN401 - vLLM's
-        """Return the increase of kvtier's metrics since the last call, at most four times per second."""
+        """Return the change in kvtier's metrics since the last report. At most four reports are made per second."""
         increase = None if self._stats is None else self._guards.run(Feature.EXPORT, self._stats.take, otherwise=None)
         if increase is None:
             return None

@@ -111,7 +111,10 @@ def _check_drafts(config: VllmConfig) -> None:
 
 
 def check_others(others: Iterable[object]) -> None:
-    """Refuse other connectors of a `MultiConnector`, by name, whose KV would become wrong.
+    """Refuse other connectors of a `MultiConnector` that would store wrong KV beside kvtier.
+
+    Args:
+        others: names of the other connectors' classes.
 
     Raises:
         UnsupportedModelError: a connector is refused. The message names it.
@@ -125,7 +128,7 @@ def check_others(others: Iterable[object]) -> None:
 
 
 def check_alone(others: Iterable[object], loss: Loss) -> None:
-    """Refuse a class of the engine (`store.loss`) beside other connectors, whose names lack the class.
+    """Refuse a lossy class (`store.loss`) beside other connectors. Their names for KV do not contain the class.
 
     Raises:
         ConfigError: the engine has a class, and there is another connector. The message names it.

@@ -1,6 +1,6 @@
-"""What a session knows about its own health and its tiers', so that people and probes learn why something fails.
+"""Records the health of a session and of its tiers, so that people and health checks learn why something fails.
 
-The holder of the session's lock writes it, and any thread reads it without the lock, so that a health check never
+The holder of the session's lock writes the record. Any thread reads it without the lock, so that a health check never
 waits.
 """
 
@@ -18,7 +18,7 @@ class TierFaults(NamedTuple):
     reads: bool
     writes: bool
     detail: str
-    """Why one is not allowed, with the tier's last fault; empty when both are."""
+    """Why reads or writes are not allowed, with the tier's last fault. Empty if both are allowed."""
 
 
 class FaultRecord:
@@ -37,7 +37,7 @@ class FaultRecord:
         self.failure = described(error)
 
     def changed(self, notice: TierNotice) -> str:
-        """Note that a tier has stopped or resumed. Return the log's text about it, with the last error of that way."""
+        """Note that a tier's reads or writes have stopped or resumed. Return the text to log, with their last error."""
         way = notice.tier, notice.way
         self._notices[way] = notice.detail
         fault = "" if notice.is_up or notice.is_late else self._faults.get(way)

@@ -217,7 +217,7 @@ class ByteCap:
                     yield file
 
         if not self._walking.acquire(timeout=self._cap_file.deadline_s):
-            raise OSError(errno.EAGAIN, "another thread walks through the store", self._paths.root)
+            raise OSError(errno.EAGAIN, "another thread is walking the store", self._paths.root)
         try:
             self._index.merge(usable())
         finally:

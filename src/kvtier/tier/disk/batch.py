@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.base import Read, Write
-from kvtier.tier.disk.pool import Extent, Pool
+from kvtier.tier.disk.segment_pool import Extent, Pool
 
 
 def read_many(pool: Pool, reads: Sequence[Read], *, is_use: bool = True) -> list[int | OSError | TierError | None]:

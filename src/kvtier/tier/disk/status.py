@@ -40,7 +40,7 @@ class DiskStatus:
     is_open: bool
     """Whether the process still has the store open."""
     is_up: bool | None
-    """Whether the session uses the tier; False while it backs off after errors. None: unknown."""
+    """Whether the session uses the tier. False while it backs off after errors, None if unknown."""
     faults: int
     """I/O errors since the store was opened."""
     last_fault: str

@@ -108,9 +108,9 @@ class ObjectTable:
         self._free.append(row)
 
     def put_many(self, names: Sequence[bytes], segment: int, blocks: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Add many names at once and return their rows. Existing names move, and the last of equal names wins.
+        """Add many names at once and return their rows. An existing name moves; of equal names, the last one counts.
 
-        Names that exceed the table are left out.
+        A new name is left out if the table is full.
         """
         rows: list[int] = []
         for name, block, size in zip(names, blocks, sizes, strict=True):

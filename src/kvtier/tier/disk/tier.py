@@ -25,8 +25,8 @@ from kvtier.tier.base import Figures, Read, Write
 from kvtier.tier.disk import batch as disk_batch
 from kvtier.tier.disk.format import SEGMENT_BYTES_MAX, segment_bytes_for
 from kvtier.tier.disk.marker import ALLOWED, MARKER_NAME, DiskMarker, open_marker, replace_marker
-from kvtier.tier.disk.pool import Counts, Pool
 from kvtier.tier.disk.segment_files import SegmentFiles
+from kvtier.tier.disk.segment_pool import Counts, Pool
 from kvtier.tier.disk.status import FAULT_LENGTH_MAX, STATUS_INTERVAL_S, DiskStatus, write_status
 from kvtier.tier.disk.write_budget import WriteBudget
 from kvtier.tier.files.direct import DirectIo, choose_direct

@@ -1,4 +1,4 @@
-"""Small JSON files with a checksum over their members, for data that people may read and a crash may cut."""
+"""Packs and reads small JSON files for people. A checksum of the members shows whether a crash truncated a file."""
 
 import json
 from collections.abc import Mapping

@@ -38,12 +38,12 @@ STDERR = 2
     multiple=True,
     type=Quantity(1),
     metavar="PID",
-    help="Measure a process and its children, repeatable.  [every process, and the kernel]",
+    help="Measure a process and its children. Repeatable.  [every process, and the kernel]",
 )
 @click.option(
     "--seconds",
     type=Duration(least_s=1e-3),
-    help="How long to measure; a COMMAND that still runs is then ended.  [until COMMAND ends; without one 10s]",
+    help="How long to measure; a COMMAND that still runs is then ended.  [until COMMAND ends; 10s without one]",
 )
 @click.option(
     "--input",
@@ -51,7 +51,7 @@ STDERR = 2
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Measure a recording instead: a text of blkparse, or kvtier's journals, repeatable.",
+    help="Measure a recording instead: the text of blkparse, or kvtier's journals. Repeatable.",
 )
 @click.option(
     "--journal",

@@ -1,4 +1,4 @@
-"""Finds the devices, files and processes of this machine that its requests name.
+"""Finds the devices, files and processes that block I/O requests name on this machine.
 
 A block device has a path, what it is stacked on, and what its queue allows. Threads are mapped to processes, because
 the kernel's events name threads and users choose processes.
@@ -54,7 +54,7 @@ class BlockDevice:
     sectors: int | None = None
     """Length of a partition. None for a whole disk."""
     partitions: tuple[int, ...] = ()
-    """Numbers of a whole disk's partitions, because bios name the partition and requests the disk."""
+    """Numbers of a whole disk's partitions. A bio names the partition, but a request names the disk."""
     below: tuple[str, ...] = ()
     """Devices that this one is stacked on (dm, md)."""
 
@@ -121,7 +121,7 @@ def find_number(number: int) -> BlockDevice | None:
 
 
 def disks() -> list[BlockDevice]:
-    """Return the lowest layer: whole disks that are stacked on no other, without loop and memory devices."""
+    """Return whole disks that are not stacked on other devices. Loop and memory devices are left out."""
     return [
         _named(folder)
         for folder in sorted((SYSFS / "block").glob("*"))
@@ -130,7 +130,7 @@ def disks() -> list[BlockDevice]:
 
 
 def lowest(device: BlockDevice) -> list[BlockDevice]:
-    """Return the disks at the bottom of `device`. The device itself if it is stacked on nothing."""
+    """Return the disks at the bottom of `device`, or `device` itself if it is not stacked on others."""
     if not device.below:
         return [device]
     found: dict[str, BlockDevice] = {}
@@ -326,7 +326,7 @@ class ProcessTree:
             self._names[process] = seen
 
     def names(self, processes: Iterable[int]) -> dict[int, str]:
-        """Names of these processes."""
+        """Return the name of each process."""
         return {it: self._names.get(it, f"process {it}") for it in processes if it != NO_PROCESS}
 
     def with_children(self, roots: Iterable[int]) -> frozenset[int]:

@@ -109,7 +109,7 @@ class Report:
             section.print()
 
     def html(self, made: datetime | None = None) -> str:
-        """Return the page. `made` is its date; None is now."""
+        """Return the page. `made` is its date, by default the current time."""
         made = made or datetime.now(UTC)
         body = "\n".join(section.html(f"s{number}-") for number, section in enumerate(self.sections))
         return (

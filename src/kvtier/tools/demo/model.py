@@ -139,7 +139,10 @@ def choose_sessions(lines: Sequence[TraceLine], count: int) -> list[TraceLine]:
 
 
 def _first_turns(lines: Sequence[TraceLine], count: int) -> list[TraceLine]:
-    """Return the `count` lines with the smallest turns, so that all conversations start. Ties go to earlier lines."""
+    """Choose `count` lines, first turns before second turns, so that every conversation starts. Keep their order.
+
+    Among lines of the same turn, earlier ones are preferred.
+    """
     turns: Counter[str] = Counter()
     ranked: list[tuple[int, int]] = []
     for position, line in enumerate(lines):
@@ -178,7 +181,7 @@ def train_tokenizer(texts: Iterable[str]) -> ChatTokenizer:
 
 
 def find_parent(texts: Sequence[str], position: int) -> int | None:
-    """Find the earlier text that this one continues: the longest that is a prefix, and the latest of equals."""
+    """Find the earlier text that this one continues: the longest prefix, or the latest of several."""
     earlier = [j for j in range(position) if texts[position].startswith(texts[j])]
     return max(earlier, key=lambda j: (len(texts[j]), j)) if earlier else None
 

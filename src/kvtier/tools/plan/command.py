@@ -20,12 +20,12 @@ from kvtier.tools.trace.reading import time_unit_option
 @click.option(
     "--tp",
     metavar="N",
-    help="Tensor-parallel size (TP), with tiers and without.  [default: of each, what serves most users]",
+    help="Tensor-parallel size (TP), with tiers and without.  [default: for each, what serves the most users]",
 )
 @click.option(
     "--weights",
     metavar="FORMAT|SIZE",
-    help="Weights: bf16, fp16, fp8, fp4, or bytes, which compute in bf16.  [default: as the checkpoint ships]",
+    help="Format of the weights: bf16, fp16, fp8 or fp4; or their size in bf16.  [default: as the checkpoint ships]",
 )
 @click.option("--dtype", help="Format of the KV, as in `kvtier size`.  [default: bf16]")
 @click.option("--users", metavar="N", help="Users at the same time.  [default: 80]")

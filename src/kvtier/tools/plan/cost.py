@@ -304,15 +304,15 @@ def _writing(deployment: Deployment, share: float) -> Deployment:
 
 
 def _budget(deployment: Deployment, requests_per_s: float, users: float) -> tuple[float | None, float]:
-    """Find what the bytes that drives may write a day are as a share of new KV, and the users that they serve.
+    """Find the largest share of new KV that drives can write and still last, and how many users it serves.
 
-    Fewer writes find less, so more KV is computed and new: the share is solved for at each load. It is None if that
-    costs more users than it saves writes, so that the load alone has to shrink.
+    With fewer writes, fewer prompts find their KV, and more new KV is computed. So the share is solved for at each
+    load. It is None if a smaller share costs more users than it saves writes. Then only a lower load helps.
 
     Args:
-        deployment: the deployment, whose `software.write_share` is the most to write.
-        requests_per_s: the load of the share, unless the budget serves less.
-        users: users within all limits with that most.
+        deployment: the deployment. Its `software.write_share` is the upper bound of the share.
+        requests_per_s: the load to find the share for. If the drives last only at a lower load, that one is used.
+        users: the users within all limits at the upper bound.
     """
     years = deployment.inputs.target.life_years
 

@@ -1,12 +1,12 @@
 """Find which limit of a deployment binds and which is next, the best size, and the number of GPUs for a load.
 
-Limits of latency and throughput determine the users. Bandwidth is a reserve. Bursts that exceed it slow down loads, and
-a prompt that would load more slowly than it computes is computed. The time to first token includes both. Wear is not a
-limit.
+The limits of latency and throughput determine how many users a deployment serves. Bandwidth is only a reserve. Bursts
+that exceed it slow down loads, and a prompt that would load more slowly than it computes is computed. The time to first
+token includes both. Wear is not a limit.
 
-Each limit computes the used share of its budget at a load; it is met at 1. For each limit alone, the lowest such load
-is found. The lowest of these loads is the most that the deployment serves. Raising the binding limit changes the answer
-and raising another one does not; once it is raised, the second lowest load is met first.
+A limit is met at the lowest load that uses up its budget. The limit that is met first binds, and the deployment serves
+no more than that load. Only raising the binding limit changes the answer. Once it is raised, the limit with the next
+higher load binds.
 
 A larger size reads weights and computes prompts faster, and has room for more KV. It also exchanges more, and fewer
 copies share the load. A size larger than memory requires is taken only if it serves more users.

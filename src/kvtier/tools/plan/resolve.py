@@ -231,7 +231,10 @@ def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployme
 
 
 def _sizes(inputs: Inputs, experts: Experts) -> Iterator[tuple[int, bool]]:
-    """Yield sizes to try, each with whether attention is data-parallel. That needs experts that GPUs can share."""
+    """Yield (size, whether attention is data-parallel) for each deployment to try.
+
+    Data-parallel attention needs experts that GPUs can share.
+    """
     given, count = inputs.model.tp, inputs.gpu.count
     if given:
         yield given, inputs.model.dp_attention
@@ -335,7 +338,7 @@ def _does_not_fit(deployment: Deployment, *, named: bool) -> str:
         f"{size}{gpus} x {inputs.gpu.name} leave "
         f"{max(deployment.kv_bytes, 0) / 1e9:.1f} GB for KV next to "
         f"{(deployment.dense_bytes + deployment.expert_bytes) / 1e9:.1f} GB of weights in {inputs.model.weights}, "
-        f"the longest session needs {needed / 1e9:.1f} GB"
+        f"but the longest session needs {needed / 1e9:.1f} GB"
     )
 
 
@@ -456,7 +459,7 @@ def _with_exchange(inputs: Inputs) -> tuple[Inputs, tuple[tuple[str, str, str], 
 
 
 def _of_size(figure: float | dict[str, float], tp: int) -> float:
-    """A figure; if there is one per number of GPUs, that of the next larger number measured."""
+    """Return a figure. If it depends on the number of GPUs, the next larger measured number counts."""
     if not isinstance(figure, dict):
         return figure
     return figure[min((it for it in figure if int(it) >= tp), default=max(figure, key=int), key=int)]

@@ -113,7 +113,10 @@ def _charts(result: ProbeResult) -> Charts:
 
 
 def _curves(result: ProbeResult, cost: Callable[[Measure], float], names: tuple[str, str]) -> Iterator[Curve]:
-    """Draw a figure of each link's operations, with the band's upper end, at the cheapest depth for each size."""
+    """Yield a curve over sizes for each link and operation. At each size, the depth with the least `cost` counts.
+
+    `names` has the field for the curve, and the field for the upper end of its band.
+    """
     for link, op, measures in _series(result):
         sizes = sorted({it.bytes for it in measures})
         least = [min((it for it in measures if it.bytes == size), key=cost) for size in sizes]

@@ -344,7 +344,7 @@ class FinishedReplays(Generic[ResultT]):
         self._done: dict[str, ResultT] = {}
         try:
             if path.exists() and path.stat().st_size > JOURNAL_BYTES_MAX:
-                raise ConfigError(f"--keep {str(path)!r} is too long; allowed: at most {JOURNAL_BYTES_MAX} bytes")
+                raise ConfigError(f"--keep {str(path)!r} is too large; allowed: at most {JOURNAL_BYTES_MAX} bytes")
             text = path.read_text(encoding="utf-8") if path.exists() else ""
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--keep {str(path)!r} cannot be read: {error}") from error

@@ -36,7 +36,7 @@ has the tier's name."""
 
 
 class TierSpeed(NamedTuple):
-    """Speed of a tier. None is unknown."""
+    """Speed of a tier. A figure of None is unknown."""
 
     read_bytes_per_s: float | None
     write_bytes_per_s: float | None
@@ -190,7 +190,7 @@ def prefill_of(model: str, *, tokens_per_s: float | None = None, gpu: Parts | No
     Args:
         model: as in `kvtier size`. Its attention determines how the cost grows with the position of a token.
         tokens_per_s: speed for the first tokens. None: from the GPUs, or the default.
-        gpu: GPUs that compute one prompt together at a plan's share of their bf16 peak, with no cost of exchanges.
+        gpu: GPUs that compute one prompt together. They reach a plan's share of their bf16 peak; exchanges are free.
 
     Raises:
         ConfigError: GPUs are given, and the model's number of parameters is unknown.

@@ -102,8 +102,8 @@ class OwnCache:
         """Call `begins` before each reset and `ended` after it.
 
         Args:
-            begins: gets whether requests are running, in which case the reset will fail.
-            ended: gets whether the cache was reset.
+            begins: receives True if requests are running. The reset will then fail.
+            ended: receives True if the cache was reset.
         """
 
         def before() -> int:

@@ -79,7 +79,7 @@ class GeneratedLoad:
 
     @property
     def prompt_tokens(self) -> int:
-        """Mean length of the counted prompts. A prompt has all that was said before it."""
+        """Mean length of the counted prompts. A prompt contains everything said before it."""
         drawn = self.workload(0, None)
         lengths: list[int] = []
         for talk in drawn.conversations:

@@ -28,7 +28,7 @@ _POWERCAP = Path("/sys/class/powercap")
 
 
 class Nvml:
-    """NVIDIA's library. Its counter gives the energy since the driver was loaded."""
+    """Reads a GPU through NVML, NVIDIA's library. Its counter gives the energy since the driver was loaded."""
 
     def __init__(self, handle: Any, nvml: Any) -> None:  # noqa: ANN401 - of an optional module
         self._handle = handle
@@ -55,7 +55,7 @@ class Nvml:
 
 
 class NvidiaSmi:
-    """The program, for machines without NVML's Python package. It has no counter and takes about 20 ms a sample."""
+    """Runs nvidia-smi, for machines without NVML's Python package. It has no counter and takes about 20 ms a sample."""
 
     def __init__(self, device: str) -> None:
         self._command = ["nvidia-smi", "-i", device, "--format=csv,noheader,nounits"]
@@ -205,7 +205,7 @@ def _process(pid: int) -> ProcessFigures | None:
 
 
 def _resident_bytes(place: Path) -> int | None:
-    """Return a process's resident bytes. Shared pages count in parts, as in ``Pss`` of its smaps_rollup."""
+    """Return a process's resident bytes (``Pss``). Processes that share a page split it equally."""
     rows = text_of(place / "smaps_rollup").splitlines()
     return next((int(row.split()[1]) << 10 for row in rows if row.startswith("Pss:")), None)
 

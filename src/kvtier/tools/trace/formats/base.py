@@ -404,9 +404,9 @@ def open_trace(path: Path, options: ReadOptions | None = None) -> TraceReader:
 
         return Conversations(path, options.block_tokens, options.tokenizer, options.window_h, options.seed)
     if keys & {*PROMPT_FIELDS, *BODY_FIELDS}:
-        from kvtier.tools.trace.formats.text_lines import TextLines  # noqa: PLC0415
+        from kvtier.tools.trace.formats.prompt_lines import PromptLines  # noqa: PLC0415
 
-        return TextLines(
+        return PromptLines(
             path, options.block_tokens, options.tokenizer, options.time_unit, has_contents=options.has_contents
         )
     raise ConfigError(f"trace {file}, {unit} {first_number}: {_seems(keys)}")

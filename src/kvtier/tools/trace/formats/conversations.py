@@ -14,14 +14,14 @@ import numpy as np
 
 from kvtier.tools.trace.formats.base import CONVERSATION_FIELDS, TraceRequest, by_time
 from kvtier.tools.trace.formats.messages import chat_text, messages_of
-from kvtier.tools.trace.formats.text_lines import TextLines, notes_on
+from kvtier.tools.trace.formats.prompt_lines import PromptLines, notes_on
 from kvtier.tools.trace.trace_files import json_lines
 
 TURN_S = 30.0
 """Time between two requests of a conversation."""
 
 
-class Conversations(TextLines):
+class Conversations(PromptLines):
     """Reads conversations. Each draws a start, uniform in a window, from `numpy.random.default_rng(seed)`.
 
     Args:

@@ -83,7 +83,7 @@ class SessionLines(TraceReader):
             start_s = float(draw.uniform(0.0, self._window_s))
             block_tokens, is_global = _shape(file, line, session)
             if block_tokens != self.own_block_tokens:
-                raise ConfigError(f"block_size {block_tokens}; allowed: {self.own_block_tokens}, as before")
+                raise ConfigError(f"block_size {block_tokens}; allowed: {self.own_block_tokens}, as in the first line")
             if is_global != self._is_global:
                 scope = short(session.get("hash_id_scope"))
                 raise ConfigError(f"hash_id_scope {scope}; allowed: the same in all lines")

@@ -44,7 +44,7 @@ _BEFORE_MESSAGES = ("tools", "system", "instructions")
 Tokenize = Callable[[str], Sequence[object]]
 
 
-class TextLines(TraceReader):
+class PromptLines(TraceReader):
     """Reads request lines with text. A block's id is a digest of its tokens and the previous id.
 
     Args:
