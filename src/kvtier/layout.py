@@ -61,7 +61,7 @@ Axis = Literal["layer", "side", "head", "page", "token", "channel"]
 values. `head`: heads of one layer or of several. `page`: pages of consecutive tokens."""
 
 TOKEN_GROUP = 64
-"""Tokens whose keys share a scale in a lossy codec. Sections with axes are cut between such groups."""
+"""Sections with axes are cut between groups of so many tokens. In smaller sections, scales take many bytes."""
 
 TOKENS_MIN = 16
 """Fewest tokens in a section of an engine with a class. With fewer, scales would be most of the stored bytes."""

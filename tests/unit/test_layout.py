@@ -87,7 +87,7 @@ PAGES = Axes(("page", "token", "head", "side", "channel"), (8, 32, 2, 2, 8))
 @pytest.mark.parametrize(
     ("axes", "kind", "cuts"),
     [
-        # 1 MiB is 512 Ki numbers. A group of keys has 64 tokens.
+        # 1 MiB is 512 Ki numbers. A group has 64 tokens.
         (PAGES, "kv", [(0, PAGES.sizes)]),
         (Axes(PAGES.names, (16, 16, 8, 2, 128)), "kv", [(0, (16, 16, 8, 2, 128))]),
         (Axes(PAGES.names, (8, 32, 12, 2, 128)), "kv", [(0, (4, 32, 12, 2, 128)), (128, (4, 32, 12, 2, 128))]),

@@ -265,9 +265,7 @@ def server_checks(
     config = loaded.config
     checks = [Check("settings", lambda: _machine(loaded, unused, terms.exact))]
     if config.store.loss != "none" and 0 < unit_tokens < TOKEN_GROUP:
-        text = (
-            f"{unit_tokens}: keys of up to {TOKEN_GROUP} tokens share a scale, so smaller {terms.unit} take more bytes"
-        )
+        text = f"{unit_tokens}: numbers of up to 256 tokens share a scale, so small {terms.unit} take more bytes"
         small = DoctorFinding("warning", terms.setting, text, f"use {TOKEN_GROUP} or more")
         checks.append(Check(terms.setting, lambda: [small]))
     if not config.tiers:

@@ -16,6 +16,8 @@ from kvtier.codec.lossy import BLOCK_TOKENS, HALF_STEP, STEP_MIN, TOLERANCES, Ar
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _PIECE_NUMBERS = (1 << 15) - 1
 _INTS = {2: torch.int16, 4: torch.int32}
+_TOKENS = np.arange(BLOCK_TOKENS, dtype=np.uint8)[:, None]
+"""The bit of each token of a block in the rows of further bits."""
 
 
 def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
@@ -93,7 +95,7 @@ def _packed(codes: Array, bits: int) -> Array:
     heads, tokens, channels = codes.shape
     whole = np.zeros((heads, -(-tokens // BLOCK_TOKENS), BLOCK_TOKENS, channels), np.uint8)
     whole.reshape(heads, -1, channels)[:, :tokens] = codes
-    further = [np.packbits(whole & 1 << bit, 2, "little") for bit in range(4, bits)]
+    further = [np.bitwise_or.reduce((whole >> bit & 1) << _TOKENS, 2, keepdims=True) for bit in range(4, bits)]
     return np.concatenate((whole[:, :, :4] & 15 | whole[:, :, 4:] << 4, *further), 2)
 
 
@@ -102,7 +104,7 @@ def _unpacked(packed: Array) -> Array:
     halves = packed[:, :, :4]
     codes = np.concatenate((halves & 15, halves >> 4), 2)
     for bit in range(4, packed.shape[2]):
-        codes |= np.unpackbits(packed[:, :, bit : bit + 1], 2, bitorder="little") << bit
+        codes |= (packed[:, :, bit : bit + 1] >> _TOKENS & 1) << bit
     return codes.reshape(len(codes), -1, codes.shape[3])
 
 
