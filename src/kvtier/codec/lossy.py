@@ -1,10 +1,11 @@
 """Lossy codecs for keys and values: integers of 4 to 7 bits with a scale for each group of numbers.
 
-Channels differ much in size, so a group is one channel of many tokens. A prompt's first tokens draw much attention, so
-they stay exact. FORMAT.md specifies the bytes.
+Channels differ much in size, so a group is one channel of many tokens. Some tokens have much smaller or larger values
+than others, and the small ones draw much attention. So values of such tokens are scaled by a power of 2 first. A
+prompt's first tokens draw much attention, too, so they stay exact. FORMAT.md specifies the bytes.
 
-Each number of a group is stored as low + code * step. `low` and `step` are bf16. `low` is rounded down, so no code is
-negative. Products of a code and `step` are exact in float32, so a fused multiply-add changes no result.
+Each number of a group is stored as (low + code * step) * scale. `low` and `step` are bf16. `low` is rounded down, so no
+code is negative. Products of a code and `step` are exact in float32, so a fused multiply-add changes no result.
 """
 
 import logging
@@ -48,6 +49,10 @@ HALF_STEP = 0.501
 Array = npt.NDArray[Any]
 
 _HEAD = struct.Struct("<IHH")
+_BIAS = 127
+"""The exponent field of 1 in float32."""
+_SHIFT_MIN, _SHIFT_MAX = 2, 31
+"""Range of exponents of scales, up or down."""
 _ORDER: tuple[Axis, ...] = ("side", "head", "page", "token", "channel")
 
 
@@ -59,6 +64,8 @@ class Side(NamedTuple):
     lows_at: int
     """Where the lows begin. They are sorted by head, token and channel, and so are the steps."""
     steps_at: int
+    exponents_at: int
+    """Where the exponents of the tokens' scales begin, a byte each. Keys have none."""
     codes_at: int
     """Where the codes begin, block by block of each head. A block has `bits` rows of a byte for each channel."""
 
@@ -201,6 +208,18 @@ class K8V4(Int4):
     id: int = 4
 
 
+def exponents(fields: Array) -> Array:
+    """Choose the exponents of the scales of tokens.
+
+    Most tokens keep their size, because a scale makes channels with a large mean differ more.
+
+    Args:
+        fields: the exponent field, of float32, of each token's largest magnitude.
+    """
+    shift = np.clip(fields - np.sort(fields)[len(fields) // 2], -_SHIFT_MAX, _SHIFT_MAX)
+    return np.where(np.abs(shift) < _SHIFT_MIN, _BIAS, _BIAS + shift).astype(np.uint8)
+
+
 @cache
 def load_kernels(package: str = "") -> Kernels:
     """Return the kernels of `package`, or the fastest that can be loaded. The first call may compile for seconds.
@@ -242,8 +261,9 @@ def _form(axes: Axes, kind: RunKind, element: Element, codec: str, exact_tokens:
     for it in kinds:
         bits, token_group = BITS[codec][it == "values"], TOKEN_GROUPS[it == "values"]
         steps_at = position + 2 * heads * -(-tokens // token_group) * channels
-        codes_at = 2 * steps_at - position
-        sides.append(Side(bits, token_group, position, steps_at, codes_at))
+        exponents_at = 2 * steps_at - position
+        codes_at = exponents_at + (tokens if it == "values" else 0)
+        sides.append(Side(bits, token_group, position, steps_at, exponents_at, codes_at))
         position = codes_at + heads * -(-tokens // BLOCK_TOKENS) * bits * channels
     raw_bytes = len(kinds) * heads * axes.tokens * channels * width
     form = Form(element, axes, heads, tokens, exact_tokens, channels, tuple(sides), raw_bytes, position)

@@ -20,7 +20,7 @@ from numpy import int32 as i32
 from numpy import uint8 as u8
 from numpy import uint32 as u32
 
-from kvtier.codec.lossy import BLOCK_TOKENS, HALF_STEP, STEP_MIN, TOLERANCES, Array, Form
+from kvtier.codec.lossy import BLOCK_TOKENS, HALF_STEP, STEP_MIN, TOLERANCES, Array, Form, exponents
 from kvtier.layout import ELEMENT_BYTES
 
 _STEP_MIN, _HALF_STEP = f32(STEP_MIN), f32(HALF_STEP)
@@ -41,6 +41,7 @@ class _Shape(NamedTuple):
     token_group: int
     lows_at: int
     steps_at: int
+    exponents_at: int
     codes_at: int
 
 
@@ -48,6 +49,9 @@ def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
     """Code finite numbers, or return False if a scale or a decoded number would not be finite."""
     numbers, (places, shapes) = _numbers(raw, form)
     out, limit = np.frombuffer(stored, u8), _LIMITS[form.element]
+    for shape in shapes:
+        if shape.exponents_at < shape.codes_at:
+            out[shape.exponents_at : shape.codes_at] = exponents(_largest(numbers, places, shape))
     return all(_encode(numbers, out, places, shape, limit) for shape in shapes)
 
 
@@ -243,6 +247,28 @@ def _unpack(stored: Array, place: int, codes: Array, channels: int, bits: int) -
                 its[c] = u8(its[c] | (is_set if u8(given[c] & mark) else u8(0)))
 
 
+@njit(inline="always")
+def _scale(stored: Array, shape: _Shape, token: int) -> f32:
+    if shape.exponents_at == shape.codes_at:
+        return f32(1)
+    return u32(u32(stored[shape.exponents_at + token]) << u32(23)).view(f32)
+
+
+@_kernel([types.Array(types.int32, 1, "C")(it, _PLACES, _SHAPE) for it in _NUMBERS])
+def _largest(numbers: Array, places: Array, shape: _Shape) -> Array:
+    """Return the exponent field of each token's largest magnitude."""
+    found = np.zeros(shape.tokens, i32)
+    for head in range(shape.heads):
+        for token in range(shape.tokens):
+            at = shape.origin + head * shape.head_step + places[token]
+            row = numbers[at : at + shape.channels]
+            largest = i32(0)
+            for c in range(shape.channels):
+                largest = max(largest, i32(f32(_number(row[c])).view(i32) & i32(0x7FFFFFFF)))
+            found[token] = max(found[token], largest >> i32(23))
+    return found
+
+
 @_kernel([types.boolean(it, types.Array(types.uint8, 1, "C"), _PLACES, _SHAPE, types.float32) for it in _NUMBERS])
 def _encode(numbers: Array, stored: Array, places: Array, shape: _Shape, limit: f32) -> bool:
     channels, levels = shape.channels, f32((1 << shape.bits) - 1)
@@ -256,10 +282,14 @@ def _encode(numbers: Array, stored: Array, places: Array, shape: _Shape, limit: 
             last = min(first + shape.token_group, shape.tokens)
             least[:] = 0x7FFFFFFF
             greatest[:] = -0x80000000
+            most = f32(0)
             for token in range(first, last):
                 row = numbers[origin + places[token] : origin + places[token] + channels]
+                its_scale = _scale(stored, shape, token)
+                its_inverse = f32(1) / its_scale
+                most = max(most, its_scale)
                 for c in range(channels):
-                    rank = _ranked(f32(_number(row[c])).view(i32))
+                    rank = _ranked(f32(_number(row[c]) * its_inverse).view(i32))
                     least[c] = min(least[c], rank)
                     greatest[c] = max(greatest[c], rank)
             for c in range(channels):
@@ -267,8 +297,8 @@ def _encode(numbers: Array, stored: Array, places: Array, shape: _Shape, limit: 
                 low[c] = _bf16_below(bottom)
                 step = _bf16(max((top - low[c]) / levels, _STEP_MIN))
                 # A comparison with NaN is false.
-                is_fine = abs(bottom) <= limit and abs(top) <= limit and abs(low[c]) <= limit
-                if not (is_fine and abs(levels * step + low[c]) <= limit):
+                is_fine = abs(bottom) * most <= limit and abs(top) * most <= limit and abs(low[c]) * most <= limit
+                if not (is_fine and abs(levels * step + low[c]) * most <= limit):
                     return False
                 _write(stored, shape.lows_at + 2 * scale, low[c])
                 _write(stored, shape.steps_at + 2 * scale, step)
@@ -279,8 +309,9 @@ def _encode(numbers: Array, stored: Array, places: Array, shape: _Shape, limit: 
                 for token in range(start, min(start + BLOCK_TOKENS, last)):
                     row = numbers[origin + places[token] : origin + places[token] + channels]
                     its = codes[(token - start) * channels : (token - start + 1) * channels]
+                    its_inverse = f32(1) / _scale(stored, shape, token)
                     for c in range(channels):
-                        its[c] = u8(_code(_number(row[c]), low[c], inverse[c]))
+                        its[c] = u8(_code(_number(row[c]) * its_inverse, low[c], inverse[c]))
                 _pack(codes, stored, place, channels, shape.bits)
                 place += shape.bits * channels
     return True
@@ -305,27 +336,30 @@ def _decode(stored: Array, numbers: Array, places: Array, shape: _Shape, kind: i
             for token in range(start, min(start + BLOCK_TOKENS, shape.tokens)):
                 row = numbers[origin + places[token] : origin + places[token] + channels]
                 its = codes[(token - start) * channels : (token - start + 1) * channels]
+                its_scale = _scale(stored, shape, token)
                 for c in range(channels):
-                    row[c] = _bits(f32(i32(its[c])) * step[c] + low[c], kind)
+                    row[c] = _bits((f32(i32(its[c])) * step[c] + low[c]) * its_scale, kind)
 
 
 @_kernel([types.intp(_GIVEN, it, it, _PLACES, _SHAPE, types.float32, types.float32) for it in _NUMBERS])
 def _wrong(
     stored: Array, before: Array, after: Array, places: Array, shape: _Shape, relative: f32, absolute: f32
 ) -> int:
-    allowed = np.zeros(shape.channels, f32)
+    half_step = np.zeros(shape.channels, f32)
     found, scale = 0, 0
     for head in range(shape.heads):
         for token in range(shape.tokens):
             if token % shape.token_group == 0:
                 for c in range(shape.channels):
-                    allowed[c] = _read(stored, shape.steps_at + 2 * scale) * _HALF_STEP + absolute
+                    half_step[c] = _read(stored, shape.steps_at + 2 * scale) * _HALF_STEP
                     scale += 1
             at = shape.origin + head * shape.head_step + places[token]
             row, restored = before[at : at + shape.channels], after[at : at + shape.channels]
+            its_scale = _scale(stored, shape, token)
             near = i32(0)
             for c in range(shape.channels):
                 y = _number(restored[c])
-                near += i32(abs(_number(row[c]) - y) <= allowed[c] + abs(y) * relative)
+                allowed = f32(half_step[c] * its_scale + absolute)
+                near += i32(abs(_number(row[c]) - y) <= allowed + abs(y) * relative)
             found += shape.channels - near
     return int(found)

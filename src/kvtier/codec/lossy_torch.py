@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from kvtier.codec.lossy import BLOCK_TOKENS, HALF_STEP, STEP_MIN, TOLERANCES, Array, Form, Side
+from kvtier.codec.lossy import BLOCK_TOKENS, HALF_STEP, STEP_MIN, TOLERANCES, Array, Form, Side, exponents
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _PIECE_NUMBERS = (1 << 15) - 1
@@ -24,13 +24,20 @@ def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
     """Fill `stored` after its head, or return False if a scale or a decoded number would not be finite."""
     limit = torch.finfo(_DTYPES[form.element]).max
     sides = zip(form.sides, _parts(stored, form), _numbers(raw, form), strict=True)
-    for side, (lows, steps, codes), its_numbers in sides:
+    for side, (lows, steps, chosen, codes), its_numbers in sides:
+        if len(chosen):
+            magnitudes = np.bitwise_and(its_numbers, (1 << 8 * its_numbers.itemsize - 1) - 1).max((0, 2))
+            largest = _floats(magnitudes[form.exact_tokens :], form).view(torch.int32)
+            chosen[:] = exponents((largest >> 23).numpy())
         for heads, group, tokens, x in _pieces(its_numbers, side, form):
+            scale = _scale(chosen, tokens)
+            x.mul_(1 / scale)
             least, greatest, levels = x.amin(1, keepdim=True), x.amax(1, keepdim=True), (1 << side.bits) - 1
             low = _bf16_below(least).add_(0)  # no negative zero
             step = _bf16(((greatest - low) / levels).clamp_min(STEP_MIN))
             # A comparison with NaN is false.
-            if not all(bool((it.abs() <= limit).all()) for it in (least, greatest, low, levels * step + low)):
+            extremes = least, greatest, low, levels * step + low
+            if not all(bool((it.abs() * scale.max() <= limit).all()) for it in extremes):
                 return False
             lows[heads, group], steps[heads, group] = _bits(low), _bits(step)
             packed = _packed(x.sub_(low).mul_(1 / step).round_().to(torch.uint8).numpy(), side.bits)
@@ -44,11 +51,12 @@ def decode(stored: memoryview, into: memoryview, form: Form) -> None:
     whole = np.empty((len(form.sides), form.heads, form.exact_tokens + form.tokens, form.channels), target.dtype)
     for side, parts, its_numbers in zip(form.sides, _parts(stored, form), whole, strict=True):
         room = its_numbers[:, form.exact_tokens :]
-        lows, steps, codes = parts
+        lows, steps, chosen, codes = parts
         for heads, group, tokens in _slices(side, form):
             packed = codes[heads, tokens.start // BLOCK_TOKENS : -(-tokens.stop // BLOCK_TOKENS)]
             code = torch.from_numpy(_unpacked(packed)[:, : tokens.stop - tokens.start]).float()
-            restored = code.mul_(_of_bits(steps[heads, group])).add_(_of_bits(lows[heads, group]))
+            code.mul_(_of_bits(steps[heads, group])).add_(_of_bits(lows[heads, group]))
+            restored = code.mul_(_scale(chosen, tokens))
             found = restored.to(_DTYPES[form.element]).view(_INTS[target.itemsize])
             room[heads, tokens] = found.numpy().view(target.dtype)
     target[:] = whole.reshape(target.shape)
@@ -59,10 +67,11 @@ def wrong(raw: memoryview, stored: memoryview, decoded: memoryview, form: Form) 
     relative, absolute = TOLERANCES[form.element]
     found = 0
     sides = zip(form.sides, _parts(stored, form), _numbers(raw, form), _numbers(decoded, form), strict=True)
-    for side, (_, steps, _), before, after in sides:
+    for side, (_, steps, chosen, _), before, after in sides:
         pieces = zip(_pieces(before, side, form), _pieces(after, side, form), strict=True)
-        for (heads, group, _, x), (*_, y) in pieces:
-            allowed = y.abs().mul_(relative).add_(_of_bits(steps[heads, group]) * HALF_STEP + absolute)
+        for (heads, group, tokens, x), (*_, y) in pieces:
+            half_step = _of_bits(steps[heads, group]) * HALF_STEP * _scale(chosen, tokens)
+            allowed = y.abs().mul_(relative).add_(half_step + absolute)
             found += x.numel() - int(torch.count_nonzero(x.sub_(y).abs_() <= allowed))
     return found
 
@@ -73,8 +82,8 @@ def _numbers(memory: memoryview, form: Form) -> Array:
     return copied.reshape(len(form.sides), form.heads, -1, form.channels)
 
 
-def _parts(stored: memoryview, form: Form) -> list[tuple[Array, Array, Array]]:
-    """Return the lows, steps and codes of each side of a stored section.
+def _parts(stored: memoryview, form: Form) -> list[tuple[Array, Array, Array, Array]]:
+    """Return the lows, steps, exponents and codes of each side of a stored section.
 
     Lows and steps have the shape (heads, groups, channels), codes (heads, blocks, bits, channels).
     """
@@ -83,7 +92,8 @@ def _parts(stored: memoryview, form: Form) -> list[tuple[Array, Array, Array]]:
     return [
         (
             out[side.lows_at : side.steps_at].view("<u2").reshape(heads, -1, channels),
-            out[side.steps_at : side.codes_at].view("<u2").reshape(heads, -1, channels),
+            out[side.steps_at : side.exponents_at].view("<u2").reshape(heads, -1, channels),
+            out[side.exponents_at : side.codes_at],
             out[side.codes_at :][: heads * form.blocks * side.bits * channels].reshape(heads, -1, side.bits, channels),
         )
         for side in form.sides
@@ -122,9 +132,21 @@ def _slices(side: Side, form: Form) -> Iterator[tuple[slice, slice, slice]]:
 
 def _pieces(numbers: Array, side: Side, form: Form) -> Iterator[tuple[slice, slice, slice, torch.Tensor]]:
     """Yield the slices of each piece, and its numbers in float32."""
-    rest = torch.from_numpy(numbers.view(f"<i{numbers.itemsize}")).view(_DTYPES[form.element])[:, form.exact_tokens :]
+    rest = numbers[:, form.exact_tokens :]
     for heads, group, tokens in _slices(side, form):
-        yield heads, group, tokens, rest[heads, tokens].to(torch.float32, copy=True)
+        yield heads, group, tokens, _floats(rest[heads, tokens], form)
+
+
+def _floats(numbers: Array, form: Form) -> torch.Tensor:
+    """Return a copy of numbers in float32."""
+    whole = torch.from_numpy(numbers.view(f"<i{numbers.itemsize}")).view(_DTYPES[form.element])
+    return whole.to(torch.float32, copy=True)
+
+
+def _scale(chosen: Array, tokens: slice) -> torch.Tensor:
+    """Return the scales of tokens, of shape (tokens, 1), or a 1 for keys."""
+    fields = chosen[tokens, None].astype(np.int32) if len(chosen) else np.full((1, 1), 127, np.int32)
+    return torch.from_numpy((fields << 23).view(np.float32))
 
 
 def _bf16(x: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ def _fresh(monkeypatch):
 
 @st.composite
 def sections(draw):
-    """A section in any arrangement, and its bytes: normal, biased, constant, denormal, huge or sparse numbers."""
+    """A section in any arrangement, and its bytes: normal, biased, constant, denormal, huge, sparse or uneven numbers."""
     inner = [axis for axis in get_args(Axis) if axis not in {"layer", "channel"}]
     names = draw(st.permutations([axis for axis in inner if draw(st.booleans())]))
     sizes = {
@@ -49,7 +49,7 @@ def sections(draw):
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     numbers = rng.standard_normal(axes.sizes) * rng.uniform(0.1, 5, channels)
     small, huge = (1e-7, 2e4) if element == "fp16" else (1e-39, 1e38)
-    change = draw(st.sampled_from(["none", "biased", "constant", "denormal", "huge", "sparse"]))
+    change = draw(st.sampled_from(["none", "biased", "constant", "denormal", "huge", "sparse", "uneven"]))
     with np.errstate(over="ignore"):  # to infinity: such a section is not coded
         numbers = {
             "none": lambda it: it,
@@ -58,6 +58,7 @@ def sections(draw):
             "denormal": lambda it: it * small,
             "huge": lambda it: it * huge,
             "sparse": lambda it: it * (rng.random(it.shape) < 0.2),
+            "uneven": lambda it: it * np.exp2(rng.integers(-40, 9, (*it.shape[:-1], 1))),
         }[change](numbers)
         return cut, _elements(numbers, element)
 
@@ -112,24 +113,28 @@ def section(kind, numbers, element="bf16") -> tuple[Cut, bytes]:
 
 
 def test_the_bytes_of_coded_sections():
-    """As FORMAT.md describes them: 16 tokens of 2 channels, with the numbers n and 1 - 2n."""
-    numbers = [[n, 1 - 2 * n] for n in range(16)]
+    """As FORMAT.md describes them: 16 tokens of 2 channels."""
+    numbers = [[n, 30 - 2 * n] for n in range(16)]
+    codes = [it for n in range(16) for it in (n, 15 - n)]
     cut, raw = section("values", numbers)
     found = coded(CODECS["int4"], raw, cut)
-    assert found[:16] == bytes.fromhex("40000000 0000 0000 0000 e8c1 803f 0040")  # lows 0 and -29, steps 1 and 2
-    codes = [it for n in range(16) for it in (n, 15 - n)]
-    assert found[16:] == rows(codes, 4)
+    assert found[:16] == bytes.fromhex("40000000 0000 0000 0000 0000 803f 0040")  # lows 0, steps 1 and 2
+    assert found[16:] == bytes([127] * 16) + rows(codes, 4)
+    numbers[9] = [9 / 256, 12 / 256]
+    cut, raw = section("values", numbers)
+    found = coded(CODECS["int4"], raw, cut)
+    assert found[16:] == bytes([127] * 9 + [119] + [127] * 6) + rows(codes, 4), "one token is scaled by 1/256"
     first = coded(CODECS["int4"], raw, cut, is_first=True)
     assert first[:24] == bytes.fromhex("40000000 0400 0000") + raw[:16]
-    assert first[24:32] == bytes.fromhex("8040 e8c1 3c3f bc3f")  # lows 4 and -29, steps 11/15 and 22/15
-    codes = [round(it / 11 * 15) for n in range(12) for it in (n, 11 - n)]
-    assert first[32:] == rows(codes, 4)
+    assert first[24:32] == bytes.fromhex("8040 0000 3c3f bc3f")  # lows 4 and 0, steps 11/15 and 22/15
+    assert first[44:] == rows([round(it / 11 * 15) for n in range(12) for it in (n, 11 - n)], 4)
     for name, kind, bits in (("int4", "keys", 5), ("k8v4", "keys", 7), ("k8v4", "values", 5)):
         most = 2**bits - 1
         cut, raw = section(kind, [[n, most - n] for n in (most, *range(14), 0)])
         found = coded(CODECS[name], raw, cut)
         assert found[:16] == bytes.fromhex("40000000 0000 0000 0000 0000 803f 803f")
-        assert found[16:] == rows([it for n in (most, *range(14), 0) for it in (n, most - n)], bits)
+        exponents = bytes([127] * 16 if kind == "values" else [])
+        assert found[16:] == exponents + rows([it for n in (most, *range(14), 0) for it in (n, most - n)], bits)
 
 
 def rows(codes: list[int], bits: int) -> bytes:
