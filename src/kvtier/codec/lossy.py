@@ -42,8 +42,8 @@ _KERNELS = {"numba": "kvtier.codec.lossy_numba", "torch": "kvtier.codec.lossy_to
 TOLERANCES = MappingProxyType[Element, tuple[float, float]](
     {"bf16": (2.0**-8, 0), "fp16": (2.0**-11, 2.0**-25), "fp32": (2.0**-22, 0)}
 )
-"""How far a decoded number may be from the original one beyond half a step: a share of the number, for rounding to the
-element and arithmetic in float32; and an absolute difference, for rounding denormal numbers."""
+"""How far a decoded number may be from the original one beyond half a step times its scale: a share of the number, for
+rounding to the element and arithmetic in float32; and an absolute difference, for rounding denormal numbers."""
 HALF_STEP = 0.501
 """Allowed share of a step. What exceeds a half is for rounding in float32, and for denormal numbers of bf16."""
 Array = npt.NDArray[Any]

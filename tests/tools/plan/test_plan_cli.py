@@ -328,7 +328,7 @@ def test_loss_shows_what_each_class_would_change(capsys):
     arguments = ["llama-3.3-70b", "--users", "300", "--interval", "300", "--tier", "disk=1x3.84TB", "--loss"]
     none, k8v4, int4 = json.loads(output(capsys, *arguments, "--json"))["loss"]
     assert [it["loss"] for it in (none, k8v4, int4)] == ["none", "k8v4", "int4"]
-    assert [it["share"] for it in (none, k8v4, int4)] == [1, 0.38671875, 0.29296875]
+    assert [it["share"] for it in (none, k8v4, int4)] == [1, 0.388671875, 0.294921875]
     assert none["users"] < k8v4["users"] < int4["users"]
     assert none["life_years"] < k8v4["life_years"] < int4["life_years"]
     assert none["enough_bytes"] > k8v4["enough_bytes"] > int4["enough_bytes"]

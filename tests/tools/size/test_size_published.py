@@ -177,15 +177,18 @@ def test_a_chunk_keeps_no_more_of_a_windowed_layer_than_its_window(chunk_tokens,
 
 
 def test_a_class_codes_keys_and_values_of_full_attention():
-    """Two scales in bf16 for 256 tokens of a key's channel, and for 128 of a value's."""
+    """Two scales in bf16 for 256 tokens of a key's channel, and 128 of a value's; a byte for a token's values."""
     llama = size.of("llama-3.1-8b")
     assert llama.stored_share("none") == 1
-    assert llama.stored_share("int4") == ((5 + 32 / 256) + (4 + 32 / 128)) / 2 / 16
-    assert llama.stored_share("k8v4") == ((7 + 32 / 256) + (5 + 32 / 128)) / 2 / 16
+    assert llama.stored_share("int4") == ((5 + 32 / 256) + (4 + 32 / 128 + 8 / 128)) / 2 / 16
+    assert llama.stored_share("k8v4") == ((7 + 32 / 256) + (5 + 32 / 128 + 8 / 128)) / 2 / 16
     # Groups do not fit into smaller chunks, so their scales weigh more.
-    assert size.of("llama-3.1-8b", chunk_tokens=16).stored_share("int4") == ((5 + 32 / 16) + (4 + 32 / 16)) / 2 / 16
+    assert (
+        size.of("llama-3.1-8b", chunk_tokens=16).stored_share("int4")
+        == ((5 + 32 / 16) + (4 + 32 / 16 + 8 / 128)) / 2 / 16
+    )
     # Windows and latents stay exact, and so does KV of eight bits.
     coded, rest = 81_920, 507_904 - 81_920
-    assert size.of("gemma-3-27b").stored_share("int4") == pytest.approx((coded * 0.29296875 + rest) / (coded + rest))
+    assert size.of("gemma-3-27b").stored_share("int4") == pytest.approx((coded * 0.294921875 + rest) / (coded + rest))
     assert size.of("deepseek-v3").stored_share("int4") == 1
     assert size.of("llama-3.1-8b", dtype="fp8").stored_share("int4") == 1

@@ -32,7 +32,7 @@ def _fresh(monkeypatch):
 
 @st.composite
 def sections(draw):
-    """A section in any arrangement, and its bytes: normal, biased, constant, denormal, huge, sparse or uneven numbers."""
+    """A section in any arrangement, and its bytes. Numbers may be biased, denormal, huge, sparse or uneven."""
     inner = [axis for axis in get_args(Axis) if axis not in {"layer", "channel"}]
     names = draw(st.permutations([axis for axis in inner if draw(st.booleans())]))
     sizes = {
