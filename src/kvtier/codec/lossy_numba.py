@@ -221,13 +221,17 @@ def _pack(codes: Array, stored: Array, place: int, channels: int, bits: int) -> 
     for number in range(half):
         out[number] = u8(u8(first[number] & u8(15)) | u8(other[number] << u8(4)))
     for bit in range(4, bits):
-        out = stored[place + bit * channels : place + (bit + 1) * channels]
-        out[:] = 0
-        for token in range(BLOCK_TOKENS):
-            its = codes[token * channels : (token + 1) * channels]
-            is_set, mark = u8(1 << bit), u8(1 << token)
+        out, mask = stored[place + bit * channels : place + (bit + 1) * channels], u8(1 << bit)
+        for token in range(0, BLOCK_TOKENS, 4):
+            at, mark = token * channels, 1 << token
+            q0, q1 = codes[at : at + channels], codes[at + channels : at + 2 * channels]
+            q2, q3 = codes[at + 2 * channels : at + 3 * channels], codes[at + 3 * channels : at + 4 * channels]
+            mark0, mark1, mark2, mark3 = u8(mark), u8(2 * mark), u8(4 * mark), u8(8 * mark)
+            kept = u8(0) if token == 0 else u8(15)
             for c in range(channels):
-                out[c] = u8(out[c] | (mark if u8(its[c] & is_set) else u8(0)))
+                low = (mark0 if u8(q0[c] & mask) else u8(0)) | (mark1 if u8(q1[c] & mask) else u8(0))
+                high = (mark2 if u8(q2[c] & mask) else u8(0)) | (mark3 if u8(q3[c] & mask) else u8(0))
+                out[c] = u8(u8(out[c] & kept) | u8(u8(low) | u8(high)))
 
 
 @njit(inline="always")
@@ -238,20 +242,26 @@ def _unpack(stored: Array, place: int, codes: Array, channels: int, bits: int) -
     for number in range(half):
         first[number] = given[number] & u8(15)
         other[number] = given[number] >> u8(4)
-    for bit in range(4, bits):
-        given = stored[place + bit * channels : place + (bit + 1) * channels]
+    if bits > 4:
+        # A loop for three bits takes little longer than one for one.
+        at0, at1, at2 = place + 4 * channels, place + min(5, bits - 1) * channels, place + min(6, bits - 1) * channels
+        row0, row1, row2 = stored[at0 : at0 + channels], stored[at1 : at1 + channels], stored[at2 : at2 + channels]
+        bit1, bit2 = u8(32 if bits > 5 else 0), u8(64 if bits > 6 else 0)
         for token in range(BLOCK_TOKENS):
-            its = codes[token * channels : (token + 1) * channels]
-            is_set, mark = u8(1 << bit), u8(1 << token)
+            its, mark = codes[token * channels : (token + 1) * channels], u8(1 << token)
             for c in range(channels):
-                its[c] = u8(its[c] | (is_set if u8(given[c] & mark) else u8(0)))
+                further = (u8(16) if u8(row0[c] & mark) else u8(0)) | (bit1 if u8(row1[c] & mark) else u8(0))
+                last = bit2 if u8(row2[c] & mark) else u8(0)
+                its[c] = u8(its[c] | u8(u8(further) | last))
 
 
 @njit(inline="always")
-def _scale(stored: Array, shape: _Shape, token: int) -> f32:
-    if shape.exponents_at == shape.codes_at:
-        return f32(1)
-    return u32(u32(stored[shape.exponents_at + token]) << u32(23)).view(f32)
+def _scales(stored: Array, shape: _Shape) -> Array:
+    """Return the scale of each token."""
+    found = np.ones(shape.tokens, f32)
+    for number in range(shape.codes_at - shape.exponents_at):
+        found[number] = u32(u32(stored[shape.exponents_at + number]) << u32(23)).view(f32)
+    return found
 
 
 @_kernel([types.Array(types.int32, 1, "C")(it, _PLACES, _SHAPE) for it in _NUMBERS])
@@ -275,6 +285,8 @@ def _encode(numbers: Array, stored: Array, places: Array, shape: _Shape, limit: 
     least, greatest = np.zeros(channels, i32), np.zeros(channels, i32)
     low, inverse = np.zeros(channels, f32), np.zeros(channels, f32)
     codes = np.zeros(BLOCK_TOKENS * channels, u8)
+    scales = _scales(stored, shape)
+    inverses = f32(1) / scales
     scale, place = 0, shape.codes_at
     for head in range(shape.heads):
         origin = shape.origin + head * shape.head_step
@@ -285,9 +297,7 @@ def _encode(numbers: Array, stored: Array, places: Array, shape: _Shape, limit: 
             most = f32(0)
             for token in range(first, last):
                 row = numbers[origin + places[token] : origin + places[token] + channels]
-                its_scale = _scale(stored, shape, token)
-                its_inverse = f32(1) / its_scale
-                most = max(most, its_scale)
+                most, its_inverse = max(most, scales[token]), inverses[token]
                 for c in range(channels):
                     rank = _ranked(f32(_number(row[c]) * its_inverse).view(i32))
                     least[c] = min(least[c], rank)
@@ -309,7 +319,7 @@ def _encode(numbers: Array, stored: Array, places: Array, shape: _Shape, limit: 
                 for token in range(start, min(start + BLOCK_TOKENS, last)):
                     row = numbers[origin + places[token] : origin + places[token] + channels]
                     its = codes[(token - start) * channels : (token - start + 1) * channels]
-                    its_inverse = f32(1) / _scale(stored, shape, token)
+                    its_inverse = inverses[token]
                     for c in range(channels):
                         its[c] = u8(_code(_number(row[c]) * its_inverse, low[c], inverse[c]))
                 _pack(codes, stored, place, channels, shape.bits)
@@ -322,6 +332,7 @@ def _decode(stored: Array, numbers: Array, places: Array, shape: _Shape, kind: i
     channels = shape.channels
     low, step = np.zeros(channels, f32), np.zeros(channels, f32)
     codes = np.zeros(BLOCK_TOKENS * channels, u8)
+    scales = _scales(stored, shape)
     scale, place = 0, shape.codes_at
     for head in range(shape.heads):
         origin = shape.origin + head * shape.head_step
@@ -336,7 +347,7 @@ def _decode(stored: Array, numbers: Array, places: Array, shape: _Shape, kind: i
             for token in range(start, min(start + BLOCK_TOKENS, shape.tokens)):
                 row = numbers[origin + places[token] : origin + places[token] + channels]
                 its = codes[(token - start) * channels : (token - start + 1) * channels]
-                its_scale = _scale(stored, shape, token)
+                its_scale = scales[token]
                 for c in range(channels):
                     row[c] = _bits((f32(i32(its[c])) * step[c] + low[c]) * its_scale, kind)
 
@@ -345,7 +356,7 @@ def _decode(stored: Array, numbers: Array, places: Array, shape: _Shape, kind: i
 def _wrong(
     stored: Array, before: Array, after: Array, places: Array, shape: _Shape, relative: f32, absolute: f32
 ) -> int:
-    half_step = np.zeros(shape.channels, f32)
+    half_step, scales = np.zeros(shape.channels, f32), _scales(stored, shape)
     found, scale = 0, 0
     for head in range(shape.heads):
         for token in range(shape.tokens):
@@ -355,8 +366,7 @@ def _wrong(
                     scale += 1
             at = shape.origin + head * shape.head_step + places[token]
             row, restored = before[at : at + shape.channels], after[at : at + shape.channels]
-            its_scale = _scale(stored, shape, token)
-            near = i32(0)
+            its_scale, near = scales[token], i32(0)
             for c in range(shape.channels):
                 y = _number(restored[c])
                 allowed = f32(half_step[c] * its_scale + absolute)

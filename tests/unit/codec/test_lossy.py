@@ -114,19 +114,19 @@ def section(kind, numbers, element="bf16") -> tuple[Cut, bytes]:
 
 def test_the_bytes_of_coded_sections():
     """As FORMAT.md describes them: 16 tokens of 2 channels."""
-    numbers = [[n, 30 - 2 * n] for n in range(16)]
+    numbers = [[n, 31 - n] for n in range(16)]
     codes = [it for n in range(16) for it in (n, 15 - n)]
     cut, raw = section("values", numbers)
     found = coded(CODECS["int4"], raw, cut)
-    assert found[:16] == bytes.fromhex("40000000 0000 0000 0000 0000 803f 0040")  # lows 0, steps 1 and 2
+    assert found[:16] == bytes.fromhex("40000000 0000 0000 0000 8041 803f 803f")  # lows 0 and 16, steps 1
     assert found[16:] == bytes([127] * 16) + rows(codes, 4)
-    numbers[9] = [9 / 256, 12 / 256]
+    numbers[9] = [9 / 256, 22 / 256]
     cut, raw = section("values", numbers)
     found = coded(CODECS["int4"], raw, cut)
     assert found[16:] == bytes([127] * 9 + [119] + [127] * 6) + rows(codes, 4), "one token is scaled by 1/256"
     first = coded(CODECS["int4"], raw, cut, is_first=True)
     assert first[:24] == bytes.fromhex("40000000 0400 0000") + raw[:16]
-    assert first[24:32] == bytes.fromhex("8040 0000 3c3f bc3f")  # lows 4 and 0, steps 11/15 and 22/15
+    assert first[24:32] == bytes.fromhex("8040 8041 3c3f 3c3f")  # lows 4 and 16, steps 11/15
     assert first[44:] == rows([round(it / 11 * 15) for n in range(12) for it in (n, 11 - n)], 4)
     for name, kind, bits in (("int4", "keys", 5), ("k8v4", "keys", 7), ("k8v4", "values", 5)):
         most = 2**bits - 1
