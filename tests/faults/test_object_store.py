@@ -25,7 +25,7 @@ from kvtier.layout import GroupLayout, KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.mover import TOO_LATE
-from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.open_object_store import open_object_store
 from kvtier.runtime.tiered_object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.disk.kind import DiskSettings

@@ -15,7 +15,7 @@ from kvtier.codec import registry as codecs
 from kvtier.config.schema import Setting, SettingsSection, setting, settings, unknown
 from kvtier.config.tier_list import refuse_equal_names
 from kvtier.config.value_types import (
-    Choice,
+    ChoiceKind,
     Count,
     FormedText,
     Hidden,
@@ -37,7 +37,7 @@ from kvtier.tier.registry import TierSettings
 
 Mode = Literal["auto", "on", "off"]
 
-_MODE = Choice(("auto", "on", "off"))
+_MODE = ChoiceKind(("auto", "on", "off"))
 
 HOW_TO_SHARE = (
     "make one with (umask 077; head -c 32 /dev/urandom > FILE), copy FILE to each node, and set store.secret_file = "
@@ -53,7 +53,7 @@ class HostConfig(SettingsSection):
     section: ClassVar[str] = "host"
 
     capacity_bytes: int = setting(4 * 2**30, Size(2**20), "Host memory for chunks, per engine; allocated at start.")
-    evictor: str = setting(DEFAULT_EVICTOR, Choice(evictor_names), "Eviction policy of host memory.")
+    evictor: str = setting(DEFAULT_EVICTOR, ChoiceKind(evictor_names), "Eviction policy of host memory.")
     page_lock: Mode = setting("auto", _MODE, "Page-lock host memory for fast GPU copies; auto: if CUDA is available.")
     populate: bool = setting(
         default=False, kind=Switch(), help="Touch all host memory at start: slower start, no page faults later."
@@ -82,18 +82,18 @@ class StoreConfig(SettingsSection):
     )
     write_policy: Literal["through", "back", "selective"] = setting(
         "through",
-        Choice(("through", "back", "selective")),
+        ChoiceKind(("through", "back", "selective")),
         "When a chunk is written to lower tiers: as soon as it is ready, before its eviction, or at its second use.",
     )
     loss: Loss = setting(
         "none",
-        Choice(lambda: ["none", *codecs.lossy_names()]),
+        ChoiceKind(lambda: ["none", *codecs.lossy_names()]),
         "Class of the engine: the lossy codec that its KV in lower tiers may go through. Engines share KV only within "
         "a class; none: KV stays exact.",
     )
     codec: str = setting(
         "auto",
-        Choice(lambda: ["auto", *codecs.names(), *codecs.lossy_names()]),
+        ChoiceKind(lambda: ["auto", *codecs.names(), *codecs.lossy_names()]),
         "Encoding of chunks in lower tiers: lossless, or the codec of store.loss; auto: the codec of store.loss, or "
         "raw without one.",
     )
@@ -250,7 +250,7 @@ class VllmConfig(SettingsSection):
     )
     weights_names: Literal["digest", "random"] = setting(
         "digest",
-        Choice(("digest", "random")),
+        ChoiceKind(("digest", "random")),
         "How to name weights that vLLM receives while it runs: by digest, or at once by random bytes, for this engine "
         "alone.",
     )
@@ -285,7 +285,7 @@ class SglangConfig(SettingsSection):
 
     unsupported: Literal["refuse", "allow"] = setting(
         "refuse",
-        Choice(("refuse", "allow")),
+        ChoiceKind(("refuse", "allow")),
         "Untested releases of SGLang; allow: use them. Only the same release finds their KV.",
     )
 
@@ -298,7 +298,7 @@ class LogConfig(SettingsSection):
 
     level: Literal["engine", "debug", "info", "warning", "error"] = setting(
         "engine",
-        Choice(("engine", "debug", "info", "warning", "error")),
+        ChoiceKind(("engine", "debug", "info", "warning", "error")),
         "Minimum level of kvtier's lines in vLLM's log; engine: the level of vLLM (VLLM_LOGGING_LEVEL).",
     )
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 from urllib.parse import quote, unquote
 
 from kvtier.config.schema import Setting, SettingsSection, read, setting, settings, short, unknown
-from kvtier.config.value_types import PrivateText, Rate, Seconds, Size, Text, shown_place
+from kvtier.config.value_types import PrivateText, RateKind, Seconds, Size, Text, shown_place
 from kvtier.errors import ConfigError
 from kvtier.tier import registry
 from kvtier.tier.registry import TierKind, TierSettings
@@ -75,8 +75,8 @@ class DescribedTier(SettingsSection):
         None, Size(0, 2**60), "Bytes of KV that the tier holds; None: the size of its drives."
     )
     drives: str | None = setting(None, Text(1, 100), "Drives: 4xpm1753 of the catalogue, or 4x7.68TB.")
-    read_bytes_per_s: int | None = setting(None, Rate(), "Bandwidth of reads; of host memory to the engine.")
-    write_bytes_per_s: int | None = setting(None, Rate(), "Bandwidth of writes; of host memory from the engine.")
+    read_bytes_per_s: int | None = setting(None, RateKind(), "Bandwidth of reads; of host memory to the engine.")
+    write_bytes_per_s: int | None = setting(None, RateKind(), "Bandwidth of writes; of host memory from the engine.")
     latency_s: float | None = setting(None, Seconds(0, 60), "Time of the smallest read beyond its bytes.")
 
 

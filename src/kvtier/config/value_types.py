@@ -221,7 +221,7 @@ class Seconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate(Kind):
+class RateKind(Kind):
     """Bytes per second: a size and ``/s``, such as ``12GB/s``."""
 
     @property
@@ -260,7 +260,7 @@ class Count(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Kind):
+class ChoiceKind(Kind):
     """One of several words, or of the names in a registry."""
 
     words: tuple[str, ...] | Callable[[], Sequence[str]]

@@ -23,8 +23,8 @@ from kvtier.core.operations import LoadOperation, OpenOperations, StoreOperation
 from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import Present, history_run, longest_boundary, lookup_sources, needed_chunks
-from kvtier.core.probes import ProbeAnswers, Probes
 from kvtier.core.survey import Survey
+from kvtier.core.tier_searches import ProbeAnswers, Probes
 from kvtier.core.tier_state import TierStates
 from kvtier.core.transfer_scheduler import TransferScheduler
 from kvtier.errors import BadCallError

@@ -22,8 +22,8 @@ from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import OpenOperations, PrefetchOperation, StoreOperation
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import longest_boundary, needed_chunks
-from kvtier.core.probes import ProbeAnswers, Probes
 from kvtier.core.retention import Retention
+from kvtier.core.tier_searches import ProbeAnswers, Probes
 from kvtier.layout import KvLayout
 from kvtier.types import ChunkKey, Place, Prefix, Priority, RequestId
 

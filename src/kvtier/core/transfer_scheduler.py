@@ -16,7 +16,7 @@ from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import COPYING, LoadOperation, OpenOperations, StoreOperation, WorkItem
 from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
-from kvtier.core.probes import Probes
+from kvtier.core.tier_searches import Probes
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.types import SEVERITY, Cancel, Direction, Drop, Outcome, Transfer
 

@@ -27,7 +27,7 @@ from typing import ClassVar
 from kvtier.core.cache import Cache
 from kvtier.core.hints import PREFETCHES_MAX, WAITING_HINTS_MAX
 from kvtier.core.operations import WAITING_MAX
-from kvtier.core.probes import REQUESTS_MAX
+from kvtier.core.tier_searches import REQUESTS_MAX
 from kvtier.errors import BadCallError, KvError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics

@@ -1,6 +1,6 @@
 """Opens a session from settings, with its ranks, secret, core and recorder.
 
-An engine that manages host memory itself has no session. It uses `kvtier.runtime.open_objects`.
+An engine that manages host memory itself has no session. It uses `kvtier.runtime.open_object_store`.
 """
 
 import logging

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from kvtier.core.cache import Cache
 from kvtier.core.load_budget import LoadBudget
-from kvtier.core.probes import ASK_AGAIN_S_MAX
 from kvtier.core.recalls import Recalls
 from kvtier.core.survey import Survey
+from kvtier.core.tier_searches import ASK_AGAIN_S_MAX
 from kvtier.layout import Loss
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast, g
 
 from kvtier.codec import registry as codecs
 from kvtier.config.schema import Setting, SettingsSection, setting, settings, unknown
-from kvtier.config.value_types import Choice, Count, Seconds, Size, Switch
+from kvtier.config.value_types import ChoiceKind, Count, Seconds, Size, Switch
 from kvtier.errors import ConfigError, check_interface, described, install_hint, takes
 from kvtier.layout import KvLayout
 from kvtier.tier.base import RawClient, Tier
@@ -73,12 +73,12 @@ class TierSettings(SettingsSection):
     failures: int = setting(3, Count(1, 1000), "Consecutive failures that open the tier's circuit breaker.")
     seal: Literal["auto", "on", "off"] = setting(
         "auto",
-        Choice(("auto", "on", "off")),
+        ChoiceKind(("auto", "on", "off")),
         "Encrypt and authenticate objects; auto: in tiers that other nodes use.",
     )
     codec: str = setting(
         "",
-        Choice(lambda: ["", *codecs.names(), *codecs.lossy_names()]),
+        ChoiceKind(lambda: ["", *codecs.names(), *codecs.lossy_names()]),
         "Encoding of chunks in it; empty: store.codec.",
     )
     retry_s: float = setting(5.0, Seconds(1e-2, 3600), "Delay before a trial of the tier; doubles up to a minute.")

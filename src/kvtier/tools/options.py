@@ -31,7 +31,7 @@ class WorkDirectory(click.Path):
         return super().convert(value, param, ctx)
 
 
-class Number(click.FloatRange):
+class NumberRange(click.FloatRange):
     """A finite number in a range, also written ``10k``.
 
     click's own range accepts nan, which is neither above nor below a limit.

@@ -35,7 +35,7 @@ from kvtier.connect.sglang.weight_updates import forget, watch_weights
 from kvtier.errors import ConfigError
 from kvtier.layout import KvLayout, Loss
 from kvtier.runtime.observers.guards import Feature
-from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.open_object_store import open_object_store
 from kvtier.runtime.tiered_object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.tier.registry import kind_of
 from kvtier.types import ChunkKey, Outcome

@@ -34,7 +34,7 @@ from kvtier.connect.transformers.call import (
     sequences_of,
 )
 from kvtier.connect.transformers.open import ModelSession, open_model
-from kvtier.connect.transformers.restore import Restored
+from kvtier.connect.transformers.restore import RestoreResult
 from kvtier.connect.transformers.support import accepts_padding, check_model
 from kvtier.errors import ConfigError, described
 from kvtier.keys.fingerprint import Fingerprint
@@ -344,15 +344,15 @@ class Attachment:
         opened, columns = self._current(), call.prompt.input_ids.shape[1]
         rows = [row.request for row in call.rows]
 
-        def restore() -> Restored:
+        def restore() -> RestoreResult:
             opened.requests.poll()
             if not any(row.prefix.keys for row in rows):
-                return Restored()
+                return RestoreResult()
             return opened.restorer.restore(rows, columns)
 
         restored = self._guarded(restore)
         reason = restored if isinstance(restored, str) else ""
-        found: Restored = Restored() if isinstance(restored, str) else restored
+        found: RestoreResult = RestoreResult() if isinstance(restored, str) else restored
         cache = empty_cache(opened.shape) if found.cache is None else found.cache
         rest = {name: value for name, value in arguments.items() if name not in _REPLACED}
         output = self.model.generate(

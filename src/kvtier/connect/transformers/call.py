@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from kvtier.connect.transformers.caches import Argument, Model, Output, integers
 from kvtier.connect.transformers.identity import fixed_rope_tokens
 from kvtier.connect.transformers.open_requests import RowRequest
-from kvtier.connect.transformers.restore import Restored, row_tokens
+from kvtier.connect.transformers.restore import RestoreResult, row_tokens
 from kvtier.connect.transformers.support import Options, padding_mask, reason_against
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain
@@ -238,7 +238,7 @@ class Call:
             rows.append(CallRow(RowRequest(f"{number}/{index}", pad, chain.prefix(), name), len(tokens), chain))
         return cls(number, prompt, rows, time.perf_counter() - started, arrived_s, recorder)
 
-    def report(self, output: Output, restored: Restored, clock: "FirstToken", reason: str) -> CallReport:
+    def report(self, output: Output, restored: RestoreResult, clock: "FirstToken", reason: str) -> CallReport:
         """Return the report before anything is stored."""
         prompt_tokens = sum(row.prompt_tokens for row in self.rows)
         generated_tokens = 0

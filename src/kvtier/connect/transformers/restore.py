@@ -43,7 +43,7 @@ def common_column(padding: Sequence[int], restorable: Sequence[int], columns: in
 
 
 @dataclass(slots=True)
-class Restored:
+class RestoreResult:
     """What one call restored."""
 
     cache: DynamicCache | None = None
@@ -82,14 +82,14 @@ class Restorer:
         self._probe_deadline_s = probe_deadline_s
         self._load_deadline_s = load_deadline_s
 
-    def restore(self, rows: Sequence[RowRequest], columns: int) -> Restored:
+    def restore(self, rows: Sequence[RowRequest], columns: int) -> RestoreResult:
         """Return a cache for these rows, filled as far as possible.
 
         Args:
             rows: the rows of the call.
             columns: length of the prompt, including padding.
         """
-        restored = Restored()
+        restored = RestoreResult()
         deadline = time.monotonic() + self._load_deadline_s
         for attempt in range(_ATTEMPTS):
             # Probe answers are kept per request id, so each attempt needs new ids.
@@ -105,7 +105,7 @@ class Restorer:
                 break
         return restored
 
-    def _attempt(self, rows: Sequence[RowRequest], columns: int, deadline: float, restored: Restored) -> bool:
+    def _attempt(self, rows: Sequence[RowRequest], columns: int, deadline: float, restored: RestoreResult) -> bool:
         """Plan and load once. Return False if another attempt may restore something."""
         started = time.perf_counter()
         column = self._plan(rows, columns)
@@ -160,7 +160,7 @@ class Restorer:
 
     # ---- load ------------------------------------------------------------------------------------------------------
 
-    def _load(self, rows: Sequence[RowRequest], column: int, deadline: float, restored: Restored) -> bool:
+    def _load(self, rows: Sequence[RowRequest], column: int, deadline: float, restored: RestoreResult) -> bool:
         """Load all rows up to `column`. Return whether `restored` now has a cache."""
         spans = blank_spans(self._shape, [row.pad for row in rows], column)
         loaded: list[RowRequest] = []

@@ -34,7 +34,7 @@ from kvtier.connect.vllm.vllm_types import LoraRequest, TransferJob
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Extra
 from kvtier.runtime.observers.guards import Feature, Guards
-from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.open_object_store import open_object_store
 from kvtier.runtime.tiered_object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.types import ChunkKey
 

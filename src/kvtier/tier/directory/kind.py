@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from kvtier.config.schema import needed, setting
-from kvtier.config.value_types import Choice, Location, Size, Switch
+from kvtier.config.value_types import ChoiceKind, Location, Size, Switch
 from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
 from kvtier.tier.base import Tier
 from kvtier.tier.files.directory_marker import STORE_VERSION, find_marker, layout_of, repair_marker
@@ -30,9 +30,9 @@ class DirectorySettings(FileTierSettings):
     path: Path = needed(Location(is_needed=True), "Directory of the store.")
     capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Maximum bytes on disk, shared by all processes.")
     direct_io: Literal["auto", "on", "off"] = setting(
-        "auto", Choice(("auto", "on", "off")), "Bypass the page cache; auto: if the file system allows it."
+        "auto", ChoiceKind(("auto", "on", "off")), "Bypass the page cache; auto: if the file system allows it."
     )
-    evictor: str = setting(DEFAULT_EVICTOR, Choice(evictor_names), "Eviction policy of the directory.")
+    evictor: str = setting(DEFAULT_EVICTOR, ChoiceKind(evictor_names), "Eviction policy of the directory.")
     shared: bool = setting(
         default=True,
         kind=Switch(),

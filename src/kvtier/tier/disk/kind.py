@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from kvtier.config.schema import needed, setting
-from kvtier.config.value_types import Choice, Location, Seconds, Size
+from kvtier.config.value_types import ChoiceKind, Location, Seconds, Size
 from kvtier.errors import ConfigError, DamagedStoreError
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.base import Tier
@@ -34,7 +34,7 @@ class DiskSettings(FileTierSettings):
     path: Path = needed(Location(is_needed=True), "Directory of the segments, on a local drive.")
     capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Maximum bytes on the drive, shared by all ranks.")
     direct_io: Literal["auto", "on", "off"] = setting(
-        "auto", Choice(("auto", "on", "off")), "Bypass the page cache; auto: if the file system allows it."
+        "auto", ChoiceKind(("auto", "on", "off")), "Bypass the page cache; auto: if the file system allows it."
     )
     reserve_bytes: int = setting(2**30, Size(0), "Free space of the file system that kvtier does not use.")
     sync_interval_s: float = setting(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from kvtier.config.schema import needed, setting
-from kvtier.config.value_types import Choice, Location, Size
+from kvtier.config.value_types import ChoiceKind, Location, Size
 from kvtier.errors import ConfigError
 from kvtier.tier.base import Tier
 from kvtier.tier.files.directory_marker import SHARED_VERSION, find_marker, layout_of, read_marker, repair_marker
@@ -31,7 +31,7 @@ class SharedDirectorySettings(FileTierSettings):
     capacity_bytes: int = setting(2**40, Size(2**20), "Maximum bytes of the store, of all nodes and models together.")
     direct_io: Literal["auto", "on", "off"] = setting(
         "off",
-        Choice(("auto", "on", "off")),
+        ChoiceKind(("auto", "on", "off")),
         "Bypass the page cache; auto: if the file system allows it. Writes through ceph-fuse are slower with it.",
     )
 

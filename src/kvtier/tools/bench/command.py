@@ -16,7 +16,7 @@ from kvtier.report.table import Table, print_table
 from kvtier.tools.bench.quality.command import quality
 from kvtier.tools.bench.serve.command import serve
 from kvtier.tools.options import Bytes, WorkDirectory, ended_by_signals, origin
-from kvtier.tools.probe.record import RecordedSetting, make_record, write_record
+from kvtier.tools.run_record import RecordedSetting, make_record, write_record
 
 RECORD_HELP = "Also write the JSON record (commit, machine, settings, samples) to FILE."
 

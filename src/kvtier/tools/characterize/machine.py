@@ -26,7 +26,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.tier.files.safe_open import folder_at, open_file
 from kvtier.tools.characterize.events import NO_PROCESS, SECTOR_BYTES, IoLayer
-from kvtier.tools.probe.record import read_mounts
+from kvtier.tools.run_record import read_mounts
 
 SYSFS = Path("/sys")
 MINOR_BITS = 20

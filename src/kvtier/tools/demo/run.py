@@ -46,7 +46,7 @@ from kvtier.tools.demo.model import (
 )
 from kvtier.tools.demo.result import DemoResult, PassResult, RequestResult
 from kvtier.tools.demo.worker import PassJob, pass_events
-from kvtier.tools.probe.record import RecordedSetting, cores, machine, make_record, software
+from kvtier.tools.run_record import RecordedSetting, cores, machine, make_record, software
 
 NEEDED = ("torch", "transformers", "tokenizers")
 

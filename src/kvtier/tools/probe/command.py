@@ -12,7 +12,7 @@ from kvtier.config.loader import Loaded, load
 from kvtier.config.sections import all_settings, value_of
 from kvtier.report.output import progress
 from kvtier.tools.options import Bytes, WorkDirectory, ended_by_signals, origin
-from kvtier.tools.probe.record import RecordedSetting, write_record
+from kvtier.tools.run_record import RecordedSetting, write_record
 
 if TYPE_CHECKING:
     from kvtier.tools.probe.run import Effort

@@ -14,8 +14,8 @@ from kvtier.errors import KvError
 from kvtier.tier.files.direct import can_direct
 from kvtier.tools.probe import links, tiers
 from kvtier.tools.probe.links import CodecRead, LinkMeasures, MeasureLimits, Tick
-from kvtier.tools.probe.record import Facts, Mount, mount_of, read_facts
 from kvtier.tools.probe.tiers import Effort, TierFacts
+from kvtier.tools.run_record import Facts, Mount, mount_of, read_facts
 
 VERSION = 1
 MEMORY_SIZES = (64 << 10, 1 << 20, 32 << 20)

@@ -11,7 +11,7 @@ from kvtier.cli.options import OutputFile, Quantity, is_given, tier_option
 from kvtier.layout import Loss
 from kvtier.report.output import print_json
 from kvtier.report.table import print_table
-from kvtier.tools.options import Number, gpu_option
+from kvtier.tools.options import NumberRange, gpu_option
 from kvtier.tools.trace.reading import load_trace, reading_options
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def replay() -> None:
     help="Model whose KV is stored, as in `kvtier size`.  [llama-3.3-70b]",
 )
 @gpu_option("GPUs of a node, such as 8xh100-sxm; they set the speeds of prefill and host links.")
-@click.option("--prefill", type=Number(0), help="Prefill speed of one prompt, tokens a second.  [by --gpu, or 10,000]")
+@click.option(
+    "--prefill", type=NumberRange(0), help="Prefill speed of one prompt, tokens a second.  [by --gpu, or 10,000]"
+)
 @click.option("--probe", type=click.Path(path_type=Path), help="Link speeds from a record of `kvtier probe`.")
 @click.option("--servers", type=Quantity(), help="Concurrent prompts per node.  [busy 80 % of the time without tiers]")
 @click.option(

@@ -14,7 +14,7 @@ from kvtier.cli.main import Commands
 from kvtier.cli.options import Duration, OutputFile, Quantity
 from kvtier.errors import ConfigError
 from kvtier.report.output import progress
-from kvtier.tools.options import Number
+from kvtier.tools.options import NumberRange
 from kvtier.tools.trace.reading import load_drawn, load_trace, reading_options
 
 if TYPE_CHECKING:
@@ -24,17 +24,17 @@ _STEP = 4096
 """Lines between two updates of the progress bar."""
 _WAIT_S = 60.0
 _STATISTICS = (
-    ("requests-per-s", Number(0), "Mean requests a second, all sessions.  [2; with --like: the trace's]"),
-    ("turns", Number(0), "Mean requests per session.  [4]"),
-    ("first-tokens", Number(0), "Mean tokens of a first prompt after its shared part.  [1500]"),
-    ("turn-tokens", Number(0), "Mean growth of a prompt from turn to turn.  [600]"),
-    ("output-tokens", Number(0), "Mean tokens per response.  [300]"),
+    ("requests-per-s", NumberRange(0), "Mean requests a second, all sessions.  [2; with --like: the trace's]"),
+    ("turns", NumberRange(0), "Mean requests per session.  [4]"),
+    ("first-tokens", NumberRange(0), "Mean tokens of a first prompt after its shared part.  [1500]"),
+    ("turn-tokens", NumberRange(0), "Mean growth of a prompt from turn to turn.  [600]"),
+    ("output-tokens", NumberRange(0), "Mean tokens per response.  [300]"),
     ("think-s", Duration(), "Mean seconds between the requests of a session.  [60]"),
-    ("spread", Number(0), "Standard deviation of the logarithm of lengths and pauses.  [1]"),
+    ("spread", NumberRange(0), "Standard deviation of the logarithm of lengths and pauses.  [1]"),
     ("shared-prompts", Quantity(), "Distinct shared prompts.  [16]"),
     ("shared-tokens", Quantity(), "Tokens of each shared prompt.  [1024]"),
-    ("shared-share", Number(0), "Share of the sessions that begin with one.  [0.8]"),
-    ("popularity", Number(0), "Zipf exponent of the shared prompts.  [1]"),
+    ("shared-share", NumberRange(0), "Share of the sessions that begin with one.  [0.8]"),
+    ("popularity", NumberRange(0), "Zipf exponent of the shared prompts.  [1]"),
 )
 
 

@@ -33,7 +33,7 @@ class Order:
     """What to move, and the hit rate with it and those before."""
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """A part of a prompt."""
 
     kind: str
@@ -45,7 +45,7 @@ Move = tuple[str, bool]
 """A slot, and whether it is sorted by frequency instead of moved to the end."""
 
 
-def parts_of(contents: Sequence[Contents | None], inputs: Column, separator: str) -> list[list[Part]]:
+def parts_of(contents: Sequence[Contents | None], inputs: Column, separator: str) -> list[list[PromptPart]]:
     """Return the parts of each prompt. Empty if they are unknown or more than `PARTS_MAX`.
 
     Args:
@@ -54,21 +54,23 @@ def parts_of(contents: Sequence[Contents | None], inputs: Column, separator: str
         separator: what stands between the parts of a text. Empty: texts have no known parts.
     """
     numbers: dict[str, int] = {}
-    out: list[list[Part]] = []
+    out: list[list[PromptPart]] = []
     for one, tokens in zip(contents, inputs.tolist(), strict=True):
         if one is None or (one.text and not separator):
             return []
         if not one.text:
             kinds = one.kinds or ("part",) * len(one.ids)
-            out.append([Part(*it) for it in zip(kinds, one.ids.tolist(), one.tokens.tolist(), strict=True)])
+            out.append([PromptPart(*it) for it in zip(kinds, one.ids.tolist(), one.tokens.tolist(), strict=True)])
         else:
             texts = [it for it in one.text.split(separator) if it]
             scale = tokens / max(sum(map(len, texts)), 1)
-            out.append([Part("part", numbers.setdefault(it, len(numbers)), round(len(it) * scale)) for it in texts])
+            out.append(
+                [PromptPart("part", numbers.setdefault(it, len(numbers)), round(len(it) * scale)) for it in texts]
+            )
     return out if sum(map(len, out)) <= PARTS_MAX else []
 
 
-def best_order(prompts: Sequence[Sequence[Part]], block_tokens: int) -> Order:
+def best_order(prompts: Sequence[Sequence[PromptPart]], block_tokens: int) -> Order:
     """Find moves that raise the hit rate of an unbounded cache, the best first.
 
     A move puts a slot at the end of all prompts, or sorts its parts by how many earlier requests had them. A slot is a
@@ -96,7 +98,7 @@ def best_order(prompts: Sequence[Sequence[Part]], block_tokens: int) -> Order:
     return Order(as_sent=rates[0], best_online=rates[-1], moves=tuple(zip(texts, rates[1:], strict=True)))
 
 
-def _slots(prompts: Sequence[Sequence[Part]]) -> list[list[str]]:
+def _slots(prompts: Sequence[Sequence[PromptPart]]) -> list[list[str]]:
     """Return the slot of each part."""
     firsts: dict[tuple[str, int], int] = {}
     moved, reused, widest = Counter[str](), Counter[str](), Counter[str]()
@@ -115,7 +117,7 @@ def _slots(prompts: Sequence[Sequence[Part]]) -> list[list[str]]:
     ]
 
 
-def _places(prompt: Sequence[Part]) -> Iterator[int]:
+def _places(prompt: Sequence[PromptPart]) -> Iterator[int]:
     """Yield each part's place among those of its kind."""
     counts = Counter[str]()
     for part in prompt:
@@ -124,7 +126,7 @@ def _places(prompt: Sequence[Part]) -> Iterator[int]:
 
 
 def _hits(
-    prompts: Sequence[Sequence[Part]], slots: Sequence[Sequence[str]], moves: Sequence[Move], block_tokens: int
+    prompts: Sequence[Sequence[PromptPart]], slots: Sequence[Sequence[str]], moves: Sequence[Move], block_tokens: int
 ) -> int:
     """Return the tokens that an unbounded prefix cache finds in its blocks after the moves."""
     ends = {name: number for number, (name, is_sorted) in enumerate(moves) if not is_sorted}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtier.cli.options import Quantity, is_given
-from kvtier.tools.options import Number
+from kvtier.tools.options import NumberRange
 
 if TYPE_CHECKING:
     from kvtier.tools.trace.arrays import TraceArrays
@@ -28,7 +28,9 @@ def reading_options(command: Callable[..., object]) -> Callable[..., object]:
             click.option(
                 "--block", type=Quantity(), metavar="TOKENS", help="Tokens per block.  [the trace's; sessions: 256]"
             ),
-            click.option("--window-h", type=Number(0), default=10.0, help="Hours over which sessions start.  [10]"),
+            click.option(
+                "--window-h", type=NumberRange(0), default=10.0, help="Hours over which sessions start.  [10]"
+            ),
             click.option(
                 "--seed",
                 type=Quantity(0),

@@ -27,7 +27,7 @@ from kvtier.tools.bench.serve.run import START_S, Record, RunKey, ServeSettings,
 from kvtier.tools.bench.serve.server import find_lmcache, find_vllm
 from kvtier.tools.bench.serve.workload import PRESETS, ConversationSizes, SingleShotSizes
 from kvtier.tools.options import ended_by_signals, origin
-from kvtier.tools.probe.record import RecordedSetting
+from kvtier.tools.run_record import RecordedSetting
 from kvtier.tools.size import of
 from kvtier.tools.trace.arrays import TraceArrays
 from kvtier.tools.trace.reading import load_trace

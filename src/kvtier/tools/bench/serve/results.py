@@ -30,7 +30,7 @@ from kvtier.tools.bench.serve.join import (
     number,
 )
 from kvtier.tools.bench.serve.regret import REGRET
-from kvtier.tools.probe.record import RecordedSetting, make_record
+from kvtier.tools.run_record import RecordedSetting, make_record
 
 SERIES_POINTS = 120
 """A series in a record has at most this many points. `seconds.json` of a run has all."""
