@@ -94,6 +94,14 @@ class Chain:
         return tuple(self._keys)
 
     @property
+    def extras(self) -> frozenset[tuple[int, bytes]]:
+        """Position and digest of everything besides tokens that enters the keys."""
+        every = (it for of_chunk in self._extras.values() for it in of_chunk)
+        return frozenset(
+            (it.offset, hashlib.sha256(self._root + canonical_extras([it], it.offset)).digest()) for it in every
+        )
+
+    @property
     def tokens(self) -> int:
         """Tokens in the chain."""
         return len(self._keys) * self._chunk_tokens + len(self._tail) // TOKEN_BYTES
