@@ -17,7 +17,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from kvtier.types import ChunkKey, Prefix
 
@@ -96,9 +96,9 @@ class Chain:
     @property
     def extras(self) -> frozenset[tuple[int, bytes]]:
         """Position and digest of everything besides tokens that enters the keys."""
-        every = (it for of_chunk in self._extras.values() for it in of_chunk)
         return frozenset(
-            (it.offset, hashlib.sha256(self._root + canonical_extras([it], it.offset)).digest()) for it in every
+            (it.offset, hashlib.sha256(self._root + canonical_extras([it], it.offset)).digest())
+            for it in chain.from_iterable(self._extras.values())
         )
 
     @property

@@ -12,16 +12,16 @@ def open_tokenizer(path: Path) -> Any:  # noqa: ANN401 - a class of an extra
     Raises:
         ConfigError: the path has no such file, or the package is not installed.
     """
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ConfigError(
-            f"--tokenizer needs tokenizers, which is not installed: {install_hint('transformers')}"
-        ) from None
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"--tokenizer {str(file)!r} is not a file; allowed: a tokenizer.json, or a folder with one")
     try:
+        from tokenizers import Tokenizer
+
         return Tokenizer.from_file(str(file))
+    except ImportError:
+        raise ConfigError(
+            f"--tokenizer needs tokenizers, which is not installed: {install_hint('transformers')}"
+        ) from None
     except Exception as error:  # its Rust part raises bare Exceptions
         raise ConfigError(f"--tokenizer {str(file)!r} cannot be read: {error}") from error

@@ -534,8 +534,9 @@ def hand_out_first(pool: BlockPool, blocks: Sequence[Block]) -> None:
 
 def decoder(scheduler: VllmScheduler) -> Callable[[list[int]], str | None]:
     """Return what turns token ids into text; None if vLLM runs without a tokenizer (`skip_tokenizer_init`)."""
-    manager = getattr(scheduler, "structured_output_manager", None)
-    return getattr(getattr(manager, "tokenizer", None), "decode", lambda _: None)
+    return getattr(
+        getattr(getattr(scheduler, "structured_output_manager", None), "tokenizer", None), "decode", lambda _: None
+    )
 
 
 def resident_blocks(manager: KvCacheManager, request: Request) -> BlockTables:

@@ -85,10 +85,9 @@ class PromptTokens(NamedTuple):
         """Return up to `AROUND_TOKENS` tokens from `start` on, and their text."""
         inside = range(max(0, start), min(start + AROUND_TOKENS, len(self.words) // TOKEN_BYTES))
         ids = [int.from_bytes(self.words[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES], "little") for at in inside]
-        text = None
         with suppress(Exception):  # vLLM's tokenizer, which may refuse anything
-            text = decode(ids)
-        return {"ids": ids, "text": text}
+            return {"ids": ids, "text": decode(ids)}
+        return {"ids": ids, "text": None}
 
 
 class RequestRecord(NamedTuple):
@@ -280,13 +279,12 @@ def _absent(record: RequestRecord, others: list[RequestRecord], chunk: int, size
     if (announced := record.account.announced_tokens) > chunk * size:
         text = f"another engine announced {announced} tokens; {chunk * size} had arrived in time"
         reasons.append(Reason("announced", text))
-    before_s = record.ended_s or now_s
-    older = [it for it in others if it.keys and (it.ended_s or now_s) <= before_s]
+    older = [it for it in others if it.keys and (it.ended_s or now_s) <= (record.ended_s or now_s)]
     had = next((it for it in older if it.keys and it.keys[chunk : chunk + 1] == keys[chunk : chunk + 1] != ()), None)
     if had is not None and had.ended_s is not None:
-        text = f"request {client_id_of_engine(had.id)}, ended {now_s - had.ended_s:.0f} s ago, had it"
         why = "it was evicted or removed since, or not stored" if had.account.stored_tokens else "it stored nothing"
-        return [*reasons, Reason("removed", f"{text}; {why}")]
+        text = f"request {client_id_of_engine(had.id)}, ended {now_s - had.ended_s:.0f} s ago, had it; {why}"
+        return [*reasons, Reason("removed", text)]
     shares = [(shared_chunks(it.keys or (), keys), it.id) for it in older]
     longest, name = max(shares, default=(0, ""), key=lambda it: it[0])
     text = f"the longest prefix shared with the last {len(older)} requests has {longest * size} tokens"
