@@ -205,3 +205,13 @@ def test_an_engine_names_the_cut_of_open_and_ended_requests_and_nothing_of_one_t
         assert "1002" not in caplog.text
     finally:
         engine.close()
+
+
+def test_prompts_longer_than_the_remembered_keys_are_not_called_cut_where_the_keys_end(monkeypatch):
+    monkeypatch.setattr(history, "PROMPT_BYTES_MAX", 0)
+    monkeypatch.setattr(history, "KEYS_MAX", 4)
+    engine = Engine(size=64)
+    engine.ask(TEXT)
+    assert engine.cuts(engine.ask(TEXT)) == []
+    (cut,) = engine.cuts(engine.ask([*TEXT[:200], *OTHER]))
+    assert (cut["at_token"], cut["is_exact"]) == (192, False)
