@@ -16,8 +16,10 @@ from kvtier.config.loader import load
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_result
 from kvtier.report.table import Table, print_table
+from kvtier.report.tokenizer import open_tokenizer
 from kvtier.runtime.control_socket import (
     ANSWER_BYTES_MAX,
+    CUT_PARTS,
     DEADLINE_S,
     DEADLINE_S_MAX,
     FORMS,
@@ -26,6 +28,7 @@ from kvtier.runtime.control_socket import (
     ControlError,
     ask,
     is_listened,
+    printable,
 )
 
 Ask = Callable[[str, Mapping[str, Any]], dict[str, Any]]
@@ -191,13 +194,25 @@ def unpin(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
 
 @cache.command()
 @click.argument("request", metavar="REQUEST_ID")
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    help="A tokenizer.json or its folder, for the text around the cut.  [default: the engine's]",
+)
 @engine_options
-def why(call: Ask, request: str, as_json: bool) -> int:
+def why(call: Ask, request: str, tokenizer: Path | None, as_json: bool) -> int:
     """Explain why a request loaded nothing or little.
 
-    REQUEST_ID is the client's (X-Request-ID) or the engine's. The engine remembers open requests and the last 256.
+    REQUEST_ID is the client's (X-Request-ID) or the engine's. The engine remembers open requests and the last 256. It
+    also names the cut, where the prompt stops being equal to the most similar earlier one, and shows what stands
+    there in both. Only prompts with the same cache_salt and adapter are compared.
     """
-    print_result(call("why", {"request": request}), _draw_why, as_json=as_json)
+    texts: Any = tokenizer and open_tokenizer(tokenizer)
+    result = call("why", {"request": request})
+    for part in (cut[it] for cut in result["cuts"] for it in CUT_PARTS if texts):
+        with suppress(OverflowError):  # not a token
+            part["text"] = printable(texts.decode(part["ids"], skip_special_tokens=False))
+    print_result(result, _draw_why, as_json=as_json)
     return 0
 
 
@@ -263,7 +278,10 @@ def read_tokens(file: TextIO) -> list[int]:
 def _draw_found(result: Mapping[str, Any]) -> None:
     click.echo(f"{result['hit_tokens']} of {result['tokens']} tokens would be loaded. End of the run: {result['end']}")
     rows = [
-        (f"{it['from']}", f"{it['to']}", ", ".join(map(_place, it["places"].items())) or "absent")
+        (
+            *(f"{it['from']}", f"{it['to']}"),
+            ", ".join(name if how == "all" else f"{name} ({how})" for name, how in it["places"].items()) or "absent",
+        )
         for it in result["ranges"]
     ]
     if rows:
@@ -285,10 +303,6 @@ def _draw_pinned(result: Mapping[str, Any]) -> None:
     _draw_prefetched(result)
 
 
-def _place(found: tuple[str, str]) -> str:
-    return found[0] if found[1] == "all" else f"{found[0]} ({found[1]})"
-
-
 def _draw_why(result: Mapping[str, Any]) -> None:
     ended = result["ended_ago_s"]
     loaded = ", ".join(f"{tokens} from {place}" for place, tokens in result["loaded_tokens"].items()) or "none"
@@ -299,6 +313,17 @@ def _draw_why(result: Mapping[str, Any]) -> None:
     print_table(Table(("reason", "detail"), [(it["code"], it["text"]) for it in result["reasons"]]))
     if result["missing_chunk_now"] is not None:
         click.echo(f"the missing chunk is now in: {', '.join(result['missing_chunk_now']) or 'no place'}")
+    for cut in result["cuts"]:
+        where = f"token {cut['at_token']}" if cut["is_exact"] else f"a token of the chunk at {cut['at_token']}"
+        again = "" if cut["repeated_tokens"] is None else f"; {cut['repeated_tokens']} of them stand in both prompts"
+        click.echo(
+            f"the prompt equals that of request {cut['request']} up to {where}. {cut['lost_tokens']} tokens behind it "
+            f"are lost{again}"
+        )
+        parts = zip(("both, before", cut["request"], result["request"]), (cut[it] for it in CUT_PARTS), strict=True)
+        rows = [(name, it["text"] or " ".join(map(str, it["ids"]))) for name, it in parts if it["ids"]]
+        if rows:
+            print_table(Table(("prompt", "at the cut"), rows))
 
 
 def _draw_cleared(result: Mapping[str, Any]) -> None:
@@ -311,10 +336,9 @@ def _draw_cleared(result: Mapping[str, Any]) -> None:
 def _draw_health(result: Mapping[str, Any]) -> None:
     state = "ready" if result["ready"] else "alive, but not ready" if result["live"] else "not alive"
     click.echo(f"{state}{': ' if result['problem'] else ''}{result['problem']}")
-    rows = [(name, _up(tier["reads"]), _up(tier["writes"]), tier["detail"]) for name, tier in result["tiers"].items()]
+    rows = [
+        (name, *("up" if it[way] else "down" for way in ("reads", "writes")), it["detail"])
+        for name, it in result["tiers"].items()
+    ]
     if rows:
         print_table(Table(("tier", "reads", "writes", "why"), rows))
-
-
-def _up(is_up: bool) -> str:
-    return "up" if is_up else "down"

@@ -17,7 +17,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from kvtier.types import ChunkKey, Prefix
 
@@ -92,6 +92,14 @@ class Chain:
     def keys(self) -> tuple[ChunkKey, ...]:
         """The keys so far: one for each full chunk. A chain that looks ahead must know the next token, too."""
         return tuple(self._keys)
+
+    @property
+    def extras(self) -> frozenset[tuple[int, bytes]]:
+        """Position and digest of everything besides tokens that enters the keys."""
+        return frozenset(
+            (it.offset, hashlib.sha256(self._root + canonical_extras([it], it.offset)).digest())
+            for it in chain.from_iterable(self._extras.values())
+        )
 
     @property
     def tokens(self) -> int:

@@ -55,6 +55,8 @@ OTHER_FORM: Final = "the answer of {} does not have the form of this release; us
 ENDED: Final = "the engine at {} ended the connection without an answer: it is closing, or has too many connections"
 
 _INT, _TEXT, _BOOL, _SECONDS = (int,), (str,), (bool,), (int, float)
+CUT_PARTS: Final = ("before", "earlier", "this")
+"""Names of what an answer shows around a cut: tokens before it, and behind it in the earlier prompt and in this one."""
 _FETCHED: Final = {"tokens": _INT, "stored_tokens": _INT, "host_tokens": _INT}
 FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "find": {
@@ -76,6 +78,16 @@ FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "computed_tokens": _INT,
         "reasons": [{"code": _TEXT, "text": _TEXT}],
         "missing_chunk_now": [_TEXT, type(None)],
+        "cuts": [
+            {
+                "request": _TEXT,
+                "at_token": _INT,
+                "is_exact": _BOOL,
+                "lost_tokens": _INT,
+                "repeated_tokens": (*_INT, type(None)),
+                **{name: {"ids": [_INT], "text": (*_TEXT, type(None))} for name in CUT_PARTS},
+            }
+        ],
     },
     "prefetch": _FETCHED,
     "pin": {**_FETCHED, "pinned_tokens": _INT, "seconds": _SECONDS},
@@ -237,15 +249,15 @@ def _formed(found: Any, form: Any) -> Any:  # noqa: ANN401 - JSON
     """
     if hasattr(form, "keys"):
         named = dict.fromkeys(found.keys(), form[str]) if str in form else form
-        return {_printable(name): _formed(found[name], it) for name, it in named.items()}
+        return {printable(name): _formed(found[name], it) for name, it in named.items()}
     if {type(form), type(found)} == {list}:
         return [_formed(it, form[0]) for it in found]
     if type(found) not in form or (isinstance(found, int | float) and not abs(found) < NUMBER_MAX):
         raise ValueError
-    return _printable(found) if isinstance(found, str) else found
+    return printable(found) if isinstance(found, str) else found
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return `text` with control characters, which could drive a terminal, and lone surrogates escaped."""
     return "".join(it if it.isprintable() else repr(it)[1:-1] for it in text)
 

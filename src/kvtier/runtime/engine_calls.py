@@ -1,14 +1,15 @@
 """The calls that an engine answers on its control socket: each checks its arguments and returns plain data.
 
     find      where the chunks of a prompt are, how many tokens a request would load, and what ends the run
-    why       why a request loaded nothing or little
+    why       why a request loaded nothing or little, and where its prompt stops being equal to an earlier one
     prefetch  brings what lower tiers have of a prompt to host memory
     pin       keeps a prompt in host memory for a time; unpin ends it
     clear     makes what is cached unreachable for this engine, and frees host memory
     health    whether kvtier works, and why not
 
 The adapter provides what only it knows: the keys of a prompt, its requests, and how its keys change. Answers contain
-counts, tier names and request ids, but no tokens, keys, salts or secrets.
+counts, tier names and request ids, but no keys, salts or secrets. Only `why` shows tokens: a few around the cut of a
+prompt, and never those of a request that opts out.
 """
 
 import itertools

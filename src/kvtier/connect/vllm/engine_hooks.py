@@ -149,6 +149,15 @@ HOOKS = (
         ),
     ),
     Hook(
+        "the tokenizer of `Scheduler.structured_output_manager`", "scheduler",
+        "An operator who asks why a request missed sees where its prompt changed as text.",
+        (
+            "v1.core.sched.scheduler:Scheduler.__init__ structured_output_manager",
+            "v1.structured_output:StructuredOutputManager.__init__ tokenizer",
+        ),
+        "The answer has token ids only.",
+    ),
+    Hook(
         "`EngineCore.sleep` among the callers (stack)", "scheduler",
         "kvtier distinguishes the reset with which vLLM falls asleep from a reset of a user.",
         ("v1.engine.core:EngineCore.sleep pause_complete", "v1.engine.core:EngineCore.release_kv_cache_memory"),
@@ -521,6 +530,13 @@ def hand_out_first(pool: BlockPool, blocks: Sequence[Block]) -> None:
     for block in blocks:
         pool.free_block_queue.remove(block)
     pool.free_block_queue.prepend_n(blocks)
+
+
+def decoder(scheduler: VllmScheduler) -> Callable[[list[int]], str | None]:
+    """Return what turns token ids into text; None if vLLM runs without a tokenizer (`skip_tokenizer_init`)."""
+    return getattr(
+        getattr(getattr(scheduler, "structured_output_manager", None), "tokenizer", None), "decode", lambda _: None
+    )
 
 
 def resident_blocks(manager: KvCacheManager, request: Request) -> BlockTables:

@@ -34,7 +34,7 @@ from kvtier.tools.plan.limits import (
     throughput,
     used_shares,
 )
-from kvtier.tools.plan.queueing import GPU, OperatingPoint, operate
+from kvtier.tools.plan.queueing import GPU, OperatingPoint, operate, prefill_s
 from kvtier.tools.plan.resolve import Basis, Deployment, deployments, given_totals, of_each_host
 from kvtier.tools.plan.worth import (
     LEAST_GAIN,
@@ -400,7 +400,7 @@ def _tiers(
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values: bytes, seconds, tokens, rates per second, shares from 0 to 1. Infinity is null."""
-    deployment, load = plan.deployment, plan.deployment.workload
+    deployment, load, per_hour = plan.deployment, plan.deployment.workload, plan.tiered.cost.per_hour
     document: dict[str, Any] = {
         "model": deployment.model.name,
         "users_with_tiers": plan.tiered.users,
@@ -432,6 +432,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "chunk_bytes": deployment.model.token_bytes * plan.inputs.software.chunk_tokens,
         "session_bytes": deployment.model.stored_bytes(load.session_tokens),
         "gpu_kv_bytes_per_replica": deployment.kv_bytes,
+        "prefill_gpu_s_per_token": prefill_s(deployment, load.input_tokens, load.input_tokens)
+        * (deployment.server_gpus / load.input_tokens),
+        "price_per_gpu_hour": per_hour and per_hour / plan.inputs.gpu.count,
         "traffic": {
             "requests_per_s": load.requests_per_s,
             "users": plan.requested_users if load.has_users else None,

@@ -111,9 +111,22 @@ def _write(target: Path, arrays: "TraceArrays", *, as_runs: bool, coarse_s: floa
 @click.argument("source", metavar="TRACE", type=click.Path(path_type=Path))
 @click.option("--separator", default="", help="What stands between the parts of a text, where \\n is a new line.")
 @reading_options
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path),
+    help="Output of `kvtier plan --json`, for the GPU seconds and the cost of each change.",
+)
 @click.option("--report", type=OutputFile("report"), help="Also write an HTML report with a chart.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def advise(source: Path, separator: str, report: Path | None, as_json: bool, **reading: Any) -> None:  # noqa: ANN401
+def advise(
+    source: Path,
+    separator: str,
+    plan_file: Path | None,
+    report: Path | None,
+    as_json: bool,
+    **reading: Any,  # noqa: ANN401
+) -> None:
     """Say which changes of prompts would save misses of a prefix cache, and how many.
 
     Early cuts: a prompt is about as long as the one before in its session, but shares much less, because something near
@@ -125,14 +138,15 @@ def advise(source: Path, separator: str, report: Path | None, as_json: bool, **r
     name contents tell the rest.
     """
     from kvtier.tools.trace.advise import Prompt, advise
-    from kvtier.tools.trace.advise_report import advice_report
+    from kvtier.tools.trace.advise_report import advice_json, advice_report, read_plan
 
+    plan = None if plan_file is None else read_plan(plan_file)
     prompts: list[Prompt] = []
     trace, _ = load_drawn(source, reading, each=lambda it: prompts.append(Prompt(it.model, it.contents)))
     if not trace.has_blocks:
         raise ConfigError("has no blocks", setting="trace", value=str(source), allowed="a trace with blocks")
     advice = advise(trace, prompts, separator.replace("\\n", "\n"))
-    advice_report(advice, trace.notes).show(advice, as_json=as_json, page=report)
+    advice_report(advice, trace.notes, plan).show(advice_json(advice, plan), as_json=as_json, page=report)
 
 
 @trace.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -38,7 +38,11 @@ def reading_options(command: Callable[..., object]) -> Callable[..., object]:
                 help="Seed of all random numbers, including start times.  [1]",
             ),
             time_unit_option,
-            click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for traces of text."),
+            click.option(
+                "--tokenizer",
+                type=click.Path(path_type=Path),
+                help="A tokenizer.json, or its folder, for texts.",
+            ),
             click.option("--strict", is_flag=True, help="Treat warnings about a trace as errors."),
         )
     ):

@@ -10,7 +10,7 @@ from typing import Any
 from kvtier.config.sections import Config
 from kvtier.connect.engine_metrics import StatsReader
 from kvtier.connect.vllm import support
-from kvtier.connect.vllm.engine_hooks import WorkerCall
+from kvtier.connect.vllm.engine_hooks import WorkerCall, decoder
 from kvtier.connect.vllm.engine_setup import EngineSetup
 from kvtier.connect.vllm.geometry import Geometry, TableLayout
 from kvtier.connect.vllm.requests.history import RequestHistory
@@ -112,7 +112,7 @@ class SchedulerSide:
                 lambda identifier: self.scheduler.invalidation.item_doubted(identifier),  # noqa: PLW0108 - it is made below
                 loss=config.store.loss,
             )
-            history = RequestHistory(opened.session, geometry, lambda: self._keys.refusal)
+            history = RequestHistory(opened.session, geometry, lambda: self._keys.refusal, decoder(engine))
             self.stats = opened.session.guards.around(Feature.EXPORT, StatsReader(opened.metrics), hurry=False)
             self.scheduler = Scheduler(
                 session=opened.session,

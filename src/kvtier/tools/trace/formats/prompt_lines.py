@@ -15,7 +15,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from kvtier.errors import ConfigError, install_hint
+from kvtier.errors import ConfigError
+from kvtier.report.tokenizer import open_tokenizer
 from kvtier.tools.trace.formats.base import (
     BODY_FIELDS,
     PROMPT_FIELDS,
@@ -73,7 +74,8 @@ class PromptLines(TraceReader):
         self._has_contents = has_contents
         self._time_unit, self._is_given = time_unit or "ms", bool(time_unit)
         self.block_tokens = block_tokens or BLOCK_TOKENS_DEFAULT
-        self._tokenize: Tokenize = _PIECES.findall if tokenizer is None else _load(tokenizer)
+        encode = None if tokenizer is None else open_tokenizer(tokenizer).encode
+        self._tokenize: Tokenize = _PIECES.findall if encode is None else lambda text: encode(text).ids
         how = "a simple rule (about four characters a token)" if tokenizer is None else str(tokenizer)
         self._how = f"text is cut into tokens by {how}, and into blocks of {self.block_tokens}"
         self.notes = (self._how,)
@@ -220,19 +222,3 @@ def _text(line: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{name} is {type(value).__name__}; allowed: a string")
     return value
-
-
-def _load(path: Path) -> Tokenize:
-    try:
-        from tokenizers import Tokenizer  # noqa: PLC0415  an extra
-    except ImportError:
-        raise ConfigError(
-            f"--tokenizer needs tokenizers, which is not installed: {install_hint('transformers')}"
-        ) from None
-    if not path.is_file():
-        raise ConfigError(f"--tokenizer {str(path)!r} is not a file; allowed: a tokenizer.json")
-    try:
-        tokenizer: Any = Tokenizer.from_file(str(path))
-    except Exception as error:  # its Rust part raises bare Exceptions
-        raise ConfigError(f"--tokenizer {str(path)!r} cannot be read: {error}") from error
-    return lambda text: tokenizer.encode(text).ids
