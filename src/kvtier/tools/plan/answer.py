@@ -17,7 +17,7 @@ from kvtier.report.format import (
 )
 from kvtier.tools.plan.hardware import COUNT_MAX
 from kvtier.tools.plan.inputs import SETTINGS, ModelInputs
-from kvtier.tools.plan.limits import FIRST_TOKEN, is_served, most_users
+from kvtier.tools.plan.limits import FIRST_TOKEN, TPOT, TTFT, TTFT_P95, is_served, most_users
 from kvtier.tools.plan.plan import Plan, PlannedTier, Variant
 from kvtier.tools.plan.queueing import GPU
 from kvtier.tools.plan.resolve import SEARCHED, Deployment, given_totals, of_each_host
@@ -178,7 +178,7 @@ def request(plan: Plan) -> str:
     if never:
         without = f" with {_series(never, 'or')}" if needed or fit else ""
         most = f"no number of these GPUs up to {COUNT_MAX:,} is enough"
-        parts.append(f"{most}{without}, but larger ones or more time (--ttft) may be")
+        parts.append(f"{most}{without}, but larger ones or more time ({_time_options(plan)}) may be")
     if any(it.tiers for it in ways) and plan.alone.gpus_least == min(it.gpus_least or math.inf for it in ways):
         parts.append("tiers save no GPUs at this load")
     elif not (plan.bought or plan.user_prices) and any(it.tiers and it.need for it in ways):
@@ -197,6 +197,13 @@ def request(plan: Plan) -> str:
     enough = f" ({least:,} would be enough{which})" if least < given else ""
     fitting = f"{load} {fits} on {gpus} with {_series(fit, 'or')}{enough}"
     return f"{nothing}{'; '.join([fitting, *parts])}.{_conclusion_for_load(plan)}"
+
+
+def _time_options(plan: Plan) -> str:
+    """Name the options that give more time: those of the limits that no load meets, or else of all limits of time."""
+    options = {TTFT: "--ttft", TTFT_P95: "--target-p95", TPOT: "target.tpot_s"}
+    limits = [it for it in plan.alone.ceiling.serving if it.name in options]
+    return _series([options[it.name] for it in [it for it in limits if not it.users] or limits])
 
 
 def _if_totals_grow(plan: Plan) -> str:

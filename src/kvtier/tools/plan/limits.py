@@ -28,6 +28,7 @@ from kvtier.tools.plan.resolve import SEARCHED, Basis, Deployment, TierHardware,
 
 TTFT, TTFT_P95 = FIRST_TOKEN = "time to first token", "95 % of first tokens"
 """Names of the limits of the time to first token. Every plan has at least one of them."""
+TPOT = "time per output token"
 _LEAST, _MOST = 1e-12, 100.0
 """Range of loads searched, in multiples of the load at which decoding alone fills the GPUs."""
 _START, _STEP, _SCANNED_FROM = 0.1, 4.0, 1e-4
@@ -123,7 +124,7 @@ def rules(deployment: Deployment) -> list[LimitRule]:
             lambda _, point: point.gpu_used,
         ),
         LimitRule(
-            "time per output token",
+            TPOT,
             f"at most {target.tpot_s:g} s",
             "target.tpot_s, gpu.memory_bytes_per_s, gpu.count",
             lambda _, point: point.tpot_s / target.tpot_s,
