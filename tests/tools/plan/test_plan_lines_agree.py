@@ -6,6 +6,7 @@ import pytest
 from tests.tools.plan.plans import planned
 
 from kvtier.tools.plan.answer import request
+from kvtier.tools.plan.report import tables
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,16 @@ def test_more_time_is_an_option_of_the_limit_that_no_gpus_meet(limits, named):
     plan = planned("llama-3.3-70b", model__weights="fp8", **changes)
     (found,) = re.findall(r"more time \((.*?)\) may be", request(plan))
     assert found == named
+
+
+def test_drives_to_buy_are_enough_for_one_in_each_host():
+    """264 GPUs in 33 hosts were to get 17 local drives, and a host without one has none."""
+    agents = {"interval_s": 140, "interval_cv": 6.3, "history_tokens": 30_000, "turns": 38}
+    agents |= {"question_tokens": 1550, "answer_tokens": 450, "users": 2000}
+    changes = {f"traffic__{name}": value for name, value in agents.items()}
+    plan = planned("deepseek-v3", gpu__name="h200-sxm", gpu__count=16, **changes)
+    (drives,) = (it for it in tables(plan) if it.title.startswith("Drives with local drives"))
+    hosts = plan.chosen.need.deployment.hosts
+    assert max(plan.drives.drives_for_life, plan.drives.drives_for_bandwidth) < hosts
+    assert drives.note.startswith(f"Buy {hosts} drives: ")
+    assert f", one for each host {hosts}. " in drives.note

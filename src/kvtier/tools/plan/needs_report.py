@@ -189,12 +189,13 @@ def drives_table(plan: Plan, drives: DriveLoad) -> Table:
         ),
     ]
     is_slow = drives.wanted_bytes_per_s > 1.01 * drives.read_bytes_per_s
-    buy = max(drives.drives_for_capacity, drives.drives_for_bandwidth, drives.drives_for_life)
+    buy = max(drives.drives_for_capacity, drives.drives_for_bandwidth, drives.drives_for_life, deployment.hosts)
     slow = f"All hits are {rate_text(drives.wanted_bytes_per_s)}; the rest computes faster than it loads. "
     price, years = inputs.price, drives.life_years
+    each_host = f", one for each host {deployment.hosts:,}" if deployment.hosts > 1 else ""
     needs = (
         f"capacity needs {drives.drives_for_capacity:,}, speed {drives.drives_for_bandwidth:,}, "
-        f"{target.life_years:g} years of life {drives.drives_for_life:,}."
+        f"{target.life_years:g} years of life {drives.drives_for_life:,}{each_host}."
     )
     note = f"Buy {counted(buy, 'drive')}: {needs} The plan counts {disk.count:,}."
     if years < target.life_years:
