@@ -5,7 +5,8 @@ import re
 import pytest
 from tests.tools.plan.plans import planned
 
-from kvtier.tools.plan.answer import request
+from kvtier.report.format import digits
+from kvtier.tools.plan.answer import request, verdict
 from kvtier.tools.plan.report import tables
 
 
@@ -38,3 +39,11 @@ def test_drives_to_buy_are_enough_for_one_in_each_host():
     assert max(plan.drives.drives_for_life, plan.drives.drives_for_bandwidth) < hosts
     assert drives.note.startswith(f"Buy {hosts} drives: ")
     assert f", one for each host {hosts}. " in drives.note
+
+
+@pytest.mark.parametrize(("count", "average"), [(2, " on average"), (4, " on average"), (5, ""), (10, "")])
+def test_drives_that_hosts_cannot_share_evenly_are_shared_on_average(count, average):
+    """Two drives gave each of six hosts 4.61 TB, and a note says that a host without a drive has none."""
+    plan = planned("llama-3.3-70b", f"disk={count}xpm1753", model__weights="fp8", traffic__users=500)
+    hosts = min(it.need.deployment.hosts for it in plan.arms)
+    assert verdict(plan).endswith(f"one host gets {digits(count / hosts * 15.36 * 0.9)} TB of local drives{average}.")

@@ -65,8 +65,9 @@ def _shared_totals(plan: Plan) -> str:
     """
     hosts = min((it.need.deployment.hosts for it in plan.arms if it.need), default=0)
     totals = {"host": "host.capacity_bytes", "disk": "disk.count", "shared": "shared.capacity_bytes"}
+    uneven = "disk" if hosts and plan.given.deployment.inputs.disk.count % hosts else ""  # a drive is in one host
     parts = [
-        f"{bytes_text(it.capacity_bytes / (hosts or 1))} of {TIER_NAMES[it.name]}"
+        f"{bytes_text(it.capacity_bytes / (hosts or 1))} of {TIER_NAMES[it.name]}{' on average' * (it.name == uneven)}"
         for it in plan.given.deployment.tiers
         if not plan.inputs.origin(totals[it.name]).startswith(("default", "probe"))
     ]
