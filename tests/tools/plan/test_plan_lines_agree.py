@@ -8,6 +8,7 @@ from tests.tools.plan.plans import planned
 from kvtier.report.format import digits
 from kvtier.tools.plan.answer import request, verdict
 from kvtier.tools.plan.report import tables
+from kvtier.tools.plan.settings import settings_toml
 
 
 @pytest.mark.parametrize(
@@ -47,3 +48,24 @@ def test_drives_that_hosts_cannot_share_evenly_are_shared_on_average(count, aver
     plan = planned("llama-3.3-70b", f"disk={count}xpm1753", model__weights="fp8", traffic__users=500)
     hosts = min(it.need.deployment.hosts for it in plan.arms)
     assert verdict(plan).endswith(f"one host gets {digits(count / hosts * 15.36 * 0.9)} TB of local drives{average}.")
+
+
+def test_engines_of_the_settings_get_all_host_memory_of_the_plan():
+    """11 engines with 512 GiB each had 6.05 TB, and the page says that 6.43 TB are needed and 6.6 TB are there."""
+    plan = planned(
+        "llama-3.3-70b", "host=1TiB", model__weights="fp8", traffic__users=500, host__capacity_bytes=6 * 2**40
+    )
+    need, text = plan.chosen.need, settings_toml(plan)
+    assert (need.gpus, need.deployment.replicas, need.deployment.hosts) == (44, 11, 6)
+    assert "# the last host has 1 engine instead of 2; each of its engines gets\n# 2 times these bytes" in text
+    each = int(re.search(r'capacity_bytes = "(\d+) GiB"', text)[1]) * 2**30
+    assert 11 * each < need.enough_bytes["host"] < (10 + 2) * each == need.deployment.tiers[0].capacity_bytes
+
+
+def test_write_budgets_of_all_ranks_are_what_the_drives_are_rated_for():
+    """12 ranks with a sixteenth each had 92 TB a day, and "the drives then last 5 years" with 123 TB a day."""
+    plan = planned("llama-3.3-70b", "disk=8xpm1753", model__weights="fp8", traffic__users=100, gpu__count=12)
+    text = settings_toml(plan)
+    assert "# the last host has 1 engine instead of 2; each of its engines gets\n# 2 times these bytes" in text
+    budget = int(re.search(r"^write_bytes_per_day = (\d+) # of each of 12 ranks", text, re.MULTILINE)[1])
+    assert (8 + 2 * 4) * budget == pytest.approx(8 * 15.36e12, rel=1e-5)
