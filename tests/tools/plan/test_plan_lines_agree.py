@@ -69,3 +69,11 @@ def test_write_budgets_of_all_ranks_are_what_the_drives_are_rated_for():
     assert "# the last host has 1 engine instead of 2; each of its engines gets\n# 2 times these bytes" in text
     budget = int(re.search(r"^write_bytes_per_day = (\d+) # of each of 12 ranks", text, re.MULTILINE)[1])
     assert (8 + 2 * 4) * budget == pytest.approx(8 * 15.36e12, rel=1e-5)
+
+
+def test_settings_without_tiers_are_for_the_load_and_not_for_a_full_server():
+    """ "No tier is worth it here" stood below "Worth buying for a full server: host memory"."""
+    plan = planned("llama-3.1-8b", "host=64GB", gpu__name="l40s", gpu__count=1, traffic__users=20)
+    assert verdict(plan).endswith("Worth buying for a full server: host memory.")
+    assert request(plan).endswith("No tier is worth buying for 20 users.")
+    assert "# no tier is worth buying for 20 users\n" in settings_toml(plan)

@@ -90,7 +90,7 @@ def _remarks(plan: Plan) -> Iterator[str]:
     if why := refusal(plan):
         yield f"# {why}: for when it does"
     if not plan.chosen.tiers:
-        yield "# no tier is worth it here"
+        yield f"# no tier is worth buying for {in_words(plan, plan.requested_users)}"
     elif not plan.bought:
         yield f"# no tier is needed for {in_words(plan, plan.requested_users)}; this is for a full server"
     elif plan.requested_users > plan.chosen.users:
