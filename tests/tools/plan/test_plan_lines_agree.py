@@ -77,3 +77,25 @@ def test_settings_without_tiers_are_for_the_load_and_not_for_a_full_server():
     assert verdict(plan).endswith("Worth buying for a full server: host memory.")
     assert request(plan).endswith("No tier is worth buying for 20 users.")
     assert "# no tier is worth buying for 20 users\n" in settings_toml(plan)
+
+
+@pytest.mark.parametrize(
+    ("model", "tiers", "changes", "reason"),
+    [
+        ("deepseek-v3.2", [], {"gpu__name": "h200-sxm"}, "kvtier's vLLM connector does not support sparse attention"),
+        ("llama-3.3-70b", ["host=10GB"], {}, "GPU memory alone serves within 10% of the most users."),
+        (
+            "llama-3.1-8b",
+            ["disk=1xpm1753"],
+            {"gpu__name": "l40s", "gpu__count": 2, "disk__drive_writes_per_day": 0.05, "example": "prices"},
+            "GPU memory alone costs within 10% of the least per user.",
+        ),
+    ],
+)
+def test_a_table_of_choices_without_a_mark_says_why(model, tiers, changes, reason):
+    """The note said that 'this' marks the fewest tiers within a tenth of the most users, and no row had it."""
+    plan = planned(model, *tiers, **changes)
+    (found,) = (it for it in tables(plan) if it.title.startswith("Most users"))
+    assert not [row for row in found.rows if "this" in row]
+    assert f"No row is marked, because {reason}" in found.note
+    assert "'This'" not in found.note

@@ -138,17 +138,13 @@ def _choices(plan: Plan) -> Table:
         for it in plan.choices
     ]
     years = counted(plan.inputs.price.years, "year")
-    best = f"cost within {LEAST_GAIN - 1:.0%} of the least per {one}" if by_price else ""
     notes = (
         f"{unit.capitalize()} {within(plan)}. Each row has the life of its drives at its own load.",
         f"Prices of tiers are for {gpus} at that load, in {currency} and with the drives that replace worn ones."
         if has_prices
         else "",
         f"The price of a {one} is that of all hardware{for_load}, and of energy over {years}." if by_price else "",
-        (
-            f"'This' marks what is worth buying{for_load or ' if these GPUs are full and have all given tiers'}. "
-            f"It is the fewest tiers that {best or f'serve within {LEAST_GAIN - 1:.0%} of the most {unit}'}."
-        ),
+        _marks(plan),
     )
     return Table(
         columns,
@@ -156,6 +152,26 @@ def _choices(plan: Plan) -> Table:
         numeric=len(columns) - 1,
         title=f"Most {unit} with each choice of tiers on {gpus}",
         note=" ".join(filter(None, notes)),
+    )
+
+
+def _marks(plan: Plan) -> str:
+    """Say which choices the table marks as worth buying, or why it marks none."""
+    unit, one, by_price = load_unit(plan), load_unit(plan, one=True), bool(plan.user_prices)
+    if why := refusal(plan):
+        return f"No row is marked, because {why}."
+    near = f"{LEAST_GAIN - 1:.0%} of the {f'least per {one}' if by_price else f'most {unit}'}"
+    if not plan.ways[0].tiers:
+        if by_price:
+            is_near = plan.user_prices.get((), math.inf) <= min(plan.user_prices.values()) * LEAST_GAIN
+        else:
+            is_near = plan.alone.users * LEAST_GAIN >= max(it.users for it in plan.choices)
+        what = f"{'costs' if by_price else 'serves'} within {near}" if is_near else f"serves as many whole {unit}"
+        return f"No row is marked, because GPU memory alone {what}."
+    when = f" for {in_words(plan, plan.requested_users)}" if plan.prices_load else ""
+    return (
+        f"'This' marks what is worth buying{when or ' if these GPUs are full and have all given tiers'}. "
+        f"It is the fewest tiers that {'cost' if by_price else 'serve'} within {near}."
     )
 
 

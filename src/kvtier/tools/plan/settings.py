@@ -4,7 +4,7 @@ A plan counts host memory and drives of all hosts together. kvtier's settings ar
 share. Paths are examples.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from kvtier.report.format import bytes_text, counted
 from kvtier.tools.plan.answer import in_words, load_text, refusal, shown_load, size_text
@@ -37,8 +37,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"# vLLM: --data-parallel-size {inputs.model.tp} {local} --enable-expert-parallel"
         yield "# (has not run; kvtier refuses --nnodes above 1)"
     yield from _remarks(plan)
-    if {"host", "disk"} & {*kept}:
-        yield from _of_last_host(deployment)
+    yield from _of_last_host(deployment, kept)
     parts = _parts(deployment)
     host = inputs.host.capacity_bytes // parts // _MIB * _MIB if "host" in kept else 0
     if host:
@@ -113,10 +112,10 @@ def _engines(deployment: Deployment) -> int:
     return min(deployment.replicas, max(deployment.inputs.host.gpus // deployment.server_gpus, 1))
 
 
-def _of_last_host(deployment: Deployment) -> Iterator[str]:
+def _of_last_host(deployment: Deployment, kept: Collection[str]) -> Iterator[str]:
     """Say how much more an engine of the last host gets, if that host has fewer engines than the others."""
     engines, missing = _engines(deployment), _parts(deployment) - deployment.replicas
-    if missing > 0:
+    if missing > 0 and {"host", "disk"} & {*kept}:
         last = engines - missing
         yield f"# the last host has {counted(last, 'engine')} instead of {engines}; each of its engines gets"
         yield f"# {engines / last:.3g} times these bytes of host memory and drives"
