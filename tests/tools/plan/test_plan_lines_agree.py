@@ -1,6 +1,7 @@
 """No two lines of a plan contradict each other: what a buyer recalculates gives what the page says."""
 
 import re
+from pathlib import Path
 
 import pytest
 from tests.tools.plan.plans import planned
@@ -9,6 +10,8 @@ from kvtier.report.format import digits
 from kvtier.tools.plan.answer import request, verdict
 from kvtier.tools.plan.report import tables
 from kvtier.tools.plan.settings import settings_toml
+
+TRACES = Path(__file__).parents[2] / "golden" / "traces"
 
 
 @pytest.mark.parametrize(
@@ -99,3 +102,11 @@ def test_a_table_of_choices_without_a_mark_says_why(model, tiers, changes, reaso
     assert not [row for row in found.rows if "this" in row]
     assert f"No row is marked, because {reason}" in found.note
     assert "'This'" not in found.note
+
+
+def test_a_choice_that_serves_as_many_as_another_is_not_told_again():
+    """It was "1.96 queries/s with local drives. With host memory and local drives they serve 1.96"."""
+    trace = TRACES / "mooncake_conversation_runs.jsonl.gz"
+    plan = planned("llama-3.3-70b", model__weights="fp8", traffic__trace=str(trace))
+    assert max(it.users for it in plan.choices) > plan.tiered.users
+    assert "serve 1.96 queries/s with local drives (1.30x) and 1.51 with GPU memory alone. Worth" in verdict(plan)

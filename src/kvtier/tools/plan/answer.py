@@ -52,8 +52,8 @@ def verdict(plan: Plan) -> str:
     all_of = " with all of these tiers" if shared else ""
     serve, they = ("serves", "it serves") if plan.inputs.gpu.count == 1 else ("serve", "they serve")
     text = f"{limits[:1].upper()}{limits[1:]}{tail}, {gpus}{all_of} {serve} {_series(served)}."
-    most, whole = max(plan.choices, key=lambda it: it.users), plan.deployment.workload.counted
-    if whole(most.users) > max(whole(it.users) for it in (plan.alone, *ways)):
+    most, shown = max(plan.choices, key=lambda it: it.users), [load_text(plan, it.users) for it in (plan.alone, *ways)]
+    if load_text(plan, most.users) not in shown:
         text += f" With {names_text(most.tiers)} {they} {load_text(plan, most.users)}."
     return f"{text} {shared or _worth(plan, ways)}".strip()
 
