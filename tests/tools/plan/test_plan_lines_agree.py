@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tests.tools.plan.plans import planned
 
+from kvtier.errors import ConfigError
 from kvtier.report.format import digits
 from kvtier.tools.plan.answer import request, verdict
 from kvtier.tools.plan.report import tables
@@ -110,3 +111,23 @@ def test_a_choice_that_serves_as_many_as_another_is_not_told_again():
     plan = planned("llama-3.3-70b", model__weights="fp8", traffic__trace=str(trace))
     assert max(it.users for it in plan.choices) > plan.tiered.users
     assert "serve 1.96 queries/s with local drives (1.30x) and 1.51 with GPU memory alone. Worth" in verdict(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy", "helps"),
+    [
+        ({"gpu__count": 1}, "--weights fp4 with up to 8 GPUs", {"model__weights": "fp4", "gpu__count": 8}),
+        (
+            {"gpu__count": 16, "model__tp": 2},
+            "--weights fp4 with a larger --tp",
+            {"model__weights": "fp4", "model__tp": 8},
+        ),
+        ({"gpu__count": 8}, "--weights fp4", {"model__weights": "fp4"}),
+    ],
+)
+def test_a_remedy_of_smaller_weights_names_the_gpus_that_they_need(changes, remedy, helps):
+    """One H100 was told --weights fp4 for DeepSeek-V3, whose 377 GB it does not hold either."""
+    with pytest.raises(ConfigError, match="for KV next to") as caught:
+        planned("deepseek-v3", **changes)
+    assert remedy in str(caught.value).partition("; allowed: ")[2].split(", ")
+    assert planned("deepseek-v3", **(changes | helps)).choices
