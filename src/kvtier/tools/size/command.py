@@ -36,8 +36,8 @@ FIELD_ENTRIES_SHOWN = 6
 
 @click.command()
 @click.argument("model", metavar="[MODEL]", required=False)
-@click.option("--tokens", type=Quantity(), multiple=True, help="Tokens per session; repeatable [default: 4Ki, 128Ki].")
-@click.option("--users", type=Quantity(), multiple=True, help="Number of sessions; repeatable [default: 1].")
+@click.option("--tokens", type=Quantity(1), multiple=True, help="Tokens per session; repeatable [default: 4Ki, 128Ki].")
+@click.option("--users", type=Quantity(1), multiple=True, help="Number of sessions; repeatable [default: 1].")
 @click.option(
     "--dtype",
     default="bf16",
@@ -45,10 +45,10 @@ FIELD_ENTRIES_SHOWN = 6
     help="Format of the KV: fp16, fp8, int8:g64, mxfp4, nvfp4, int4:g64, ...",
 )
 @click.option("--index-dtype", help="Format of an indexer's keys [default: as --dtype].")
-@click.option("--tp", type=Quantity(), help="Tensor-parallel size [default: 1, or all of --gpu].")
-@click.option("--pp", type=Quantity(), default=1, show_default=True, help="Number of pipeline stages.")
+@click.option("--tp", type=Quantity(1), help="Tensor-parallel size [default: 1, or all of --gpu].")
+@click.option("--pp", type=Quantity(1), default=1, show_default=True, help="Number of pipeline stages.")
 @click.option(
-    "--chunk-tokens", type=Quantity(), default=CHUNK_TOKENS, show_default=True, help="Tokens per stored chunk."
+    "--chunk-tokens", type=Quantity(1), default=CHUNK_TOKENS, show_default=True, help="Tokens per stored chunk."
 )
 @gpu_option("Show what fits in N GPUs of the catalogue (kvtier plan --hardware).")
 @click.option("--memory", type=Bytes(), help="Memory of a GPU that is not in the catalogue; tp x pp of them.")
