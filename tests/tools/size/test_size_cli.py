@@ -1,6 +1,7 @@
 """`kvtier size`: the JSON contract, the text, and exit code 2 with one line for an error."""
 
 import json
+import re
 
 import pytest
 
@@ -143,3 +144,15 @@ def test_the_help_allows_no_number_that_is_refused(capsys):
     assert text.count("x>=0]") == 1  # --in-flight
     assert text.count("x>=1]") == 5
     assert run(["size", "gemma-3-27b", "--gpu", "h100-sxm", "--in-flight", "0"]) == 0
+
+
+def test_a_tier_of_drives_says_that_it_fills_a_part_of_them(capsys):
+    """Four drives of 2.5 TB were "a tier of 9 TB" without a word, and disk=10TB one of 10 TB."""
+    shown: list[str] = []
+    for tier in ("disk=10TB", "disk=4x2.5TB", "disk?drives=10TB", "s3=10TB", "disk=4xpm1753"):
+        assert run(["size", "qwen3-8b", "--tier", tier]) == 0
+        shown += re.findall("a tier of .*", capsys.readouterr().out)
+    drives = ", 90% of the drives"
+    assert shown == [
+        f"a tier of {it}" for it in ("10 TB", f"9 TB{drives}", f"9 TB{drives}", "10 TB", f"55.3 TB{drives}")
+    ]

@@ -121,7 +121,8 @@ def size(
     if tier is not None:
         from kvtier.tools.replay.tier_spec import parse_tier  # numpy, which the sizes do not need
 
-        capacities["tier"] = TierCapacity(kv=kv, capacity_bytes=parse_tier(tier).capacity_bytes)
+        spec = parse_tier(tier)
+        capacities["tier"] = TierCapacity(kv=kv, capacity_bytes=spec.capacity_bytes, drive_bytes=spec.drive_bytes)
     totals = [kv.total(*pair) for pair in product(tokens or TOKENS, users or (1,))]
     if check:
         _print_checks(kv, check, totals, capacities, as_json=as_json)
@@ -211,10 +212,11 @@ def _fits(totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]
 
 
 def _capacity_title(place: GpuCapacity | TierCapacity) -> str:
+    if isinstance(place, TierCapacity):
+        filled = f", {place.capacity_bytes / place.drive_bytes:.0%} of the drives" if place.drive_bytes else ""
+        return f"a tier of {decimal(place.capacity_bytes)}{filled}"
     return (
-        f"a tier of {decimal(place.capacity_bytes)}"
-        if isinstance(place, TierCapacity)
-        else f"{place.gpus} GPU{'s' * (place.gpus > 1)}: {decimal(place.weight_bytes * place.replicas)} of weights, "
+        f"{place.gpus} GPU{'s' * (place.gpus > 1)}: {decimal(place.weight_bytes * place.replicas)} of weights, "
         f"{decimal(place.kv_bytes)} left for KV"
     )
 
