@@ -134,12 +134,12 @@ def _needs_note(plan: Plan, names: Sequence[str]) -> str:
 
 
 def _snapshots(plan: Plan) -> str:
-    """Say that a conversation leaves a snapshot of its recurrent states in a tier with each query."""
+    """Say that a conversation leaves a snapshot of its recurrent states in a tier with each query, for one pause."""
     count, size = plan.inputs.software.snapshots, plan.deployment.model.state_bytes
     each = counted(count, "snapshot")
     return (
         f"Each query also leaves {each} of the recurrent states ({bytes_text(size)} each) in that KV; "
-        "the size of a conversation counts one."
+        "the size of a conversation counts one. For the share of snapshots in it, subtract one pause only."
     )
 
 
