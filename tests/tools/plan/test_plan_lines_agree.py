@@ -150,3 +150,20 @@ def test_the_time_that_unused_states_stay_is_that_of_the_note(model):
     assert found == pytest.approx(room / (new * one) - pauses_s, rel=0.005)
     note = " For the share of snapshots in it, subtract one pause only."
     assert note in needs_table(planned("falcon-h1-7b", gpu__count=1)).note
+
+
+@pytest.mark.parametrize(
+    ("changes", "served"),
+    [
+        ({"traffic__users": 80}, "95 users with host memory (1.32x), 100 with local drives (1.40x) and 71 with"),
+        ({"gpu__count": 1, "gpu__name": "l40s", "model__name": "llama-3.1-8b"}, "10 users with host memory (1.30x)"),
+    ],
+)
+def test_a_ratio_that_whole_users_do_not_give_says_so(changes, served):
+    """10 users instead of 7 were 1.30x, and 20 users of 10 were 1.97x."""
+    name = changes.pop("model__name", "llama-3.3-70b")
+    plan = planned(name, **({"model__weights": "fp8"} if "70b" in name else {}), **changes)
+    assert served in verdict(plan)
+    assert " with GPU memory alone. Ratios are of unrounded users. Worth buying" in verdict(plan)
+    (limits,) = (it for it in tables(plan) if it.title.startswith("Limits of"))
+    assert "Ratios are those of the unrounded figures." in limits.note

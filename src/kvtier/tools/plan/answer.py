@@ -43,15 +43,18 @@ def verdict(plan: Plan) -> str:
     if not plan.inputs.target.ttft_p95_s:
         tail = f" (95 % within {time_text(plan.tiered.ceiling.point.ttft_within_s(0.95))})"
     served: list[str] = []
+    whole, is_rounded = plan.deployment.workload.counted, False
     for it in (*ways, plan.alone):
         users = (load_text if served else in_words)(plan, it.users)
         ratio = ratio_text(it.users, plan.alone.users if plan.alone.choice.cost else None)
         gain = f" ({ratio})" if it.tiers and ratio != NONE else ""
+        is_rounded |= bool(gain) and ratio != ratio_text(whole(it.users), whole(plan.alone.users))
         served.append(f"{users} with {names_text(it.tiers)}{gain}")
     limits, shared = within(plan), _shared_totals(plan) if ways else ""
     all_of = " with all of these tiers" if shared else ""
     serve, they = ("serves", "it serves") if plan.inputs.gpu.count == 1 else ("serve", "they serve")
     text = f"{limits[:1].upper()}{limits[1:]}{tail}, {gpus}{all_of} {serve} {_series(served)}."
+    text += " Ratios are of unrounded users." if is_rounded else ""
     most, shown = max(plan.choices, key=lambda it: it.users), [load_text(plan, it.users) for it in (plan.alone, *ways)]
     if load_text(plan, most.users) not in shown:
         text += f" With {names_text(most.tiers)} {they} {load_text(plan, most.users)}."

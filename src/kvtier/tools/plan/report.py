@@ -287,7 +287,7 @@ def _limits(plan: Plan) -> Table:
     ]
     load = in_words(plan, plan.requested_users)
     columns = ("limit", "meaning", f"met at {load_unit(plan)}", "load / limit", "")
-    note = f"The load is {load}. "
+    note = f"The load is {load}. Ratios are those of the unrounded figures. "
     if plan.deployment.tiers:
         note += "Reserve: bandwidth for bursts. Where it is short, loads take longer or prompts are computed."
     title = f"Limits of {gpus_text(plan, plan.inputs.gpu.count)} with {names_text(plan.tiered.tiers)}"
