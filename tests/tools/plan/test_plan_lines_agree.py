@@ -167,3 +167,23 @@ def test_a_ratio_that_whole_users_do_not_give_says_so(changes, served):
     assert " with GPU memory alone. Ratios are of unrounded users. Worth buying" in verdict(plan)
     (limits,) = (it for it in tables(plan) if it.title.startswith("Limits of"))
     assert "Ratios are those of the unrounded figures." in limits.note
+
+
+def test_a_reserve_never_falls_with_more_users():
+    """95 users needed 16 GPUs with a reserve, in copies of TP 8, and 96 users needed 12, in copies of TP 4."""
+    before: dict[tuple[str, ...], int] = {}
+    for users in (30, 95, 96, 97, 100, 101):
+        found = {
+            it.tiers: it.reserve.gpus
+            for it in planned("llama-3.3-70b", model__weights="fp8", traffic__users=users).arms
+        }
+        assert all(found[it] >= gpus for it, gpus in before.items())
+        before = found
+
+
+def test_a_tier_never_needs_more_gpus_with_a_reserve_than_none():
+    """2 TiB of host memory needed 36 GPUs in copies of TP 4, and GPU memory alone 32 in copies of TP 8."""
+    plan = planned("llama-3.3-70b", "host=2TiB", model__weights="fp8", traffic__users=200)
+    (row,) = (it for it in needs_table(plan).rows if it[0] == "GPUs with a reserve (70% used)")
+    assert row[1:] == ("32", "32 (TP 8)")
+    assert plan.arms[1].need.deployment.inputs.model.tp == 4

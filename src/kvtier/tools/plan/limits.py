@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 from kvtier.config.schema import Setting
 from kvtier.errors import ConfigError
@@ -318,20 +319,29 @@ def sizes_of_a_host(inputs: Inputs, basis: Basis) -> list[tuple[int, bool]]:
     return sorted({(it.tp, it.dp_attention) for it in found})
 
 
-def gpus_for(inputs: Inputs, deployment: Deployment, load: float, *, at_its_size: bool = False) -> int | None:
-    """Find the fewest GPUs, in whole copies, that serve `load` within the limits; None if no number does.
+class Fewest(NamedTuple):
+    """The fewest GPUs for a load, and the size of their copies."""
+
+    gpus: int
+    tp: int
+    dp_attention: bool
+
+
+def gpus_for(inputs: Inputs, deployment: Deployment, load: float) -> Fewest | None:
+    """Find the fewest GPUs, in whole copies of any size of one host, that serve `load`; None if no number does.
 
     Each number is checked as a plan of that many GPUs, with the tiers of its hosts. Copies share tiers whose total is
-    given, so the search can only start from the users of one copy.
+    given, so the search can only start from the users of one copy. Of sizes that need as many, that of `deployment` is
+    taken, or else the largest.
 
     Args:
         inputs: the inputs as given, so that totals follow the number of hosts.
         deployment: the same inputs, resolved, with the tiers to count.
         load: requests per second.
-        at_its_size: only use copies of the size of `deployment`; otherwise, of any size of one host.
     """
     basis, kept, model = deployment.basis, {it.name for it in deployment.tiers}, deployment.inputs.model
-    sizes = [(model.tp, model.dp_attention)] if at_its_size else sizes_of_a_host(inputs, basis)
+    own = (model.tp, model.dp_attention)
+    sizes = sorted(sizes_of_a_host(inputs, basis), key=lambda it: (it == own, it), reverse=True)
 
     @cache
     def most(tp: int, dp: bool, copies: int) -> float:  # noqa: FBT001 - a key of the cache
@@ -339,14 +349,14 @@ def gpus_for(inputs: Inputs, deployment: Deployment, load: float, *, at_its_size
         changed = resolve(inputs.change(size, SEARCHED), basis).only(kept)
         return highest_load(changed, near=most(tp, dp, 1) * copies if copies > 1 else 0.0)
 
-    fewest = COUNT_MAX + 1
-    for tp, dp in reversed(sizes):
+    found: Fewest | None = None
+    for tp, dp in sizes:
         copies = 1
-        while copies * tp < fewest and (served := most(tp, dp, copies)):
+        while copies * tp < (found.gpus if found else COUNT_MAX + 1) and (served := most(tp, dp, copies)):
             if is_served(load, served):
-                fewest = copies * tp
+                found = Fewest(copies * tp, tp, dp)
             copies = max(copies + 1, math.ceil(copies * load / served * (1 - CLOSE)))
-    return fewest if fewest <= COUNT_MAX else None
+    return found
 
 
 STEP = 0.2

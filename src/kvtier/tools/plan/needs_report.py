@@ -8,7 +8,6 @@ from kvtier.report.format import (
     UNBOUNDED,
     YEAR_S,
     bytes_text,
-    count_text,
     counted,
     digits,
     rate_text,
@@ -19,8 +18,8 @@ from kvtier.report.table import Table
 from kvtier.tools.plan.answer import arm_name, in_words, load_unit, shown_load
 from kvtier.tools.plan.cost import DriveLoad, worn
 from kvtier.tools.plan.inputs import ModelInputs
-from kvtier.tools.plan.limits import is_served
-from kvtier.tools.plan.plan import Need, Plan
+from kvtier.tools.plan.limits import Fewest, is_served
+from kvtier.tools.plan.plan import Need, Plan, Variant
 from kvtier.tools.plan.queueing import GPU
 from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize
 
@@ -67,7 +66,7 @@ def needs_table(plan: Plan) -> Table:
         row("GPUs of a copy", lambda it: size_name(it.deployment.inputs.model)),
         (
             f"GPUs with a reserve ({used:.0%} used)",
-            *(optional(it.gpus_needed, count_text) for it in plan.arms),
+            *(_reserve(it) for it in plan.arms),
         ),
         row("GPU memory, TB as tiers store it", lambda it: _terabytes(it.deployment.gpu_stored_bytes)),
         *hits(GPU),
@@ -92,6 +91,16 @@ def needs_table(plan: Plan) -> Table:
         title=f"What {(load := in_words(plan, plan.requested_users))} {'needs' if load == '1 user' else 'need'}",
         note=_needs_note(plan, names),
     )
+
+
+def _reserve(arm: Variant) -> str:
+    """The GPUs with a reserve as a cell, with the size of their copies where the line of GPUs has another."""
+    found, need = arm.reserve, arm.need
+    if found is None or need is None:
+        return NONE
+    model = need.deployment.inputs.model
+    is_same = (found.tp, found.dp_attention) == (model.tp, model.dp_attention)
+    return f"{found.gpus:,}" + ("" if is_same else f" ({size_name(found)})")
 
 
 def _needs_note(plan: Plan, names: Sequence[str]) -> str:
@@ -226,7 +235,7 @@ def _lasting_writes(plan: Plan, drives: DriveLoad, *, at: bool = False) -> str:
     return f"write {share_text(drives.write_share)} {f'at {users}' if is_lower else 'of new KV'}"
 
 
-def size_name(size: ModelInputs | PlannedSize) -> str:
+def size_name(size: ModelInputs | PlannedSize | Fewest) -> str:
     """How many GPUs share a copy, and how, as a cell."""
     return f"{'DP attention' if size.dp_attention else 'TP'} {size.tp}"
 
