@@ -144,7 +144,7 @@ def test_tiers_that_only_fewer_gpus_need_are_worth_buying_on_the_fewest():
     assert "(1 would be enough with local drives, 2 with GPU memory alone)" in request(four)
     assert request(four).endswith("Worth buying for 200 users on the fewest GPUs: local drives.")
     assert one.bought[0].need.point.found["disk"] > 0.1
-    assert request(one).endswith("Worth buying for 200 users: local drives.")
+    assert "Worth buying for 200 users: local drives. With a reserve (70% used) tiers save less" in request(one)
 
 
 def test_the_load_of_a_full_server_keeps_its_verdict():

@@ -187,3 +187,33 @@ def test_a_tier_never_needs_more_gpus_with_a_reserve_than_none():
     (row,) = (it for it in needs_table(plan).rows if it[0] == "GPUs with a reserve (70% used)")
     assert row[1:] == ("32", "32 (TP 8)")
     assert plan.arms[1].need.deployment.inputs.model.tp == 4
+
+
+@pytest.mark.parametrize(
+    ("users", "ending", "reserve"),
+    [
+        (30, "No tier is worth buying for 30 users.", ("8", "8", "8")),
+        (50, "on the fewest GPUs: host memory or local drives (they last 678 days), one of them.", ("8", "8", "8")),
+        (
+            60,
+            " With a reserve (70% used) one is: 8 GPUs instead of 12, with host memory or local drives.",
+            ("12 (TP 4)", "8", "8"),
+        ),
+        (80, "host memory or local drives (they last 424 days), one of them.", ("16", "12 (TP 4)", "12 (TP 4)")),
+    ],
+)
+def test_the_verdict_says_what_the_line_with_a_reserve_decides_otherwise(users, ending, reserve):
+    """No tier was worth buying for 60 users, and the line to buy by was 12 GPUs without tiers and 8 with them."""
+    plan = planned("llama-3.3-70b", model__weights="fp8", traffic__users=users)
+    (row,) = (it for it in needs_table(plan).rows if it[0] == "GPUs with a reserve (70% used)")
+    assert request(plan).endswith(ending)
+    assert row[1:] == reserve
+
+
+def test_a_verdict_that_a_reserve_does_not_confirm_says_so():
+    """55 users need 4 GPUs instead of 8, and 8 with a reserve in each column."""
+    plan = planned("qwen3-32b", gpu__count=4, traffic__users=55)
+    (row,) = (it for it in needs_table(plan).rows if it[0] == "GPUs with a reserve (70% used)")
+    assert "Worth buying for 55 users: host memory or local drives" in request(plan)
+    assert request(plan).endswith(" With a reserve (70% used) tiers save less than 10% of 8 GPUs.")
+    assert {it.split()[0] for it in row[1:]} == {"8"}

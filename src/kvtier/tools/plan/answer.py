@@ -21,7 +21,7 @@ from kvtier.tools.plan.limits import FIRST_TOKEN, TPOT, TTFT, TTFT_P95, is_serve
 from kvtier.tools.plan.plan import Plan, PlannedTier, Variant
 from kvtier.tools.plan.queueing import GPU
 from kvtier.tools.plan.resolve import SEARCHED, Deployment, given_totals, of_each_host
-from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize
+from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize, saving
 
 SPARSE = frozenset({"indexer", "compressed"})
 """Kinds of layers whose KV `connect.vllm.support` refuses, because vLLM gives it another role or a model version."""
@@ -97,18 +97,33 @@ def _conclusion_for_load(plan: Plan) -> str:
     if why := refusal(plan):
         return f" Buy no tier for this plan: {why}."
     by_price = f" by price per {one}" if plan.user_prices else ""
+    with_reserve = "" if by_price else _with_reserve(plan)
     if not plan.bought:
-        return f" No tier is worth buying for {load}{by_price}."
+        return f" No tier is worth buying for {load}{by_price}.{with_reserve}"
     texts = [names_text(it.tiers) + _early_wear(plan, it) for it in plan.bought]
     if not by_price and plan.alone.need_gpus <= plan.inputs.gpu.count:  # all the given GPUs need no tier
-        load += " on the fewest GPUs"
+        load, with_reserve = f"{load} on the fewest GPUs", ""  # the line with a reserve is for the given ones
     text = f" Worth buying for {load}{by_price}: {' or '.join(texts)}{', one of them' if len(texts) > 1 else ''}."
     first = plan.bought[0]
     alone = most_users(first.need.deployment.only(())) if first.need and first.need.gpus == first.gpus_least else 0.0
     if alone * LEAST_GAIN > plan.requested_users:  # only whole copies make it worth buying
         gpus = gpus_text(plan, first.gpus_least or 0)
         text += f" Without a tier, {gpus} would serve {in_words(plan, alone)}, nearly as many."
-    return text
+    return f"{text}{with_reserve}"
+
+
+def _with_reserve(plan: Plan) -> str:
+    """Say what the line of GPUs with a reserve makes worth buying, if that differs from what the load alone does."""
+    needed = {it.tiers: it.reserve.gpus if it.reserve else math.inf for it in plan.arms}
+    alone, found = needed[()], saving(needed)
+    if bool(found) == bool(plan.bought) or math.isinf(min(needed.values())):
+        return ""
+    reserve = f"With a reserve ({plan.inputs.target.gpu_used:.0%} used)"
+    if not found:
+        return f" {reserve} tiers save less than {LEAST_GAIN - 1:.0%} of {alone:,} GPUs."
+    instead = f" instead of {alone:,}" if math.isfinite(alone) else ""
+    which = " or ".join(names_text(it) for it in found if needed[it] == needed[found[0]])
+    return f" {reserve} one is: {needed[found[0]]:,} GPUs{instead}, with {which}."
 
 
 def _early_wear(plan: Plan, arm: Variant) -> str:
