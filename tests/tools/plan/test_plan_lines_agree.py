@@ -217,3 +217,21 @@ def test_a_verdict_that_a_reserve_does_not_confirm_says_so():
     assert "Worth buying for 55 users: host memory or local drives" in request(plan)
     assert request(plan).endswith(" With a reserve (70% used) tiers save less than 10% of 8 GPUs.")
     assert {it.split()[0] for it in row[1:]} == {"8"}
+
+
+@pytest.mark.parametrize(("energy", "said"), [(0.15, "with energy"), (0.0, "without energy")])
+def test_a_price_with_energy_has_a_price_of_energy(energy, said):
+    """Without price.energy_per_kwh both prices were 104,000, and the second was one "with energy"."""
+    prices = {"gpu": 8000, "server": 12_000, "drive": 900} | ({"energy_per_kwh": energy} if energy else {})
+    changes = {f"price__{name}": value for name, value in prices.items()}
+    plan = planned("llama-3.1-8b", "disk=4xpm1753", gpu__name="l40s", gpu__count=4, traffic__users=30, **changes)
+    found = needs_table(plan)
+    rows = {row[0]: float(row[-1].replace(",", "")) for row in found.rows if row[0].startswith("price")}
+    need = plan.arms[-1].need
+    bill = need.cost.watts / 1000 * 3 * 365.25 * 24 * energy
+    assert rows[f"price {said} of 3 years"] - rows["price, USD"] == pytest.approx(bill, abs=1)
+    assert ("Energy needs price.energy_per_kwh." in found.note) == (not energy)
+    assert f" over 3 years {said}." in verdict(plan)
+    notes = " ".join(it.note for it in tables(plan))
+    assert f"over 3 years, {said}." in notes
+    assert "of energy" not in notes

@@ -149,7 +149,7 @@ def _worth(plan: Plan, ways: list[Variant]) -> str:
     shown = [it for it in (plan.arms if plan.prices_load else ways) if it.tiers]
     priced = {it.tiers: plan.user_prices.get(it.tiers) for it in (*shown, plan.alone)}
     costs = [f"{digits(price)} with {names_text(tiers)}" for tiers, price in priced.items() if price is not None]
-    over = f"in {currency} over {counted(plan.inputs.price.years, 'year')} with energy"
+    over = f"in {currency} over {counted(plan.inputs.price.years, 'year')} {with_energy(plan)}"
     each = f" A {one} costs {_series(costs)}, {over}." if by_price else ""
     if not ways:
         whys = [(it.name, why_idle(plan, it)) for it in plan.idle_tiers]
@@ -165,6 +165,11 @@ def _worth(plan: Plan, ways: list[Variant]) -> str:
     instead = ", one of them" if len(ways) > 1 else ""
     not_bought = f" Not: {names_text(idle)}." if idle else ""
     return f"Worth buying {on}{by_price}: {' or '.join(texts)}{instead}.{not_bought}{each}"
+
+
+def with_energy(plan: Plan) -> str:
+    """Say whether prices over years contain energy, which they do only if it has a price."""
+    return "with energy" if plan.inputs.price.energy_per_kwh else "without energy"
 
 
 def why_idle(plan: Plan, tier: PlannedTier) -> str:

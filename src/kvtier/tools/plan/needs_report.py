@@ -15,7 +15,7 @@ from kvtier.report.format import (
     time_text,
 )
 from kvtier.report.table import Table
-from kvtier.tools.plan.answer import arm_name, in_words, load_unit, shown_load
+from kvtier.tools.plan.answer import arm_name, in_words, load_unit, shown_load, with_energy
 from kvtier.tools.plan.cost import DriveLoad, worn
 from kvtier.tools.plan.inputs import ModelInputs
 from kvtier.tools.plan.limits import Fewest, is_served
@@ -81,8 +81,8 @@ def needs_table(plan: Plan) -> Table:
     if any(it and it.price for it in needs):
         rows += [
             row(f"price, {inputs.price.currency}", lambda it: optional(it.price, digits)),
-            row(f"price with energy of {years}", lambda it: optional(it.cost.total, digits)),
-            row(f"price with energy of a {one}", lambda it: optional(it.user_price, digits)),
+            row(f"price {with_energy(plan)} of {years}", lambda it: optional(it.cost.total, digits)),
+            row(f"price {with_energy(plan)} of a {one}", lambda it: optional(it.user_price, digits)),
         ]
     return Table(
         ("", *(arm_name(it) for it in plan.arms)),
@@ -105,7 +105,8 @@ def _reserve(arm: Variant) -> str:
 
 def _needs_note(plan: Plan, names: Sequence[str]) -> str:
     """Say what the hardware of the table is, and what its lines contain."""
-    needs, years = [it.need for it in plan.arms], counted(plan.inputs.price.years, "year")
+    inputs, needs = plan.inputs, [it.need for it in plan.arms]
+    years = counted(inputs.price.years, "year")
     missing = sorted({name for it in needs if it for name in it.cost.missing})
     slow = [
         f"Only {it.point.write_bytes_per_s[tier] / given:.0%} of new KV is written to {TIER_NAMES[tier]} in time."
@@ -133,11 +134,12 @@ def _needs_note(plan: Plan, names: Sequence[str]) -> str:
         _snapshots(plan): names and plan.deployment.model.state_bytes,
         "Shared storage is as fast here as the network adapters of the hosts; state what yours reads and writes with "
         "?read= and ?write= of its --tier. Its power is not in the table.": "shared" in names
-        and not plan.inputs.shared.read_bytes_per_s,
+        and not inputs.shared.read_bytes_per_s,
         f"A price needs {', '.join(missing)}.": missing,
         f"The first price has the drives that replace worn ones in {years}, and no energy.": any(
             it and it.price for it in needs
         ),
+        "Energy needs price.energy_per_kwh.": any(it and it.price for it in needs) and not inputs.price.energy_per_kwh,
     }
     return " ".join(text for text, applies in notes.items() if applies)
 

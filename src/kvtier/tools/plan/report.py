@@ -29,6 +29,7 @@ from kvtier.tools.plan.answer import (
     refusal,
     request,
     verdict,
+    with_energy,
     within,
 )
 from kvtier.tools.plan.charts import answer_chart, other_charts
@@ -143,7 +144,9 @@ def _choices(plan: Plan) -> Table:
         f"Prices of tiers are for {gpus} at that load, in {currency} and with the drives that replace worn ones."
         if has_prices
         else "",
-        f"The price of a {one} is that of all hardware{for_load}, and of energy over {years}." if by_price else "",
+        f"The price of a {one} is that of all hardware{for_load} over {years}, {with_energy(plan)}."
+        if by_price
+        else "",
         _marks(plan),
     )
     return Table(
@@ -207,7 +210,7 @@ def _gains(plan: Plan) -> Table:
     years = counted(plan.inputs.price.years, "year")
     notes = (
         f"Prices need {', '.join(plan.given.cost.missing)} as inputs." if plan.given.cost.missing else "",
-        f"Prices are of all hardware, worn drives and energy over {years}." if by_price else "",
+        f"Prices are of all hardware and worn drives over {years}, {with_energy(plan)}." if by_price else "",
         "Columns differ in size, so a row also compares sizes." if is_mixed else "",
         "Ratios are those of the unrounded figures.",
         "Figures of a user divide by whole users." if one == "user" else "",
