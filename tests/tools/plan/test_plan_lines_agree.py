@@ -8,7 +8,7 @@ from tests.tools.plan.plans import planned
 
 from kvtier.errors import ConfigError
 from kvtier.report.format import digits
-from kvtier.tools.plan.answer import request, verdict
+from kvtier.tools.plan.answer import conclusion, request, verdict
 from kvtier.tools.plan.queueing import operate
 from kvtier.tools.plan.report import needs_table, tables
 from kvtier.tools.plan.settings import settings_toml
@@ -235,3 +235,11 @@ def test_a_price_with_energy_has_a_price_of_energy(energy, said):
     notes = " ".join(it.note for it in tables(plan))
     assert f"over 3 years, {said}." in notes
     assert "of energy" not in notes
+
+
+@pytest.mark.parametrize(("ttft_s", "load"), [(0.3, "One user"), (0.001, "The smallest load")])
+def test_the_load_that_exceeds_a_limit_is_above_where_it_is_met(ttft_s, load):
+    """ "The smallest load exceeds a limit" stood over a load of 5 users that was 9.42 times that limit."""
+    plan = planned("qwen3-8b", gpu__name="l40s", gpu__count=1, traffic__users=5, target__ttft_s=ttft_s)
+    assert conclusion(plan)[0].startswith(f"{load} exceeds a limit: time to first token")
+    assert (plan.binding.users > 0) == (load == "One user")

@@ -394,7 +394,8 @@ def conclusion(plan: Plan) -> list[str]:
     binding, following = plan.binding, plan.tiered.ceiling.next
     sentences: list[str] = []
     if not plan.deployment.workload.is_any(binding.users):
-        sentences.append(f"The smallest load exceeds a limit: {binding.name} ({binding.meaning}).")
+        load = "One user" if binding.users else "The smallest load"
+        sentences.append(f"{load} exceeds a limit: {binding.name} ({binding.meaning}).")
     else:
         raised_by = _raised_by(plan) or f"To raise it, change {binding.raised_by}."
         users = in_words(plan, binding.users)
