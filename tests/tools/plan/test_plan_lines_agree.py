@@ -243,3 +243,9 @@ def test_the_load_that_exceeds_a_limit_is_above_where_it_is_met(ttft_s, load):
     plan = planned("qwen3-8b", gpu__name="l40s", gpu__count=1, traffic__users=5, target__ttft_s=ttft_s)
     assert conclusion(plan)[0].startswith(f"{load} exceeds a limit: time to first token")
     assert (plan.binding.users > 0) == (load == "One user")
+
+
+def test_fewest_gpus_are_not_passed_by_a_step_over_a_host():
+    """1,140 users needed 20 GPUs with a reserve and 1,150 needed 18: a step went from 16 GPUs to 20."""
+    found = [planned("gpt-oss-120b", gpu__count=3, traffic__users=it).arms[1] for it in (1140, 1150)]
+    assert [(it.tiers, it.reserve.gpus, it.reserve.tp) for it in found] == [(("host",), 18, 2)] * 2

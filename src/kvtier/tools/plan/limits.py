@@ -331,8 +331,9 @@ def gpus_for(inputs: Inputs, deployment: Deployment, load: float) -> Fewest | No
     """Find the fewest GPUs, in whole copies of any size of one host, that serve `load`; None if no number does.
 
     Each number is checked as a plan of that many GPUs, with the tiers of its hosts. Copies share tiers whose total is
-    given, so the search can only start from the users of one copy. Of sizes that need as many, that of `deployment` is
-    taken, or else the largest.
+    given, so the search can only start from the users of one copy. It steps by the users of a copy, and then halves its
+    last step, because a copy serves more where a host with few of them brings tiers of its own. Of sizes that need as
+    many, that of `deployment` is taken, or else the largest.
 
     Args:
         inputs: the inputs as given, so that totals follow the number of hosts.
@@ -351,11 +352,18 @@ def gpus_for(inputs: Inputs, deployment: Deployment, load: float) -> Fewest | No
 
     found: Fewest | None = None
     for tp, dp in sizes:
-        copies = 1
-        while copies * tp < (found.gpus if found else COUNT_MAX + 1) and (served := most(tp, dp, copies)):
-            if is_served(load, served):
-                found = Fewest(copies * tp, tp, dp)
-            copies = max(copies + 1, math.ceil(copies * load / served * (1 - CLOSE)))
+        limit = found.gpus if found else COUNT_MAX + 1
+        failed, copies = 0, 1
+        while copies * tp < limit and (served := most(tp, dp, copies)) and not is_served(load, served):
+            failed, copies = copies, max(copies + 1, math.ceil(copies * load / served * (1 - CLOSE)))
+        if not most(tp, dp, 1):
+            continue
+        copies = min(copies, -(-limit // tp))
+        while copies - failed > 1:
+            middle = (failed + copies) // 2
+            failed, copies = (failed, middle) if is_served(load, most(tp, dp, middle)) else (middle, copies)
+        if copies * tp < limit:
+            found = Fewest(copies * tp, tp, dp)
     return found
 
 
