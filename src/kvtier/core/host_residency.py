@@ -1,7 +1,7 @@
 """Host memory: which object is in which slot, which can be evicted, and the life of a copy as a state machine.
 
-No other module changes slots or states. A transition that is not in `TRANSITIONS` raises, so no other code has to
-forbid it. The table contains no pins, limits or waiting items.
+No other module changes slots or states. A transition that is not in `TRANSITIONS` raises AssertionError, so no other
+code has to forbid it. The table contains no pins, limits or waiting items.
 
     ABSENT --gather begins--> GATHERING --done--> READY --evicted--> ABSENT
     ABSENT --promote begins-> PROMOTING --done--> READY --leaves---> LEAVING --written--> ABSENT
@@ -44,7 +44,7 @@ Item = tuple[ChunkKey, int]
 STAGING_SLOTS_MIN = 8
 """In a group with fewer slots, objects that have left host memory are not relayed."""
 STAGING_SLOTS_MAX = 8
-"""Most slots of a group's staging area. They suffice for a slow tier's writes in flight; more would be missing
+"""Maximum slots of a group's staging area. They suffice for a slow tier's writes in flight; more would only be missing
 elsewhere."""
 STAGING_SHARE = 32
 """The staging area takes at most one in this many slots."""
@@ -117,10 +117,10 @@ TRANSITIONS: dict[tuple[Residency, Change], Residency] = {
 }
 
 READABLE = (READY, LEAVING)
-"""The copy is complete and can be scattered and demoted."""
+"""States in which the copy is complete and can be scattered and demoted."""
 
 COMING = (Residency.GATHERING, Residency.PROMOTING)
-"""A transfer into the slot is in flight; loads may wait for it."""
+"""States in which a transfer into the slot is in flight; loads may wait for it."""
 
 PRESENCE: dict[Residency, Presence] = {
     Residency.ABSENT: Presence.ABSENT,
@@ -142,7 +142,7 @@ class WriteState(Enum):
     """The next use or flush decides."""
     PENDING = auto()
     QUEUED = auto()
-    """In the tier's queue."""
+    """It is in the tier's queue."""
     WRITING = auto()
     """Its demotion is in flight."""
     CLOSED = auto()
@@ -209,13 +209,13 @@ class HostEntry:
     is_retained: bool = False
     """Whether a hint keeps it in host memory (`retention`)."""
     is_low: bool = False
-    """Whether a hint has it evicted before others, until its next use."""
+    """Whether it is evicted before others because of a hint, until its next use."""
     is_read: bool = False
-    """Whether a read took its slot. This field and those below are used only if objects pass through."""
+    """Whether a read took its slot. This field and those below are used only if objects just pass through."""
     is_in_tier: bool = False
     """Whether a tier has it."""
     kept_by: str = ""
-    """A tier that persists and has it; empty if there is none."""
+    """A persistent tier that has it; empty if none does."""
     awaited: int = 0
     """How many puts wait until a tier has it."""
 
@@ -225,7 +225,7 @@ class HostMemory:
 
     Args:
         slots: number of slots of each group.
-        evictor: makes one `Evictor` for each group.
+        evictor: creates one `Evictor` for each group.
         layout: the model's KV groups.
         has_staging: whether objects on their way between lower tiers may take slots.
         stages_only: whether host memory is only a staging area: objects pass through and do not stay.
@@ -263,10 +263,10 @@ class HostMemory:
         self.readable: list[set[ChunkKey]] = [set() for _ in slots]
         self.lost: list[HostEntry] = []
         self.leaving = [0] * len(self.slots)
-        """How many objects of each group are LEAVING, so that their slots become free soon."""
+        """How many objects of each group are LEAVING. Their slots become free soon."""
         self.evictions = 0
         self.removals = 0
-        """How many objects have become unfindable, for whatever reason."""
+        """How many objects have been removed from `entries`, for whatever reason."""
         self._left: deque[Item] = deque(maxlen=LEFT_MAX)
         self._free = [list(range(count - 1, -1, -1)) for count in slots]
         self._evictors = [evictor() for _ in slots]
@@ -441,9 +441,9 @@ class HostMemory:
         return True
 
     def take_slot(self, group: int, *, is_read: bool = False) -> int | None:
-        """Take a free slot, or that of an evicted object without pins and pending writes; None if there is none.
+        """Take a free slot, or that of an object to evict, which has no pins or pending writes. Return None if neither.
 
-        If objects only pass through, none is evicted, and reads and writes have a share each.
+        If objects only pass through, none is evicted, and reads and writes each have a share.
         """
         if self.stages_only:
             if not self._free[group] or not self.has_share(group, is_read=is_read):
@@ -464,7 +464,7 @@ class HostMemory:
         return self.take_slot(group) if self.staging[group] else None
 
     def clear(self) -> int:
-        """Evict every object without pins and pending writes, whatever the policy. Return how many there were."""
+        """Evict every object without pins and pending writes, under any policy. Return how many there were."""
         victims = [it for entries in self.entries for it in entries.values() if _is_idle(it, may_be_pending=False)]
         for victim in victims:
             self._evict(victim)
@@ -491,7 +491,7 @@ class HostMemory:
         self._leave_evictor(entry)
 
     def stuck(self, entry: HostEntry) -> None:
-        """Record an overdue demotion of the object. It may last long, so the evictor need not protect its parents."""
+        """Record an overdue demotion of the object. It may take long, so the evictor need not protect its parents."""
         entry.stuck += 1
         if entry.awaited:
             self.unkept.append(entry)
@@ -613,7 +613,7 @@ class HostMemory:
         self._left.append((entry.key, entry.group))
 
     def left_since(self, removals: int) -> list[Item]:
-        """Return what left host memory since `removals` had this value, at most the last `LEFT_MAX` objects."""
+        """Return the objects that left host memory since `removals` had this value, at most the last `LEFT_MAX`."""
         return list(islice(reversed(self._left), self.removals - removals))
 
     def _give_back(self, entry: HostEntry) -> None:
