@@ -62,7 +62,7 @@ class KvError(Exception):
 
 
 def described(error: BaseException) -> str:
-    """Return an error's text for people: shortened, without likely secrets, and with the type unless it is KvError."""
+    """Return an error's text for people: shortened, without likely secrets, with the type unless it is a KvError."""
     text = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
     head, *urls = text.split("://")
     text = "://".join([head, *(_LOGIN.sub("(hidden)@", url) for url in urls)])

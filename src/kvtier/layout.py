@@ -51,7 +51,7 @@ _ELEMENTS = MappingProxyType[str, Element]({
 
 
 def run_of(kind: RunKind, dtype: object, size_bytes: int) -> Run:
-    """Return a run of `dtype` (of torch, or its name), or of `bytes` if it is unknown or does not divide the size."""
+    """Return a run of `dtype` (torch's or its name), or of `bytes` if that is unknown or does not divide the size."""
     element = _ELEMENTS.get(str(dtype).removeprefix("torch."), "bytes")
     return Run(kind, "bytes" if size_bytes % ELEMENT_BYTES[element] else element, size_bytes)
 
@@ -64,7 +64,7 @@ TOKEN_GROUP = 64
 """Tokens whose keys share a scale in a lossy codec. Sections with axes are cut between such groups."""
 
 TOKENS_MIN = 16
-"""Minimum tokens in a section of an engine with a class. With fewer, scales would be most of the stored bytes."""
+"""Minimum number of tokens in a section of an engine with a class. With fewer, most stored bytes would be scales."""
 
 
 class Axes(NamedTuple):
@@ -183,7 +183,7 @@ ELSEWHERE = -1
 
 
 class Part(NamedTuple):
-    """What a rank holds of a KV group: layers, KV heads, and a share of the tokens. Every object name covers it.
+    """What a rank holds of a KV group: layers, KV heads, and a share of the tokens. Every object name depends on it.
 
     Ranks with equal parts hold the same KV, and their objects have the same names.
     """
@@ -256,7 +256,7 @@ class GroupLayout:
         """All runs, layer by layer, each with its axes.
 
         Raises:
-            ValueError: there are axes, but not one entry for each run.
+            ValueError: axes are given, but not one entry for each run.
         """
         axes = self.axes or tuple((None,) * len(layer) for layer in self.runs)
         for layer, its_axes in zip(self.runs, axes, strict=True):
@@ -379,7 +379,7 @@ class KvLayout:
         return made
 
     def digest(self, group: int) -> bytes:
-        """Return the 32-byte digest of everything needed to read one group's bytes. Its object names contain it."""
+        """Return the 32-byte digest of everything needed to read one group's bytes. Object names depend on it."""
         return self._digests[group]
 
     def part(self, group: int) -> Part:

@@ -202,7 +202,7 @@ class ChunkRecord(NamedTuple):
     tokens: bytes
     """Ids of its tokens, each a little-endian u32."""
     extras: bytes
-    """The extras, at most 388 bytes, as the engine adapter that stored the chunk gave them."""
+    """The extras, at most 388 bytes, as passed by the engine adapter that stored the chunk."""
 
 
 class RecallPage(NamedTuple):

@@ -1,1 +1,1 @@
-"""The decisions of the cache. They are pure and synchronous: calls pass the time, and return commands and events."""
+"""The decisions of the cache. They are pure and synchronous: the time goes in, and commands and events come out."""

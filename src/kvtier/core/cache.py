@@ -1,8 +1,8 @@
-"""The core: decides what to load, keep and move. Pure and synchronous.
+"""The core decides what to load, keep and move. It is pure and synchronous.
 
-Calls pass the time. `take_commands` and `take_events` return what the core has decided. The consequences of completions
-appear after the next `advance` or `tick`. The core has one owner, never blocks, and treats answers of lower tiers as
-hints.
+Callers pass the time. `take_commands` and `take_events` return what the core has decided. The consequences of
+completions appear after the next `advance` or `tick`. The core has one owner, never blocks, and treats answers of lower
+tiers as hints.
 
 - Never lie: an object is readable only when READY or LEAVING, after its transfer was reported DONE. A reader of
   a slot holds a pin. The slot of an overdue promotion is not reused before its thread has ended.
@@ -94,7 +94,7 @@ class Cache:
         """Whether anything since the last `advance` may allow transfers to start."""
         self._output = Output(counters=self._output.counters, new_id=self._output.new_id)
         self.commands, self.events = self._output.commands, self._output.events
-        """Commands and events since they were last taken."""
+        """Commands and events that have not been taken yet."""
         self.counters = self._output.counters
         has_staging = any(rules.persists for rules in tiers[:-1])
         self.host = HostMemory(slots, self._evictor, layout, has_staging=has_staging, stages_only=stages_only)
@@ -374,7 +374,7 @@ class Cache:
         self._transfers.advance(now_s)
 
     def flush(self, now_s: float) -> None:
-        """Queue every pending write under any write policy, and those that tiers missed while they were away."""
+        """Queue every pending write under any write policy, and the writes that tiers missed while they were away."""
         self._pending_writes.flush(now_s)
         self._transfers.advance(now_s)
 

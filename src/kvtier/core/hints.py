@@ -4,11 +4,11 @@
     lower      evicts first those objects that only one conversation has used
     prefetch   brings its objects from lower tiers into host memory by a given time
 
-A hint waits for the open stores of its prefix. Objects that are retained, or that leave for a prefetch, are written to
+A hint waits for the open stores of its prefix. Objects that are retained, or evicted until a prefetch, are written to
 the lower tiers under any write policy.
 
-Clients choose hints and salts, so no client has a share of its own. Each hint has a limit instead, hints that are due
-earlier come first, and the operator's calls do not compete with those of clients. Refused hints of clients are counted.
+Clients choose hints and salts, so no client has a share of its own. Instead, each hint has a limit, and hints that are
+due earlier come first. The operator's calls do not compete with those of clients. Refused hints of clients are counted.
 The operator's calls return what they achieved.
 """
 
@@ -28,11 +28,11 @@ from kvtier.layout import KvLayout
 from kvtier.types import ChunkKey, Place, Prefix, Priority, RequestId
 
 WAITING_HINTS_MAX = 256
-"""Maximum hints that may wait for stores. Beyond that, the oldest are forgotten, the operator's last."""
+"""Maximum number of hints that may wait for stores. Beyond that, the oldest are forgotten, the operator's last."""
 
 PREFETCHES_MAX = 256
-"""Maximum prefetches of clients that may be open or due later; the operator may have as many. Beyond that, those due
-latest that have not begun are ignored."""
+"""Maximum number of prefetches of clients that may be open or due later; the operator may have as many. Beyond that,
+those due latest that have not begun are ignored."""
 
 LEAD_S = 1.0
 """A prefetch begins this long before its time, plus twice the expected time of its transfers."""
@@ -54,7 +54,7 @@ class Wish(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DuePrefetch:
-    """A prefetch that has not begun, because it is due later or its probes are open."""
+    """A prefetch that has not begun, because it is due later or its probes are still open."""
 
     request: RequestId
     prefix: Prefix
@@ -201,7 +201,7 @@ class Hints:
         """Assert that retentions, waiting hints and prefetches are consistent.
 
         Raises:
-            AssertionError: they are not, which is a bug in the core.
+            AssertionError: they are inconsistent, which is a bug in the core.
         """
         self.retention.check()
         assert len(self._wishes) <= WAITING_HINTS_MAX, "too many hints wait"

@@ -14,8 +14,8 @@ whose thread may still write to the slot. The object cannot be found, and the sl
 a tier that hangs causes a miss and never wrong bytes. RELAYING and STAGED objects are in the staging area, on their way
 from one lower tier to another, and cannot be found.
 
-If objects only pass through host memory (`object_cache`), each is LEAVING as soon as it has arrived. It goes when its
-last pin and its last write have ended.
+If objects only pass through host memory (`object_cache`), each is LEAVING as soon as it has arrived. It is evicted when
+its last pin and its last write have ended.
 
 An object also has a state for its write to each lower tier (`WRITE_STEPS`), which `pending_writes` changes:
 
@@ -39,13 +39,13 @@ from kvtier.types import ChunkKey, NextTurn, Presence
 HOST = "host"
 
 Item = tuple[ChunkKey, int]
-"""(key, group): one object."""
+"""One object, as (key, group)."""
 
 STAGING_SLOTS_MIN = 8
 """In a group with fewer slots, objects that have left host memory are not relayed."""
 STAGING_SLOTS_MAX = 8
-"""Maximum slots of a group's staging area. They suffice for a slow tier's writes in flight; more would only be missing
-elsewhere."""
+"""Maximum number of slots of a group's staging area. They suffice for a slow tier's writes in flight. More would only
+be missing elsewhere."""
 STAGING_SHARE = 32
 """The staging area takes at most one in this many slots."""
 
@@ -195,9 +195,9 @@ class HostEntry:
     is_staged: bool = False
     """Whether it is in the staging area, on its way from one lower tier to another."""
     pins: int = 0
-    """Queued or running scatters, and running demotions."""
+    """Number of queued or running scatters, and of running demotions."""
     stuck: int = 0
-    """Overdue demotions among the pins."""
+    """Number of overdue demotions among the pins."""
     writes: dict[str, WriteState] = field(default_factory=dict[str, WriteState])
     """State of the write to each lower tier, except UNDECIDED ones."""
     pending: int = 0
@@ -256,7 +256,7 @@ class HostMemory:
         if stages_only and has_staging:
             self.staging = [RELAY_SLOTS] * len(slots)
         self.staging_slots = tuple(self.staging)
-        """The most slots of each group that the staging area may take."""
+        """Maximum number of slots of each group that the staging area may take."""
         self.relayed: dict[HostEntry, None] = {}
         """Objects in the staging area."""
         self.entries: list[dict[ChunkKey, HostEntry]] = [{} for _ in slots]
@@ -279,8 +279,8 @@ class HostMemory:
         # Counts of evictable objects, so that a full host memory is not searched for a victim that cannot exist.
         self._idle_clean = [0] * len(self.slots)
         self._idle_pending = [0] * len(self.slots)
-        # After a search without a result, none is made until an object may have become evictable. Otherwise each of
-        # many stores that wait for slow demotions would search at every step.
+        # After a search without a result, no other is made until an object may have become evictable. Otherwise each
+        # of many stores that wait for slow demotions would search at every step.
         self._has_no_victim = [False] * len(self.slots)
 
     def entry(self, key: ChunkKey, group: int) -> HostEntry | None:
@@ -441,7 +441,7 @@ class HostMemory:
         return True
 
     def take_slot(self, group: int, *, is_read: bool = False) -> int | None:
-        """Take a free slot, or that of an object to evict, which has no pins or pending writes. Return None if neither.
+        """Take a free slot, or evict an object without pins and pending writes for its slot. Otherwise return None.
 
         If objects only pass through, none is evicted, and reads and writes each have a share.
         """
@@ -505,7 +505,7 @@ class HostMemory:
             self._add_candidate(entry, entry.conversation)
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
-        """Pass the kind of the conversation's next turn to evictors that use it."""
+        """Pass the kind of the conversation's next turn to the evictors that use such hints."""
         for evictor in self._evictors:
             if isinstance(evictor, Hinted):
                 evictor.expects(conversation, next_turn)
@@ -523,7 +523,7 @@ class HostMemory:
         """Assert that slots, sets, pins and counts are consistent.
 
         Raises:
-            AssertionError: they are not, which is a bug in the core.
+            AssertionError: they are inconsistent, which is a bug in the core.
         """
         for group, entries in enumerate(self.entries):
             slots = list(self._free[group])

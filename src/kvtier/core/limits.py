@@ -22,9 +22,9 @@ class TierRules:
     is_remote: bool = False
     """Whether an answer costs a round trip. Such a tier is asked for few names, in rounds; requests need not wait."""
     loads_in_flight: int = 16
-    """Maximum promotions in flight. All tiers share a quarter of the slots of the smallest group."""
+    """Maximum number of promotions in flight. All tiers share a quarter of the slots of the smallest group."""
     writes_in_flight: int = 8
-    """Maximum demotions in flight. All tiers share a quarter of the slots of the smallest group."""
+    """Maximum number of demotions in flight. All tiers share a quarter of the slots of the smallest group."""
     small_bytes_in_flight: int = 0
     """Up to this many bytes in flight per direction, small objects may exceed the counts above, within the quarter of
     the slots. They travel in batches, and a batch holds only objects in flight.

@@ -8,8 +8,7 @@ slower periods, and one good measurement recovers half of the difference.
 
 The longest pause between arrivals is estimated as well. It decays with each burst and with each better measurement. A
 link with a quota (a throttled control group, a cloud volume) passes some objects at once and then none until its next
-period. A pause longer than the estimate may be a single hiccup, so it counts in the bandwidth only from the second one
-on.
+period. A pause longer than the estimate may be a single hiccup, so it lowers the bandwidth only if it recurs.
 
 Sizes are those of raw objects, and times include decoding. So the bandwidth of a tier with a codec is that of its usual
 mix of raw and coded objects. The core does not know which objects are coded. So it misjudges a load of one kind after
@@ -135,7 +134,7 @@ class LinkEstimator:
             self._flow_pause_s = max(self._flow_pause_s, pause_s)
             self.pause_s = max(self.pause_s, pause_s)
             self._flow_bytes += size_bytes
-            self.first_bytes = self._batch_bytes  # not more, although more was in flight
+            self.first_bytes = self._batch_bytes  # no more than that, although more was in flight
             if not self.out:
                 self._end_burst(now_s)
             elif now_s - self._flow_since_s >= 2 * SAMPLE_S:

@@ -1,7 +1,7 @@
 """Lists load options: all sources, all but the slowest, all but the two slowest, and so on.
 
 Optimal cut points lie only at boundaries between sources. Within one source, load time grows linearly with tokens,
-while later tokens cost more to compute. So if loading the first chunk of a source pays, loading all of them does.
+while later tokens cost more to compute. So if the first chunk of a source is worth loading, all of its chunks are.
 """
 
 from collections.abc import Callable, Collection, Sequence

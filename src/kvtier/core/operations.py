@@ -71,7 +71,7 @@ DELIVERED, FAILED, STORED, DROPPED = ItemState.DELIVERED, ItemState.FAILED, Item
 KEEPING = ItemState.KEEPING
 
 WAITING_MAX = 4096
-"""Maximum objects of all stores that may wait for a slot. Further ones are dropped."""
+"""Maximum number of objects of all stores that may wait for a slot. Further ones are dropped."""
 
 Steps = dict[ItemState, tuple[ItemState, ...]]
 
@@ -143,7 +143,7 @@ class Operation:
     aside: dict[str, deque[WorkItem]] = field(default_factory=dict[str, deque[WorkItem]])
     """A get's other WANTED items, by the tier to ask next, so that a tier without room does not delay the others."""
     unfinished: int = 0
-    """Items without a result."""
+    """Number of items without a result."""
     is_over: bool = False
     """Whether it was released or is overdue, so that queued work is dropped."""
     origins: Sequence[Origin] = ()

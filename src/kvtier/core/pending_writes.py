@@ -34,13 +34,13 @@ FILL_USES = 2
 """Number of uses at which an object from a slower tier is written to the faster ones."""
 
 PROMOTED_MAX = 1 << 16
-"""Maximum objects from slower tiers whose first use is remembered after they have left host memory."""
+"""Maximum number of objects from slower tiers whose first use is remembered after they have left host memory."""
 
 PUBLISHED_PART = 4
 """If other engines wait for stores, one slot in this many may hold an object that waits for a remote tier."""
 
 RELAYS_MAX = 1 << 14
-"""Maximum objects that wait to be relayed to one tier. Beyond that, the oldest are dropped."""
+"""Maximum number of objects that wait to be relayed to one tier. Beyond that, the oldest are dropped."""
 
 # Constants for hot paths, as in `host_residency`.
 DEMOTE, PROMOTE = Direction.DEMOTE, Direction.PROMOTE

@@ -91,8 +91,8 @@ def load_sources(
 ) -> Sources:
     """Split the leading `tokens` past `resident_tokens` by source. `sources` maps (group, chunk) to its source.
 
-    A chunk counts for the slowest source among its groups. A chunk that no group moves (before a sliding window) counts
-    like the next chunk that is moved.
+    A chunk counts towards the slowest source among its groups. A chunk that no group moves (before a sliding window)
+    counts like the next chunk that is moved.
     """
     slowness = {source: number for number, source in enumerate(order)}
     by_chunk: dict[int, str] = {}

@@ -16,7 +16,7 @@ from kvtier.core.host_residency import READABLE, HostEntry, HostMemory
 from kvtier.types import Prefix, Priority
 
 SLACK = 64
-"""Number of stale ends that are tolerated before a clean-up."""
+"""Number of stale end times that are tolerated before a clean-up."""
 
 
 class Retention:
@@ -39,13 +39,13 @@ class Retention:
         self.counts = [0] * len(host.slots)
         """How many objects of each group are retained."""
         self._ends: dict[HostEntry, tuple[Priority, float]] = {}
-        """Each retained object's priority and end."""
+        """Priority and end time of each retained object."""
         self._by_age = [[OrderedDict[HostEntry, None]() for _ in Priority] for _ in host.slots]
         """Retained objects of each group and priority, the oldest retention first, and within it children before
         parents. If several hints retain an object, its age is that of the newest, and the highest priority counts."""
         self._by_end: dict[float, dict[HostEntry, None]] = {}
         self._deadlines: list[float] = []
-        """Heap of ends."""
+        """Heap of end times."""
 
     def most_of(self, priority: Priority) -> list[int]:
         """Return how many objects of each group one hint may retain."""
@@ -139,7 +139,7 @@ class Retention:
         """Assert that host memory retains exactly the objects with an end, and that counts are right.
 
         Raises:
-            AssertionError: it does not, which is a bug in the core.
+            AssertionError: a retention or count is wrong, which is a bug in the core.
         """
         retained = {entry for entries in self._host.entries for entry in entries.values() if entry.is_retained}
         assert retained == set(self._ends), "a retained object has no end"

@@ -14,10 +14,10 @@ from kvtier.layout import GroupLayout, History
 from kvtier.types import Prefix
 
 CHUNKS_MAX = 1024
-"""Maximum chunks in a survey: 262,144 tokens with chunks of 256."""
+"""Maximum number of chunks in a survey: 262,144 tokens with chunks of 256."""
 
 REMOTE_NAMES = 24
-"""Maximum names in one probe of a remote tier, about as many as in a round of a lookup."""
+"""Maximum number of names in one probe of a remote tier, about as many as in a round of a lookup."""
 
 
 @dataclass(slots=True, eq=False)

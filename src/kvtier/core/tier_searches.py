@@ -37,13 +37,13 @@ NO_PREFIX = Prefix((), 1)
 """Placeholder for the prefix in a search for a list of objects."""
 
 REQUESTS_MAX = 4096
-"""Maximum requests whose answers are kept. Further ones are looked up in host memory only."""
+"""Maximum number of requests whose answers are kept. Further ones are looked up in host memory only."""
 
 ROUND_NAMES = 23
 """Number of evenly spaced names in one round of a remote tier."""
 
 BOUNDARIES_MAX = 4
-"""Maximum boundaries of windows and states that a remote tier is asked for."""
+"""Maximum number of boundaries of windows and states that a remote tier is asked for."""
 
 ASK_AGAIN_S_MIN = 0.005
 ASK_AGAIN_S_MAX = 0.02
@@ -52,7 +52,7 @@ them are found.
 """
 
 ASKING_MAX = 64
-"""Maximum open searches for announced chunks. Other requests ask later."""
+"""Maximum number of open searches for announced chunks. Other requests ask later."""
 
 STALL_S = 0.5
 """A request stops waiting for announced chunks when no further one has been found for this long."""
@@ -77,9 +77,9 @@ class Search:
     chunks: list[int] = field(default_factory=list[int])
     """Chunks of history that were missing when the tier was first asked."""
     low: int = -1
-    """Position in `chunks` of the last present one."""
+    """Position in `chunks` of the last one known to be present."""
     high: int = 0
-    """Position in `chunks` of the first absent one."""
+    """Position in `chunks` of the first one known to be absent."""
     sampled: list[int] = field(default_factory=list[int])
     """Positions in `chunks` that the current round asks for."""
     boundaries: list[tuple[list[Item], list[Item]]] = field(default_factory=list[tuple[list[Item], list[Item]]])
@@ -112,7 +112,7 @@ class OpenProbe:
 
 @dataclass(slots=True, eq=False)
 class AnnouncedWait:
-    """A request's wait for chunks that another engine has announced. It lasts at most as long as computing them."""
+    """A request's wait for chunks that another engine has announced. It lasts no longer than computing them would."""
 
     keys: frozenset[ChunkKey]
     tokens: int
@@ -336,7 +336,7 @@ class Probes:
         return AnnouncedWait(frozenset(prefix.keys[:chunks]), tokens, until_s, now_s)
 
     def _wait_s(self, search: Search, tier_state: TierState, now_s: float) -> float:
-        """Return how long to wait for remote tiers: as long as expected hits repay, or `WAIT_SHARE` if longer.
+        """Return how long to wait for remote tiers: as long as the expected hits justify, and at least `WAIT_SHARE`.
 
         The wait is 0 if an answer usually takes longer. The hit rate includes late answers.
         """
@@ -351,7 +351,7 @@ class Probes:
         return wait_s if wait_s >= tier_state.answer_s else 0.0
 
     def send_health_checks(self, now_s: float, watched: Callable[[str], tuple[Item, ...]]) -> None:
-        """Send a health check to each tier without an open probe. It is a probe that needs no request.
+        """Send a health check, which is a probe without a request, to each tier that has no open probe.
 
         A tier that requests keep busy is still asked for watched objects.
 

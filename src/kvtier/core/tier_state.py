@@ -15,7 +15,7 @@ DEMOTE, PROMOTE = Direction.DEMOTE, Direction.PROMOTE
 WAYS: dict[Direction, Way] = {PROMOTE: "read", DEMOTE: "write"}
 
 SUSPECT_MAX = 1 << 16
-"""Maximum suspect objects per tier. Beyond that, the oldest are trusted again."""
+"""Maximum number of suspect objects per tier. Beyond that, the oldest are trusted again."""
 
 PAUSE_S_MIN = 5.0
 PAUSE_S_MAX = 300.0
@@ -302,7 +302,7 @@ class TierState:
     def record(
         self, direction: Direction, operation: int, now_s: float, *, is_fault: bool, is_late: bool = False
     ) -> None:
-        """Record the result of a read (PROMOTE) or write (DEMOTE). A change of the breaker emits a notice.
+        """Record the result of a read (PROMOTE) or write (DEMOTE). If the breaker opens or closes, emit a notice.
 
         Args:
             direction: PROMOTE or DEMOTE.
@@ -346,7 +346,7 @@ class TierState:
         """Assert that the limits hold.
 
         Raises:
-            AssertionError: they do not, which is a bug in the core.
+            AssertionError: a limit is exceeded, which is a bug in the core.
         """
         for direction, limit in self.limit.items():
             out, out_bytes = self.out[direction], self.out_bytes[direction]
@@ -404,7 +404,7 @@ class TierStates:
         """Assert that the limits hold. `out` counts transfers in flight by direction.
 
         Raises:
-            AssertionError: they do not, which is a bug in the core.
+            AssertionError: a limit is exceeded, which is a bug in the core.
         """
         for direction in (PROMOTE, DEMOTE):
             assert out[direction] == sum([tier_state.out[direction] for tier_state in self.all]), (

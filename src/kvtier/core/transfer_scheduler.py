@@ -251,7 +251,7 @@ class TransferScheduler:
             tier_state.read_answered(item)
 
     def _read_failed(self, flight: InFlightTransfer, now_s: float) -> None:
-        """Leave the copy that a promotion reads alone for a time, even for requests that found it before."""
+        """For a time, leave alone the copy that a promotion reads, even for requests that found it before."""
         item, tier_state = (flight.entry.key, flight.entry.group), self._tiers.by_name[flight.transfer.tier]
         flight.is_doubted = not tier_state.is_suspect(item)
         tier_state.read_failed(item, now_s, is_stuck=flight.is_blamed)
@@ -596,7 +596,7 @@ class TransferScheduler:
         output = self._output
         tier_state = self._tiers.by_name[tier] if tier else None
         limit_s = COPY_DEADLINE_S if tier_state is None else tier_state.rules.transfer_deadline_s
-        transfer = Transfer(  # positional: this runs for every object, and keywords cost half as much again
+        transfer = Transfer(  # positional: this runs for every object, and keywords take half as long again
             output.new_id(),
             direction,
             entry.key,
@@ -623,7 +623,7 @@ class TransferScheduler:
         """Assert that pins and limits match the transfers in flight.
 
         Raises:
-            AssertionError: they do not, which is a bug in the core.
+            AssertionError: they do not match, which is a bug in the core.
         """
         pins: dict[HostEntry, int] = {}
         writing: set[tuple[HostEntry, str]] = set()

@@ -44,7 +44,7 @@ def read_file(path: Path) -> Keyring:
 
 
 def _parsed(content: bytes, origin: str) -> Keyring:
-    """Parse `content`. Empty content is an error, as it is being rewritten. A comment alone means no keys."""
+    """Parse `content`. Empty content is an error: it is probably being rewritten. A comment alone means no keys."""
     if not content.strip():
         raise ConfigError("there is no key", setting=origin, allowed=FORM)
     return parse(content, origin)
@@ -97,8 +97,8 @@ class KeySource:
     """The keys now in use. A thread reads them again at intervals. The class is thread-safe.
 
     A reading that fails, or finds nothing at all, keeps the last keys. One that succeeds replaces them: a removed line
-    removes its key, and a comment alone removes all keys.
-    A process that is forked from this one keeps the keys of that moment.
+    removes its key, and a comment alone removes all keys. A process that is forked from this one keeps the keys of that
+    moment.
 
     Args:
         read: reads the keys, or raises ConfigError.

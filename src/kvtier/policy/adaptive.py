@@ -2,7 +2,7 @@
 
 No fixed rule wins on all workloads: recency suits agents, frequency suits chats. What matters is which names are
 already dead and which will be reused soon. So each use gets a kind from features of its prompt: how much of the prompt
-is new, how long ago its continued part was used, how often the name was used before, and whether the prompt ended
+is new, how long ago its reused part was last used, how often the name was used before, and whether the prompt ended
 there. `ReuseModel` learns the value of keeping a name for each kind and age. The names of least value are evicted
 first. If all kinds behave alike, that is LRU. Measurements are in docs/internals/eviction-study.md.
 
@@ -109,7 +109,7 @@ class KeyNode:
 
 
 NO_NODE = KeyNode(b"")
-"""Sentinel: no adjacent node."""
+"""Sentinel for no adjacent node."""
 
 
 class KeyRun:
@@ -144,7 +144,7 @@ class KeyRun:
 
 
 CURRENT = KeyRun(0, None, 0, [])
-"""Sentinel: run of the current prompt, whose kinds are not known yet."""
+"""Sentinel for the run of the current prompt, whose kinds are not known yet."""
 
 
 _GHOSTS = 8
@@ -387,7 +387,7 @@ class Adaptive:
         if conversation is None:
             self._owner = None
         else:
-            # Not setdefault, because the dictionary has weak references only.
+            # Not setdefault, because the dictionary has only weak references.
             self._owner = self._conversations.get(conversation) or Owner()
             self._conversations[conversation] = self._owner
 

@@ -18,7 +18,7 @@ class Use(NamedTuple):
 
 
 class Evictor(Protocol):
-    """Chooses victims. It is told of every change. An instance has one owner and needs no lock.
+    """Chooses victims. It is notified of every change. An instance has one owner and needs no lock.
 
     A policy must not evict a parent before its children, which are useless without it and take up space. The contract
     suite does not check that, because `Fifo`, which is for comparison, ignores parents. Names whose parents form a

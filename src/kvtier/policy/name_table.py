@@ -8,9 +8,10 @@ _PARTS = 256
 
 
 class NameTable(Generic[_T]):
-    """Maps names to values, with one dictionary for each last byte of a name. Names are usually digests.
+    """Maps names to values, with one dictionary for each last byte of a name.
 
-    Growing or listing a single dictionary of 10^7 names takes longer than a lock may be held. A part has 39,000 names.
+    Names are usually digests, but need not be. Growing or listing a single dictionary of 10^7 names takes longer than
+    a lock may be held. A part has 39,000 of them.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ ENDS = tuple(round(_FIRST_END * 2 ** (step / 2)) for step in range(45))
 """Upper bounds of the age buckets; one more bucket is unbounded."""
 BUCKETS = len(ENDS) + 1
 WATCHED_MAX = 1 << 14
-"""Maximum uses watched at once. Beyond that, the oldest watch ends."""
+"""Maximum number of uses watched at once. Beyond that, the oldest watch ends."""
 _HORIZON = 8
 """Minimum span of the watched uses, as a multiple of the present names. Below it, the share of watched names is halved.
 """
@@ -49,7 +49,7 @@ _DONE_MAX = 256
 _OPEN_AT_ONCE = 2048
 """Open watches examined in one step of a training."""
 _EARLIER = 1 << 63
-"""Bit to flip in a name's hash for the key of the name's earlier watch."""
+"""Bit that is flipped in a name's hash to make the key of the name's earlier watch."""
 _KINDS_AT_ONCE = 12
 """Kinds whose values one step of a training computes."""
 
