@@ -78,7 +78,7 @@ class Cache:
         stages_only: bool = False,
     ) -> None:
         if len(slots) != len(layout.groups) or min(slots) < 2:
-            raise ValueError(f"slots must name at least 2 for each of the {len(layout.groups)} groups, got {slots}")
+            raise ValueError(f"each of the {len(layout.groups)} groups needs at least 2 slots, got {slots}")
         self._layout, self._slots, self._rules, self._evictor = layout, slots, tiers, evictor
         self._limits = limits or Limits()
         self._stages_only = stages_only

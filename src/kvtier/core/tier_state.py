@@ -315,8 +315,8 @@ class TierState:
         if is_fault:
             if breaker.failed(now_s, operation):
                 detail = (
-                    f"{way}s failed {breaker.failures} times in a row{', the last by its deadline' * is_late}; "
-                    f"the next try is in {breaker.retry_delay_s:g} s"
+                    f"{way}s failed {breaker.failures} times in a row{', the last by timeout' * is_late}; "
+                    f"the next attempt is in {breaker.retry_delay_s:g} s"
                 )
                 self._output.events.append(TierNotice(self.name, way, is_up=False, detail=detail, is_late=is_late))
                 self._pool.has_stopped |= direction is PROMOTE

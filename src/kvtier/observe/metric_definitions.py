@@ -108,7 +108,7 @@ OBJECT_CALL_SECONDS = Metric(
     MetricKind.HISTOGRAM,
     "seconds",
     (Label("call", ("leading_run", "contains", "get", "put")),),
-    "Duration of a call of such an engine.",
+    "Duration of a call by an engine with its own host memory.",
     _SECONDS,
 )
 TRANSFERS = Metric(
@@ -131,7 +131,7 @@ TRANSFER_SECONDS = Metric(
     MetricKind.HISTOGRAM,
     "seconds",
     (_LINK, _TIER),
-    "Duration of a transfer, without its wait for a thread.",
+    "Duration of a transfer, excluding its wait for a thread.",
     _SECONDS,
 )
 TRANSFER_WAIT_SECONDS = Metric(
@@ -194,8 +194,8 @@ WRITE_BYTES = Metric(
     MetricKind.COUNTER,
     "bytes",
     (_TIER, Label("what", WRITE_KINDS)),
-    "Bytes written to a tier's device: frames, and upkeep (index; copies during eviction); and bytes "
-    "refused by the write budget. Write amplification is (frames + upkeep) over frames.",
+    "Bytes written to a tier's device as frames or for upkeep (index; copies during eviction), and bytes "
+    "that the write budget refused. Write amplification is (frames + upkeep) over frames.",
 )
 DROPS = Metric(
     "kvtier_drops_total",
