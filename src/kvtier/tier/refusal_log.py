@@ -28,7 +28,7 @@ class RefusalLog:
         self._is_logged = False
 
     def refused(self, why: str, after: int = 1) -> None:
-        """Note that the tier refused a write. Log `why` from the refusal number `after` in a row on, but only once."""
+        """Note that the tier refused a write. Log `why` once, when `after` writes in a row were refused."""
         with self._lock:
             self._in_a_row += 1
             self._last_s = self._clock()

@@ -1,4 +1,4 @@
-"""The kind `directory`: its settings, checks and how it opens."""
+"""The kind `directory`: its settings and checks, and how it opens."""
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
 from collections.abc import Iterator, Sequence

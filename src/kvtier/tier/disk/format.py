@@ -1,4 +1,4 @@
-"""On-disk structures of the disk tier, which are segment headers and index blocks (FORMAT.md, Disk tier).
+"""On-disk structures of the disk tier: segment headers and index blocks (FORMAT.md, Disk tier).
 
     header | frame | frame | frame ...            free            ... index block 1 | index block 0
     0        4096                                                                       the segment's end
@@ -64,7 +64,7 @@ _BLOCK_CHECKSUM_AT = 48
 
 
 SEGMENT_BYTES_MIN: Final = 4 * BLOCK_BYTES
-"""Enough for a header, one block of a frame and two index blocks."""
+"""Enough for a header, a frame of one block and two index blocks."""
 
 SEGMENT_BYTES_MAX: Final = BLOCK_BYTES << 32
 """An entry counts blocks in 32 bits."""
@@ -78,7 +78,7 @@ class Header(NamedTuple):
 
     store_id: bytes
     generation: int
-    """Orders segments by start; never repeats within a store. 0 means none."""
+    """Orders segments by start time, and never repeats within a store. 0 means none."""
     segment_bytes: int
 
 
@@ -109,7 +109,7 @@ def read_header(block: memoryview | bytes) -> Header | str:
 
 
 def is_foreign(block: bytes) -> bool:
-    """Whether `block`, a file's first, was not written by this version of the disk tier."""
+    """Whether `block`, the first of a file, was written by anything but this version of the disk tier."""
     magic, version = _HEADER.unpack_from(block.ljust(BLOCK_BYTES, b"\0"))[:2]
     return any(block) and (magic != HEADER_MAGIC or version != VERSION)
 

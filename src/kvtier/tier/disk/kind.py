@@ -1,4 +1,4 @@
-"""The kind `disk`: its settings, checks and how it opens."""
+"""The kind `disk`: its settings and checks, and how it opens."""
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
 from collections.abc import Iterator, Sequence
@@ -115,7 +115,7 @@ def _check(settings: DiskSettings) -> Iterator[Problem]:
 
 
 def _repaired(root: Path) -> list[str] | None:
-    """Repair the store at `root`, or the stores of all ranks below it; None if there are none."""
+    """Repair the store at `root`, or all ranks' stores below it; return None if there are none."""
     from kvtier.tier.disk.marker import holds_store, repair_marker
 
     stores = [it for it in (root, *sorted(root.glob("rank-*"))) if holds_store(it)]

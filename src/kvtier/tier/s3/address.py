@@ -52,7 +52,7 @@ def check_endpoint(endpoint: str, setting: str = "endpoint", *, allow_http: bool
         allow_http: permit a URL without TLS.
 
     Raises:
-        ConfigError: `endpoint` is not one, or lacks TLS without `allow_http`.
+        ConfigError: `endpoint` is not such a URL, or lacks TLS without `allow_http`.
     """
     if not endpoint:
         return

@@ -47,7 +47,7 @@ _RECORD = re.compile(rb"([0-9]{1,18})\n")
 
 
 class Row(NamedTuple):
-    """A listed object. The oldest is the smallest."""
+    """A listed object. Older objects sort first."""
 
     modified_s: float
     key: str
@@ -80,7 +80,7 @@ class S3Sweeper:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its request in flight."""
+        """End the thread after the request in flight."""
         self._stopping.set()
         self._thread.join(CLOSE_DEADLINE_S)
 

@@ -1,4 +1,4 @@
-"""The claims of a shared directory, with which each writer declares the bytes it may have written, without a lock.
+"""The claims of a shared directory, in which each writer declares the bytes it may have written, without a lock.
 
 A claim file contains two counts of one writer (one open store) since it was opened. `written` is the bytes of finished
 writes, and `claimed` the most that it may have written. A sweep walks the store and records the bytes that it found,
@@ -8,10 +8,10 @@ with `written` of every claim from before the walk. So at any time the store hol
 
 A writer first raises its claim and then adds up all claims. If two writers do this at once, at least one sees the
 other's claim. So on a coherent file system the cap holds at every moment. Where attributes are cached, the cap is
-exceeded by at most what is claimed within the caching time.
+exceeded by at most the bytes claimed within the caching time.
 """
 
-# Plain strings: paths below the root are single components.
+# This code uses plain strings, because paths below the root are single components.
 # ruff: noqa: PTH118, PTH208
 
 import errno
