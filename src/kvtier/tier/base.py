@@ -76,7 +76,7 @@ class Tier(ABC):
     """
 
     takes_batches = True
-    """Whether a batch costs less than its objects one by one. If not, the mover's threads share the objects."""
+    """Whether a batch is cheaper than its objects one by one. If not, the mover's threads share the objects."""
 
     name: str
     refusals: RefusalLog
@@ -102,7 +102,7 @@ class Tier(ABC):
 
     @abstractmethod
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Return for each name whether the tier holds it. The answer may be stale. Does not count as a use.
+        """Return for each name whether the tier holds it. The answer may be stale. This does not count as a use.
 
         Sessions call it once a second as a health check, without names or with names that were published to routers. It
         raises `TierError` while the storage is gone.
@@ -110,10 +110,10 @@ class Tier(ABC):
 
     @abstractmethod
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """Read frames, each from its offset into its buffer. Counts as a use.
+        """Read frames, each from its offset into its buffer. This counts as a use.
 
         Returns:
-            For each frame, the bytes read (fewer than the buffer's size at the end of the frame), or None if absent.
+            For each frame, the number of bytes read (fewer than the buffer has at the frame's end), or None if absent.
         """
 
     @abstractmethod
@@ -152,7 +152,7 @@ class Tier(ABC):
 
     @abstractmethod
     def figures(self) -> Figures:
-        """Return the current figures. Called about once a second by a thread of the tier; may raise after `close`."""
+        """Return the current figures. A thread calls this about once a second. It may raise after `close`."""
 
     @abstractmethod
     def close(self) -> None:

@@ -44,7 +44,7 @@ def connected(host: str, port: int, end_s: float) -> socket.socket:
         end_s: when the connection must be open, on the monotonic clock.
 
     Raises:
-        TimeoutError: it is not open by then.
+        TimeoutError: the connection is not open by then.
         OSError: the host has no address, or none accepts the connection.
     """
     cause: OSError = OSError(errno.EADDRNOTAVAIL, "the host has no address")
@@ -108,7 +108,7 @@ class DeadlineCalls:
 
     Args:
         tier: the tier's name, for errors.
-        subject: what does not answer, for errors.
+        subject: what the calls ask, for errors.
     """
 
     def __init__(self, tier: str, subject: str) -> None:

@@ -30,8 +30,8 @@ class Loan:
     """Views of `memory` for one call of a tier, as a context manager that ends when nothing uses the views any more.
 
     Each view has an owner object, which slices, casts and arrays of the view keep alive in any thread. After the call,
-    a view that is not in use raises ValueError. Addresses in native code are invisible, so a tier that
-    uses them must wait.
+    a view that is not in use raises ValueError. Addresses in native code are invisible, so a tier that uses them must
+    wait.
 
     Args:
         memory: contiguous parts.

@@ -161,8 +161,8 @@ class TierKind(Generic[S]):
     """Returns whether all ranks of an engine use one store, in which each finds what the others wrote. Among ranks with
     the same KV, only the first then writes. A store shared with other nodes (`is_shared`) is also common."""
     has_one_cap: bool = False
-    """Whether all ranks of an engine share one cap, so that each reports the fill level of the whole store. Ranks that
-    share a store with other nodes (`is_shared`) also do."""
+    """Whether all ranks of an engine share one cap, so that each reports the fill level of the whole store. So do ranks
+    that share a store with other nodes (`is_shared`)."""
     needs_drive: bool = False
     """Whether it needs a drive of this machine, so that a network file system is a mistake."""
     has_cap: bool = True

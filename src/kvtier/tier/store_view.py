@@ -87,7 +87,7 @@ class Purge:
 def remove_files(top: int, marker: str, files: re.Pattern[str], folders: re.Pattern[str], result: Purge) -> None:
     """Remove a store's files and the directories that become empty, and record everything else in `result`.
 
-    A link is never followed and is kept. The marker goes last, so that an interrupted purge can be repeated.
+    Links are kept and never followed. The marker goes last, so that an interrupted purge can be repeated.
 
     Args:
         top: descriptor of the store's root.
@@ -134,7 +134,7 @@ class ObjectReader(Protocol):
         ...
 
     def read(self, into: memoryview, offset: int = 0) -> int:
-        """Read from `offset` of the frame, and return the bytes read. Raises OSError."""
+        """Read from `offset` of the frame, and return the number of bytes read. Raises OSError."""
         ...
 
 
@@ -154,7 +154,7 @@ class Health(Protocol):
 
 
 class StoreView(Protocol):
-    """One store, seen from outside. Takes no lock and writes nothing, except in `opened_tier` and `purge`.
+    """One store, seen from outside. It takes no lock and writes nothing, except in `opened_tier` and `purge`.
 
     A store that records its health also has a method ``health``, without arguments, which returns a `Health`.
     """
@@ -217,7 +217,7 @@ class FileReader:
         self.size_bytes = size_bytes
 
     def read(self, into: memoryview, offset: int = 0) -> int:
-        """Read from `offset` of the frame, and return the bytes read."""
+        """Read from `offset` of the frame, and return the number of bytes read."""
         return read_part(self._descriptor, into, self._offset + offset)
 
     def close(self) -> None:

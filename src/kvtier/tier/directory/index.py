@@ -53,12 +53,12 @@ class DirectoryIndex:
             return [name in self._records for name in names]
 
     def add(self, name: ObjectName, size_bytes: int, mtime_ns: int, about: About) -> None:
-        """Note that `name` was written or offered again, with metadata `about`. This is a use."""
+        """Note that `name` was written or offered again, with metadata `about`. This counts as a use."""
         with self._lock:
             self._enter(name, size_bytes, self._now_ns(), mtime_ns, about)
 
     def add_found(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> None:
-        """Note that `name`, written by another process, was found in the directory. This is not a use."""
+        """Note that `name`, written by another process, was found in the directory. This does not count as a use."""
         with self._lock:
             if name not in self._records:
                 # The evictor orders by event, so the object counts as new whatever its mtime.
@@ -142,7 +142,7 @@ class DirectoryIndex:
     def rows(self) -> Iterator[SnapshotRow]:
         """Yield the rows of the index snapshot, in any order, without the lock. Concurrent changes may be missing.
 
-        A bare index writes no parents, depths and groups.
+        A bare index writes no parents, depths or groups.
         """
         for name in self._records:
             record = self._records.get(name)

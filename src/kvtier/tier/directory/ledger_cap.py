@@ -5,7 +5,7 @@ files under objects' names.
 
 The index is built from a walk through the files without the lock. A recount walks under the lock, so no file appears
 meanwhile. Recounts are rare. They happen when a process opens the store as its only user, when the cap file is damaged,
-and when no victim is left. During a recount other processes' writes fail at their deadline. Reads continue.
+and when no victim is left. During a recount, other processes' writes fail at their deadline. Reads continue.
 """
 
 import errno
@@ -125,7 +125,7 @@ class ByteCap:
                     return self._create(used_bytes, charge, direct_io=direct_io)
                 if has_victims:
                     may_go_on = most > 1 and time.monotonic() < end_s
-                else:  # other processes wrote the rest, or a crash left the count too high
+                else:  # other processes wrote the rest, or a crash left too high a count
                     may_go_on = self._may_recount()
                     if may_go_on:
                         self._recount()

@@ -1,7 +1,7 @@
 """The index snapshot of a directory store, which keeps names, sizes, last uses and parents for fast starts.
 
-It may be stale: names may be gone or missing. A damaged file or one of another version counts as absent. FORMAT.md
-describes the layout.
+It may be stale, with some names gone and others missing. A damaged file or one of another version counts as absent.
+FORMAT.md describes the layout.
 """
 
 import os

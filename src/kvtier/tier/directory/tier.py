@@ -5,7 +5,7 @@ rebuilds the cap file's count. Names appear and disappear only under the cap fil
 outside the lock. Except in a rare recount, no lock is held for longer than it takes to handle a few hundred objects. A
 separate thread writes index snapshots.
 
-Nothing is synced to the device. After a power loss a file may be missing or damaged; frame verification turns either
+Nothing is synced to the device. After a power loss, a file may be missing or damaged; frame verification turns either
 into a miss.
 """
 
@@ -161,7 +161,7 @@ class DirectoryTier(FileTier):
             return answers
 
     def newest(self, most: int, until_s: float) -> list[ObjectName]:
-        """Return at most `most` names of this process's index, last used first. Makes no system call."""
+        """Return at most `most` names of this process's index, last used first. This makes no system call."""
         del until_s
         with self._guard:
             rows = nlargest(most, self._index.rows(), key=lambda row: row.used_ns)
@@ -344,7 +344,7 @@ def _fill(draft: TempFile, frame: memoryview) -> os.stat_result:
 
 
 def _remove_unfinished_snapshots(root: str) -> None:
-    """Remove unfinished index snapshots. Called only under the exclusive store lock."""
+    """Remove unfinished index snapshots. Call this only under the exclusive store lock."""
     for name in os.listdir(root):
         if _SNAPSHOT_TEMP.fullmatch(name):
             with suppress(IsADirectoryError):  # not a snapshot

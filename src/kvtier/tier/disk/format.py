@@ -6,7 +6,7 @@
 Frames grow from the front and index blocks from the end. A segment is full when they would meet. A block is written
 once, so a crash cannot damage earlier entries; only `DiskTier.delete` blanks an entry in place.
 
-A block is valid only with its own checksum and the generation of its segment's header.
+A block is valid only if its checksum matches and it has the generation of its segment's header.
 """
 
 import struct
@@ -29,7 +29,7 @@ GENERATION_MAX: Final = (1 << 63) - 1
 
 ENTRY: Final = np.dtype(
     [("name", "<u8", (4,)), ("block", "<u4"), ("size_bytes", "<u4"), ("reserved", "<u8")]
-)  # 48 bytes, with the name as four words, as in the object table
+)  # 48 bytes, with the name as four words
 ENTRIES_PER_BLOCK: Final = 84
 
 Entries = npt.NDArray[np.void]

@@ -107,7 +107,7 @@ class Segment:
     def take(self, size_bytes: int) -> int | None:
         """Take an extent for a frame of `size_bytes`; return its first block, or None if none fits.
 
-        This runs under the lock. It reserves index blocks for pending objects and one for each write in flight, because
+        Call this under the lock. It reserves index blocks for pending objects and one for each write in flight, because
         a sync may run between any two writes.
         """
         if not self.has_room(size_bytes):
@@ -118,12 +118,12 @@ class Segment:
         return block
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether an extent for a frame of `size_bytes` fits. Called under the lock."""
+        """Whether an extent for a frame of `size_bytes` fits. Call this under the lock."""
         index_blocks = self.index_blocks + blocks_for(len(self.pending)) + self.writers + 1
         return self.next_block + align_up(size_bytes) // ALIGNMENT <= self.size_bytes // BLOCK_BYTES - index_blocks
 
     def take_pending(self) -> dict[bytes, tuple[int, int]]:
-        """Take the pending objects, whose index blocks then count as written. Called under the lock."""
+        """Take the pending objects, whose index blocks then count as written. Call this under the lock."""
         pending, self.pending = self.pending, {}
         self.index_blocks += blocks_for(len(pending))
         return pending
@@ -143,7 +143,7 @@ class Segment:
         self.header = header
 
     def read(self, into: memoryview, offset: int) -> int:
-        """Read from `offset` until `into` is full. Return the bytes read, which are fewer only for a truncated file.
+        """Read from `offset` until `into` is full. Return the number of bytes read, less only for a truncated file.
 
         Raises:
             OSError: the device fails.
@@ -225,7 +225,7 @@ class Segment:
         os.fdatasync(self._descriptor.fileno())
 
     def load(self, store_id: bytes) -> Entries | str:
-        """Read header and index. Return the entries in writing order, or the reason why the segment is empty.
+        """Read the header and index. Return the entries in writing order, or the reason why the segment is empty.
 
         Raises:
             OSError: the device fails.

@@ -179,7 +179,7 @@ class SegmentFiles:
                     rejected["not a regular file"] += 1
                     continue
                 is_linked = status.st_nlink > 1  # the other link may lie outside the store
-                if is_linked or status.st_size != self.segment_bytes:  # settings changed, or an unfinished file
+                if is_linked or status.st_size != self.segment_bytes:  # the settings changed, or the file is unfinished
                     reason = "has another hard link" if is_linked else f"{status.st_size} bytes long"
                     rejected[reason] += status.st_size > 0
                     os.unlink(file_name(number), dir_fd=folder)

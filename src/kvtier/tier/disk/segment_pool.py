@@ -80,7 +80,7 @@ class Pool:
         store_id: 16 bytes; segments of another store count as empty.
         rows_max: maximum number of objects.
         deadline_s: longest wait for another operation that starts or evicts segments.
-        counts: counts what is written and evicted.
+        counts: counters of writes and evictions.
         on_turn: called when a segment has been started, so that `prepare` may be due. It must be quick.
 
     Raises:
@@ -311,7 +311,7 @@ class Pool:
         self._end_write(extent.segment)
         self._counts.frame_bytes += extent.size_bytes
         if self._table.row(name) is not None:
-            return True  # a concurrent write was first
+            return True  # a concurrent write came first
         if self._table.is_full:
             return False
         row = self._table.put(name, extent.segment.number, extent.block, extent.size_bytes)

@@ -1,7 +1,8 @@
 """The disk tier's object table: a dictionary from names to rows, and one column per property.
 
-A row is one object, with its segment, first block, size and hits in 13 bytes. The dictionary takes about 160 bytes per
-name. Neither has objects that Python's collector visits. The table has no lock, because its owner has one.
+A row describes one object: its segment, first block, size and hits, in 13 bytes. The dictionary takes about 160 bytes
+per name. Neither contains objects that Python's garbage collector visits. The table has no lock, because its owner
+has one.
 
 Virtual memory is reserved for `rows_max`; the system allocates pages as rows are used.
 """

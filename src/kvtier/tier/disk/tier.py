@@ -1,8 +1,8 @@
 """The disk tier, which keeps frames in preallocated segment files on a local drive, under a hard byte cap.
 
 Unlike the directory tier, which keeps a file per object for several processes, a store belongs to one process. In
-return, an object costs one `pwritev` or `preadv`, and a lookup no system call. A million objects cost about 0.2 GB of
-memory.
+return, an object costs one `pwritev` or `preadv`, and a lookup makes no system call. A million objects cost about
+0.2 GB of memory.
 
 A written object is readable at once. Once per `sync_interval_s`, frames are made durable, then the index blocks that
 name them. A crash loses later writes, or frame verification finds them damaged. No read or write of a frame waits for a
@@ -150,7 +150,7 @@ class DiskTier(FileSystemTier):
         self._is_up = is_up
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Return for each name whether it is stored. Makes no system call."""
+        """Return for each name whether it is stored. This makes no system call."""
         with self._operation("look for objects"):
             return self._pool.contains(names)
 
@@ -196,7 +196,7 @@ class DiskTier(FileSystemTier):
             return iter([(ObjectName(name), size_bytes) for name, size_bytes in self._pool.everything()])
 
     def newest(self, most: int, until_s: float) -> list[ObjectName]:
-        """Return at most `most` names, newest first. Makes no system call."""
+        """Return at most `most` names, newest first. This makes no system call."""
         del until_s
         with self._operation("list the newest"):
             return [ObjectName(name) for name in self._pool.newest(most)]
@@ -297,7 +297,7 @@ class DiskTier(FileSystemTier):
         return is_real and least <= segment_bytes <= self.capacity_bytes
 
     def _maintain(self) -> None:
-        """Sync at intervals, keep a segment empty, and write the status. Runs in the maintenance thread."""
+        """Sync at intervals, keep a segment empty, and write the status, in the maintenance thread."""
         synced_s = told_s = time.monotonic()
         logged = ""
         while True:

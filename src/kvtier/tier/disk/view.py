@@ -130,7 +130,7 @@ class DiskView:
             yield tier
 
     def health(self) -> StoreHealth:
-        """Return the store's health. Reads two small files."""
+        """Return the store's health, from two small files."""
         status, state = read_status(self.root), "not open"
         age_s = None if status is None else max(time() - status.time_s, 0.0)
         if is_locked(str(self.root / MARKER_NAME)):

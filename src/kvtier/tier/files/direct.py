@@ -112,7 +112,7 @@ def write_all(descriptor: int, frame: memoryview, *, is_new: bool = False) -> No
 
 
 def read_part(descriptor: int, into: memoryview, offset: int) -> int:
-    """Read from `offset` until `into` is full or the file ends, and return the bytes read.
+    """Read from `offset` until `into` is full or the file ends, and return the number of bytes read.
 
     Raises:
         OSError: the device or the file system fails.

@@ -1,4 +1,4 @@
-"""The marker that identifies a directory store. Without it kvtier neither uses nor deletes anything there."""
+"""The marker that identifies a directory store. Without it, kvtier neither uses nor deletes anything there."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def open_store(root: Path, version: int = STORE_VERSION) -> Marker:
 
 
 def find_marker(root: Path, version: int) -> Marker | None:
-    """Return the marker of the store at `root`; None where `open_store` would make one. Raises its errors."""
+    """Return the marker of the store at `root`; None if `open_store` would make one. Raises the same errors."""
     return store_root.find_marker(root / MARKER_NAME, partial(_parse, expected=version), _is_new, ALLOWED)
 
 

@@ -266,7 +266,7 @@ def make_root(root: Path) -> None:
     """Create the directory `root` and its missing parents, each with mode 0700.
 
     Raises:
-        OSError: one cannot be created.
+        OSError: a directory cannot be created.
     """
     missing = [path for path in (root, *root.parents) if not path.exists()]
     for path in reversed(missing):

@@ -61,7 +61,7 @@ class Paths:
         """Create missing directories with mode 0700. Anything else with their names is renamed.
 
         Raises:
-            OSError: one cannot be created.
+            OSError: a directory cannot be created.
         """
         make_directory(self.temp_files, replace=True)
         self.make_objects()

@@ -137,7 +137,7 @@ def read_marker(path: Path, parse: Callable[[bytes, Path], M]) -> M | None:
 
 
 def find_marker(path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[[str], bool], allowed: str) -> M | None:
-    """Read the marker at `path`; None where opening the store would make one.
+    """Read the marker at `path`; None if opening the store would make one.
 
     Args:
         path: path of the marker.
@@ -193,7 +193,7 @@ def open_marker(
 
 
 def write_marker(path: Path, content: bytes, *, replaces: bool = False) -> None:
-    """Write a marker atomically and durably where there is none. Concurrent processes all find the same one.
+    """Write a marker atomically and durably if there is none. Concurrent processes all find the same one.
 
     Args:
         path: path of the marker.
@@ -218,7 +218,7 @@ def write_marker(path: Path, content: bytes, *, replaces: bool = False) -> None:
         with suppress(FileExistsError):
             try:
                 path.hardlink_to(draft)  # unlike a rename, it does not overwrite
-            except PermissionError:  # no hard links: the last of several creators wins
+            except PermissionError:  # without hard links, the last of several creators wins
                 draft.rename(path)
     finally:
         draft.unlink(missing_ok=True)

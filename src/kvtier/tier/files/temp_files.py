@@ -61,7 +61,7 @@ class TempFiles:
             return TempFile(name, open_file(name, flags, directory)[0], reserved_bytes)
 
     def adopt(self, name: str, fan: int, descriptor: int, reserved_bytes: int) -> TempFile:
-        """Rename the file `name` in the directory `fan`, open as `descriptor`, to a temporary file.
+        """Rename the file `name` in the directory `fan`, open as `descriptor`, into a temporary file.
 
         Raises:
             OSError: it cannot be renamed.
@@ -99,7 +99,7 @@ class TempFiles:
             is_alone: whether no other process has the store open, and this one writes nothing.
 
         Raises:
-            OSError: one cannot be removed.
+            OSError: a file cannot be removed.
         """
         freed_bytes = 0
         with _names_at(self._path) as (directory, names):

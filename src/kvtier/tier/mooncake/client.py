@@ -30,8 +30,7 @@ CONNECT_DEADLINE_S = 2.0
 STALL_S = 2
 """A transfer without progress for this long fails, because the library closes its own connection."""
 LANES = 16
-"""Number of connections to each node. A transfer that finds all of them busy waits, as long as they make no
-progress."""
+"""Number of connections to each node. A transfer that finds all of them busy waits while they make no progress."""
 LIMITS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": STALL_S,
     "MC_TCP_STATUS_TIMEOUT_SEC": STALL_S,
@@ -42,13 +41,13 @@ LIMITS = {
 }
 """Limits that the library reads from the environment. Limits that are already set there remain."""
 NONSENSE = bytes(64)
-"""Not a request in any version of the master's protocol."""
+"""Bytes that are not a request in any version of the master's protocol."""
 
 OK, BAD_SIZE, NOT_READY, ABSENT, NOT_TAKEN, NO_MASTER = 0, -600, -703, -704, -800, -900
 QUOTA_USED, NO_TENANT = -1700, -1701
 """Answer codes of the library."""
 LOST = range(QUOTA_USED + 1, NO_MASTER + 1)
-"""Answer codes of the library when the master did not answer."""
+"""Answer codes of the library for a master that did not answer."""
 
 _MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
 _opening = threading.Lock()
@@ -149,7 +148,7 @@ class MooncakeClient:
         return self._calls.call(lambda: act(store), deadline_s)
 
     def exist(self, keys: Sequence[str], deadline_s: float) -> list[bool]:
-        """Return for each of `keys` whether the master knows it. Makes one request.
+        """Return for each of `keys` whether the master knows it, in one request.
 
         Raises:
             TierError: the master does not answer.
@@ -160,7 +159,7 @@ class MooncakeClient:
         return [code == 1 for code in codes]
 
     def copies(self, keys: Sequence[str], deadline_s: float) -> dict[str, list[Copy]]:
-        """Return the complete copies in memory, for each of `keys` that has any. Makes one request, or two if none has.
+        """Return the complete copies in memory, for each of `keys` that has any, in one request, or two if none has.
 
         Raises:
             TierError: the master does not answer.
@@ -277,7 +276,7 @@ class MooncakeClient:
 def _keep_in_child() -> None:
     """Keep the library's destructors from running: without its threads, which a child lacks, they hang or crash.
 
-    Functions of `on_exit` run last in, first out, and before C++ destructors.
+    Functions of `on_exit` run in reverse order, and before C++ destructors.
     """
     for each in _in_use:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

@@ -46,7 +46,7 @@ class Want:
 
 
 _Running = tuple[Want, Copy, int]
-"""A running transfer, with its object, the copy and the library's number."""
+"""A running transfer: the read, the copy and the library's number."""
 
 
 class MooncakeNodes:

@@ -187,7 +187,7 @@ class MooncakeTier(Tier):
         return TierError(self.name, f"cannot read: {want.failure}") if want.failure else None
 
     def _put(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
-        """Put in pieces of `LANES`. Stop after one that a node or the master refuses: the next would wait as long."""
+        """Put `LANES` objects at a time. Stop after a node or the master refuses some: the next would wait as long."""
         end_s, codes = time.monotonic() + self._deadline_s, list[int]()
         if self._may_write.acquire(timeout=self._deadline_s / 2):
             try:

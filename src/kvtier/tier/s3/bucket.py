@@ -59,14 +59,14 @@ def connect(
     probe_deadline_s: float = 0.5,
     connect_deadline_s: float = 2.0,
 ) -> Bucket:
-    """Make the clients of a bucket. Sends nothing.
+    """Make the clients of a bucket. This sends nothing.
 
     Args:
         name: the tier's name, for errors.
         url: ``bucket/prefix``, optionally after ``s3://``; the prefix may be empty.
         endpoint: URL of the server; empty for AWS.
         region: region of the bucket; empty for the environment's, or ``us-east-1``.
-        credentials: named keys.
+        credentials: explicit keys.
         allow_http: permit an endpoint without TLS.
         virtual_host: the endpoint's host name begins with the bucket.
         authorities: further trusted authorities, in PEM.
@@ -122,7 +122,7 @@ def connect(
 
 
 def stored_roots(bucket: Bucket) -> list[tuple[bytes, bytes]]:
-    """Return the key id and model id of everything below the prefix. Lists two levels.
+    """Return the key id and model id of everything below the prefix, by listing two levels.
 
     Raises:
         OSError: the listing fails; the text contains no secret.

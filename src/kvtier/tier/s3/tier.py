@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 PUT_BYTES_MAX = 5 << 30
 """The largest object that S3 accepts in one request."""
 PART_BYTES = 1 << 18
-"""A body is copied in parts of at least this size. Larger ones leave the processor's cache, which costs a fifth."""
+"""A body is copied in parts of at least this size. Larger parts exceed the processor's cache, which costs a fifth."""
 STALLS_MAX = 2
 """An operation fails after this many attempts without an answer."""
 LOOKUPS = 32
@@ -306,7 +306,7 @@ class S3Tier(OneByOneTier):
         self._attempt("open", lambda: is_there(self._store, f"{key}-absent"))  # forbidden without ListBucket
 
     def _warn_of_other_secrets(self) -> None:
-        """Warn if only other secrets are in use here. Makes one request, and needs permission to list."""
+        """Warn if only other secrets are in use here. This makes one request, and needs permission to list."""
         with suppress(Exception):
             parent = self._bucket.prefix
             firsts = {

@@ -35,7 +35,7 @@ TAKE_WAIT_S = 0.5
 TICK_S = 5.0
 """Interval at which uses are published and the claim of an idle writer is lowered."""
 RETRY_S = 1.0
-"""Minimum time after a round that found no room or failed."""
+"""Minimum time before the next round, after one that found no room or failed."""
 CLAIM_EXPIRES_S = 3600.0
 """A sweep removes claims not renewed for this long. A writer starts a new claim after half this time."""
 SWEEP_EVERY_S = 3600.0
@@ -115,7 +115,7 @@ class SharedCap:
             return True
 
     def _wait_for_room(self, charge: int) -> bool:
-        """Wait for a round of the keeper that starts from now on. Return whether `charge` bytes then fit.
+        """Wait for a round of the keeper that starts after this call. Return whether `charge` bytes then fit.
 
         If another write takes the bytes that a round gained, this waits for the next round, until the same deadline.
         """
@@ -185,7 +185,7 @@ class SharedCap:
                 self._failed = ""
             except StoppedError:
                 pass
-            except Exception as error:  # noqa: BLE001 - the thread goes on, whatever other nodes wrote there
+            except Exception as error:  # noqa: BLE001 - the thread continues, whatever other nodes wrote there
                 self._was_refused = True
                 self._not_before_s = time.monotonic() + RETRY_S
                 if self._failed != str(error):

@@ -24,7 +24,7 @@ TEMP_AGE_NS = 900 * 10**9
 """A temporary file that was not written to for this long belongs to a dead writer."""
 
 OBJECTS_MAX = 1 << 22
-"""Maximum number of objects among which a sweep chooses victims, in 200 MB of memory. All are counted."""
+"""Maximum number of objects among which a sweep chooses victims, in 200 MB of memory. All objects are counted."""
 
 ID = re.compile(r"[0-9a-f]{32}")
 """Name of a key id's directory, or of a model id's directory in it."""

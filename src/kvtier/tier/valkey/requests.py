@@ -26,7 +26,7 @@ from kvtier.tier.valkey.wire import (
 )
 
 REPEATS_MAX = 6
-"""Maximum number of repetitions of one request after passing failures."""
+"""Maximum number of repetitions of one request after temporary failures."""
 PAUSE_S, PAUSE_MAX_S = 0.02, 0.5
 """Pause before the second repetition, and longest pause before later ones. It doubles, and half of it is random."""
 PASSING = frozenset({"MOVED", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "READONLY", "MASTERDOWN", "BUSY"})

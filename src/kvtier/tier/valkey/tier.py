@@ -50,7 +50,7 @@ class ValkeyTier(Tier):
         model: 16 bytes that identify the model (`keys.secret.model_id`).
         name: the tier's name in metrics and errors.
         prefix: prefix of all keys.
-        access: user, password, TLS.
+        access: user, password and TLS.
         lifetime_s: how long an object lives after its last use; 0 means without limit.
         deadline_s: longest time of an operation with all its attempts.
         probe_deadline_s: longest time of a `contains`.

@@ -1,7 +1,7 @@
 """A connection to a Valkey server, which sends commands and reads replies within a deadline and size limits.
 
-Payloads move between the socket and the caller's memory without copies. valkey-py copies them, and its parsers limit no
-line, no length and no total time (`docs/adr/0016`).
+Payloads move between the socket and the caller's memory without copies. valkey-py copies them, and its parsers limit
+neither lines, lengths nor total time (`docs/adr/0016`).
 """
 
 import socket
@@ -41,7 +41,7 @@ class NonsenseError(BrokenWireError):
 
 
 class RefusedError(Exception):
-    """A server's error reply. Some are values rather than exceptions.
+    """A server's error reply. Some are returned rather than raised.
 
     Args:
         text: text of the reply.
