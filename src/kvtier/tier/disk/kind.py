@@ -73,12 +73,12 @@ def _open(settings: DiskSettings, context: TierContext) -> Tier:
         if largest <= segment_bytes_for(settings.capacity_bytes // ranks) - (SEGMENT_BYTES_MIN - ALIGNMENT):
             raise DamagedStoreError(
                 name,
-                f"a chunk takes {largest} bytes, and {tier.root} has segments of a smaller model or cap, for "
-                f"{tier.frame_bytes_max} bytes; to start again with larger ones: {command('purge', tier.root)}",
+                f"a chunk takes {largest} bytes, but {tier.root} has segments for a smaller model or cap, with "
+                f"room for {tier.frame_bytes_max} bytes; to start with larger ones: {command('purge', tier.root)}",
             )
         raise ConfigError(
-            f"too small: a chunk of {context.layout.chunk_tokens} tokens of this model takes {largest} bytes, and a "
-            f"segment for each of {ranks} ranks has {tier.frame_bytes_max}",
+            f"too small: a chunk of {context.layout.chunk_tokens} tokens of this model takes {largest} bytes, but "
+            f"with {ranks} ranks, a segment has room for {tier.frame_bytes_max}",
             setting=f"{settings.label}.capacity_bytes",
             value=str(settings.capacity_bytes),
         )

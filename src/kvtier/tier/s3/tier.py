@@ -127,7 +127,7 @@ class S3Tier(OneByOneTier):
         with self._guard:
             key, view = self._key(name), into.cast("B")
             if view.nbytes == 0:
-                return 0 if self._attempt("look", lambda: is_there(self._store, key)) else None
+                return 0 if self._attempt("look for objects", lambda: is_there(self._store, key)) else None
             return self._attempt("read", lambda: self._fetch(key, view, offset))
 
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
@@ -198,7 +198,7 @@ class S3Tier(OneByOneTier):
         return [found.get(key, False) for key in keys]
 
     def _is_there(self, key: str) -> bool:
-        return self._attempt("look", lambda: is_there(self._bucket.lookups, key), self._probe_deadline_s)
+        return self._attempt("look for objects", lambda: is_there(self._bucket.lookups, key), self._probe_deadline_s)
 
     def _fetch(self, key: str, view: memoryview, offset: int) -> int | None:
         try:

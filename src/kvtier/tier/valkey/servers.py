@@ -48,7 +48,7 @@ _HINTS = {
     "NOAUTH": "set password or password_file",
     "NOPERM": "the user needs the commands GET, GETEX, GETRANGE, SET, EXISTS, UNLINK, MULTI, EXEC, SCAN, SADD, "
     "SMEMBERS, SREM, PING, INFO, CLUSTER SLOTS and the keys of the prefix",
-    "DENIED": "the server accepts loopback only: its protected mode",
+    "DENIED": "its protected mode accepts only loopback connections",
 }
 _WRONG_ACCESS = frozenset({*_HINTS, "ERR"})
 

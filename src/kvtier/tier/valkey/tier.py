@@ -113,7 +113,7 @@ class ValkeyTier(Tier):
             asked = [self._key(each) for each in names]
             requests = [_exists(*each) for each in asked or self._health_keys]
             self._requests.run(requests, time.monotonic() + self._probe_deadline_s)
-            problems = [problem for each in requests if (problem := self._problem(each, "look"))]
+            problems = [problem for each in requests if (problem := self._problem(each, "look for objects"))]
             if problems and all(each.has_failed for each in requests):
                 raise problems[0]
             return [each.answer == 1 and not each.has_failed for each in requests[: len(names)]]
@@ -323,7 +323,7 @@ class ValkeyTier(Tier):
             self._requests.run([add], self._end_s())  # a full server refuses this, but objects can still be read
         if known and self._own.partition("/")[0] not in known:
             logger.warning(
-                "tier %s: keys below %r are of another secret only (key id %s); nothing is shared with them. "
+                "tier %s: keys below %r belong to another secret only (key id %s); nothing is shared with them. "
                 "If this is not intended, configure the same secret on all nodes",
                 self.name, self._prefix, known[0][:32],
             )  # fmt: skip
