@@ -231,7 +231,7 @@ def reasons_of(record: RequestRecord, others: list[RequestRecord], size: int, no
     reasons += [Reason("obstacle", text) for text in account.obstacles]
     planned = account.planned
     if planned is None and not account.obstacles:
-        reasons.append(Reason("no_lookup", "it was not looked up: it waits, or ended before, or another load had it"))
+        reasons.append(Reason("no_lookup", "it was not looked up: it still waits, ended first, or another load had it"))
     elif found < _most_tokens(record, size):
         reasons += _absent(record, others, found // size, size, now_s)
     if planned is not None and planned.chosen_tokens < found:
