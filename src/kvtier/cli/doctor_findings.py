@@ -124,7 +124,7 @@ class EngineTerms(NamedTuple):
 
 
 class TimeLimit:
-    """The time for all checks together, which starts when the object is made.
+    """The time limit of all checks together. The clock starts when the object is made.
 
     Args:
         total_s: seconds in all.
@@ -134,11 +134,11 @@ class TimeLimit:
         self._total_s, self._start_s = total_s, time.monotonic()
 
     def left_s(self, share: float = END_SHARE) -> float:
-        """Seconds until `share` of the time has passed; at least 0."""
+        """Return the seconds until `share` of the time has passed, at least 0."""
         return max(0.0, self._start_s + share * self._total_s - time.monotonic())
 
     def unchecked(self, about: str, found: str) -> DoctorFinding:
-        """Make the finding that a check did not end. `found` says how far it came."""
+        """Return the finding that a check did not end. `found` says how far it got."""
         return DoctorFinding(
             "unchecked", about, f"{found}{self}", f"give it more time: --timeout {6 * self._total_s:g}"
         )
@@ -188,7 +188,7 @@ def run_checks(checks: Sequence[Check], limit: TimeLimit) -> list[DoctorFinding]
 def read_settings(
     tiers: Sequence[str], extra: Mapping[str, object] | None, name: str, advice: str, limit: TimeLimit
 ) -> Loaded | DoctorFinding:
-    """Read the settings, or return why that failed. Takes the arguments of `server_settings`, whose files may hang."""
+    """Read the settings, or return why that failed. Arguments are as in `server_settings`; its files may hang."""
     try:
         return started("settings", lambda: server_settings(tiers, extra, name)).result(limit.left_s())
     except TimeoutError:
@@ -217,7 +217,7 @@ def json_object(text: str) -> Mapping[str, object]:
     """Parse a JSON object.
 
     Raises:
-        ConfigError: `text` is not one. The message does not repeat it, since it may contain a secret.
+        ConfigError: `text` is not a JSON object. The message does not repeat it, since it may contain a secret.
     """
     try:
         value: object = json.loads(text)
@@ -338,7 +338,7 @@ def _tier(
 
 
 def _is_unused(folder: Path) -> bool:
-    """Whether a first start can make a store in `folder`, because it is absent or empty, and writable."""
+    """Return whether a first start can make a store in `folder`, because it is absent or empty, and writable."""
     nearest = nearest_existing(folder)
     return path_problem(folder, nearest) is None and (nearest != folder or not any(folder.iterdir()))
 
@@ -359,7 +359,7 @@ def _remote(tier: TierSettings, kind: TierKind[TierSettings]) -> DoctorFinding:
 
 
 def _inspectors(tier: TierSettings) -> list[StoreInspector]:
-    """The tier's stores, if they can be read without opening the tier. `machine` reports what is not a store."""
+    """Return the tier's stores, if they can be read without opening the tier. `machine` reports other folders."""
     kind = kind_of(tier)
     if kind.inspect is None or kind.is_remote:
         return []
@@ -451,7 +451,7 @@ def _content(
 
 
 def _model(config: Config, mine: Fingerprint) -> str:
-    """First digits of the id of the server's model in `config`'s stores. Unlike a session, this creates no secret."""
+    """Return the first digits of the model's id in `config`'s stores. Unlike a session, this creates no secret."""
     secret, file = config.store.secret, config.store.secret_file
     if secret is None and file is not None:
         with suppress(ConfigError):  # `machine` reports it

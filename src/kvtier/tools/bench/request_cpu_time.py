@@ -1,6 +1,6 @@
 """`kvtier bench core`: CPU time of a request before a byte moves, for 131,072 tokens in 512 chunks.
 
-That is hashing, lookup and decisions.
+It covers hashing, lookup and decisions.
 """
 
 import random

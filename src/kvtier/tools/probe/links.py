@@ -66,12 +66,12 @@ class LinkMeasures:
     name: str
     measures: tuple[Measure, ...]
     round_trip_us: float | None = None
-    """Median time to ask a tier for one absent name. None for other links."""
+    """Median time to ask a tier for one absent name; None for other links."""
     ratio: float | None = None
-    """Stored bytes of a codec, divided by the raw bytes. None for other links and for raw."""
+    """Stored bytes of a codec, divided by the raw bytes; None for other links and for raw."""
 
     def best(self, op: str) -> Measure | None:
-        """Return the fastest measure of `op`. None if there is none."""
+        """Return the fastest measure of `op`, or None if there is none."""
         return max((it for it in self.measures if it.op == op), key=lambda it: it.gb_per_s, default=None)
 
 
@@ -194,7 +194,7 @@ def _like_kv(size: int) -> Bytes:
 
 
 def gpu_missing(*, has_gpu: bool) -> str | None:
-    """Return why a GPU cannot be measured. None if it can. torch is imported only if there is a device."""
+    """Return why a GPU cannot be measured, or None if it can. torch is imported only if there is a device."""
     if not has_gpu:
         return "gpu: no device"
     if find_spec("torch") is None:

@@ -1,4 +1,4 @@
-"""`kvtier bench serve`: its options."""
+"""The options of `kvtier bench serve`."""
 
 from pathlib import Path
 from typing import Any

@@ -143,7 +143,7 @@ def _flat(value: object) -> str:
 
 
 def notes(served: ServeRecord) -> Iterator[str]:
-    """Yield what limits the figures."""
+    """Yield notes on what limits the figures."""
     for it in served.results:
         if it.status != "ok":
             done = f"{it.requests} of {it.requests + it.failed} requests completed; " if it.failed else ""
@@ -198,7 +198,7 @@ def arms_table(served: ServeRecord) -> Table:
 
 
 def work_table(served: ServeRecord) -> Table:
-    """Return the table of what the figures of `arms_table` cost, with the same lines."""
+    """Return the table of what the figures of `arms_table` cost, with the same rows."""
     rows = [
         (
             *_point(runs), _cell(runs, lambda it: hit_share(it.tokens_by_place), share_text), _session_hits(runs),

@@ -1,6 +1,6 @@
 """The results of `kvtier bench serve`: figures of each run, medians over repetitions, cost and energy.
 
-``--json`` prints the names of `ArmResult`.
+``--json`` prints the fields of `ArmResult`.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ Percentiles = dict[str, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """One run of one arm. None is unknown."""
+    """One run of one arm. None means unknown."""
 
     name: str
     repetition: int
@@ -56,7 +56,7 @@ class ArmResult:
     status: str
     error: str | None
     seconds: float
-    """From the start of the measured part to the end of its last request, even if that failed."""
+    """Time from the start of the measured part to the end of its last request, even if that failed."""
     requests: int
     """Requests that were sent in the measured part and did not fail."""
     failed: int
@@ -93,7 +93,7 @@ class ArmResult:
     energy_j: float | None
     energy_source: str
     regret_ms: dict[str, float | None]
-    """The number `requests` with a known regret, its `mean` and `p95`, and its `share` of their TTFT."""
+    """`requests` counts those with a known regret; `mean`, `p95`, and `share` of their TTFT describe it."""
     by_turn: list[dict[str, Any]]
     hits_by_session: dict[str, float | None] | None = None
     """For conversations with two or more requests: their number `sessions`, and `min`, `median` and `max` of the share
@@ -201,7 +201,7 @@ def arm_result(run: JoinedRun, ttft_limit_s: float = TTFT_LIMIT_S) -> ArmResult:
 
 
 def keep_series(results: Sequence[ArmResult]) -> list[ArmResult]:
-    """Return the results, with series in one run of each arm only: most load, least R, first repetition."""
+    """Return the results, with series in only one run of each arm: most load, least R, first repetition."""
     kept: dict[str, ArmResult] = {}
     for it in sorted(results, key=lambda it: ([-value for _, value in it.point[0]], it.point[1], it.repetition)):
         if it.series and it.status == "ok":
@@ -257,7 +257,7 @@ def spread(runs: Iterable[ArmResult], figure: Callable[[ArmResult], float | None
 
 
 def unit_cost(run: ArmResult, prices: Prices) -> dict[str, float | None]:
-    """Return the cost and energy of a run's tokens. None if a price or the energy is unknown.
+    """Return the cost and energy of a run's tokens. A figure is None if a price or the energy is unknown.
 
     With a price of energy the cost covers the machine's hours and the measured energy. Without one it covers the
     machine's hours alone. A million tokens cost ``(hours * machine_hour + energy in kWh * kwh) / tokens * 1e6``.
