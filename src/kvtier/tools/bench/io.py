@@ -182,7 +182,7 @@ class IoRow:
     ceiling_latency_us: IoLatency | None = None
     """Latency of one request of fio, as medians over the repeats."""
     device_share: float | None = None
-    """Bytes read from the device, divided by bytes loaded. None if the kernel does not report them."""
+    """Bytes read from the device, divided by bytes loaded; None if the kernel does not report them."""
 
 
 class IoPair(NamedTuple):

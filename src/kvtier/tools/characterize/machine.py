@@ -52,7 +52,7 @@ class BlockDevice:
     disk_number: int
     first_sector: int = 0
     sectors: int | None = None
-    """Length of a partition. None for a whole disk."""
+    """Length of a partition; None for a whole disk."""
     partitions: tuple[int, ...] = ()
     """Numbers of a whole disk's partitions. A bio names the partition, but a request names the disk."""
     below: tuple[str, ...] = ()
@@ -222,7 +222,7 @@ def spans_of(directory: Path, device: BlockDevice) -> Spans:
 
 
 def within(requests: np.ndarray, spans: list[Spans]) -> np.ndarray:
-    """Return the `requests` that start in one of `spans`, and all requests of the application, which have no address."""
+    """Return the `requests` that start in one of `spans`, and all of the application's, which have no address."""
     kept = requests["layer"] == IoLayer.APPLICATION
     for each in spans:
         kept |= each.hold(requests["position"])

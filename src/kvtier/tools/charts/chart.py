@@ -134,7 +134,7 @@ class Curve:
     y: "Values"
     colour: str
     label: str = ""
-    """Text in the legend. Empty: it is not in the legend."""
+    """Text in the legend; empty if the curve is not in it."""
     dash: Dash = "-"
     marker: str = ""
     """matplotlib's marker of each point."""

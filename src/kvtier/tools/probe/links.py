@@ -204,7 +204,7 @@ def gpu_missing(*, has_gpu: bool) -> str | None:
 
 
 def gpu_copies(sizes: tuple[int, ...], limits: MeasureLimits, tick: Tick) -> tuple[LinkMeasures, bool]:
-    """Measure copies between the first GPU and pageable or page-locked memory. Return also whether locking worked.
+    """Measure copies between the first GPU and pageable or page-locked memory. Also return whether locking worked.
 
     Each copy is synchronized, as a mover does before it releases a slot.
     """
@@ -259,7 +259,7 @@ def measures(points: Iterable[Point], limits: MeasureLimits, tick: Tick) -> tupl
 
 
 def measure(act: Act, *, op: str, size: int, depth: int, limits: MeasureLimits) -> Measure | None:
-    """Time `act` with `depth` threads. None if no operation moved anything.
+    """Time `act` with `depth` threads. Return None if no operation moved anything.
 
     Args:
         act: does one operation. Several threads call it, each with its own worker number.

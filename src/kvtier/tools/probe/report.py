@@ -13,7 +13,7 @@ from kvtier.tools.probe.run import ProbeResult
 from kvtier.tools.probe.tiers import TierFacts
 
 COLOURS = {"host": "host", "gpu": "gpu", "directory": "shared", "disk": "disk"}
-"""The colour of each link. Other tiers have one colour, and other links are not drawn."""
+"""The colour of each link. Other tiers share one colour, and other links are not drawn."""
 
 
 def probe_report(result: ProbeResult) -> Report:

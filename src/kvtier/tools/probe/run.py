@@ -69,9 +69,9 @@ class ProbeRun:
 
     Args:
         loaded: the settings and their origins.
-        directory: measure both kinds of tier here instead of the configured tiers.
+        directory: measure each kind of tier that keeps files here, instead of the configured tiers.
         effort: sizes, depths and limits.
-        facts: facts of this machine. None: read them.
+        facts: facts of this machine; None means that they are read.
 
     Raises:
         ConfigError: the effort is too small to write one object of the smallest size.
@@ -100,8 +100,7 @@ class ProbeRun:
         )
 
     def run(self, tick: Tick) -> ProbeResult:
-        """Measure.
-
+        """Measure every link.
         Args:
             tick: called before each measure.
 
@@ -227,7 +226,7 @@ def machine_warnings(config: Config, facts: Facts, *, is_locked: bool | None = N
     Args:
         config: the settings.
         facts: facts of this machine.
-        is_locked: whether page-locking for the GPU worked. None: not tried.
+        is_locked: whether page-locking for the GPU worked; None if not tried.
     """
     wanted = config.host.capacity_bytes
     available = facts.memory_available_bytes

@@ -23,7 +23,7 @@ _TIER_ONLY = ("model", "gpu", "prefill", "probe", "servers", "nodes", "router", 
 
 
 class _RunOrDescribe(Commands):
-    """``replay TRACE`` is ``replay run TRACE``."""
+    """Treats ``replay TRACE`` as ``replay run TRACE``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert ``run`` unless the first word is a subcommand or a mistyped one."""

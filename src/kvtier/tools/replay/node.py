@@ -56,7 +56,7 @@ class NodeRequest:
     best_s: float = 0.0
     """Time of the best split, counted from then."""
     sent: int = 0
-    """Chunks of its load that the link to the engine has got."""
+    """Chunks of its load that the link to the engine has received."""
     delivered: int = 0
     sources: tuple[tuple[str, int], ...] = ()
     """(tier, tokens) for the tokens that were delivered."""

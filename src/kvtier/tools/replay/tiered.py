@@ -56,14 +56,14 @@ class TieredSetup:
     """Bytes of a token's KV, over all ranks of a node."""
     prefill: PrefillSpeed = field(default_factory=PrefillSpeed)
     servers: int | None = None
-    """Number of prompts that a node computes at the same time. None: see `BUSY_SHARE`."""
+    """Number of prompts that a node computes at the same time; None means as `BUSY_SHARE` says."""
     nodes: int = 1
     router: str = "round-robin"
     seed: int = 1
     evictor: str = "lru"
     write_policy: WritePolicy = WritePolicy.THROUGH
     is_planned: bool = True
-    """False: load everything that is cached, whatever it costs."""
+    """If false, everything that is cached is loaded, whatever it costs."""
 
     def __post_init__(self) -> None:
         if not self.tiers or self.tiers[0].name != HOST:
@@ -101,7 +101,7 @@ def sweep_tiers(
     Args:
         trace: the trace.
         setups: checked before any replay starts.
-        jobs: largest number of processes. None: one for each core.
+        jobs: largest number of processes; None means one for each core.
         keep: file of the journal.
         advance: called with the number of requests done since the last call.
         should_stop: polled several times a second; once true, no replay starts.

@@ -1,4 +1,4 @@
-"""A whole trace as numpy columns. They are in memory or, if large, in temporary files.
+"""A whole trace as numpy columns, which are in memory or, if large, in temporary files.
 
 Blocks get the numbers 0, 1, 2, ... Reading takes memory for distinct blocks only. Accesses take four bytes each, and
 go to a temporary file if there are many.
@@ -329,7 +329,7 @@ def write_requests(path: Path, trace: TraceArrays, *, as_runs: bool, coarse_s: f
         path: the file.
         trace: the trace.
         as_runs: write `hash_runs`, not `hash_ids`.
-        coarse_s: round times down to multiples of this. 0: do not round.
+        coarse_s: round times down to multiples of this; 0 means no rounding.
 
     Raises:
         ConfigError: the trace has no blocks, `coarse_s` is out of range, or the file cannot be written.

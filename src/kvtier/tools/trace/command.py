@@ -56,8 +56,8 @@ def trace() -> None:
 def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  # noqa: ANN401  the options above
     """Write SOURCE, in any format of `kvtier replay`, to TARGET as request lines (.gz: gzip).
 
-    TARGET has times, lengths, and which blocks are equal; no text, ids or session names of SOURCE. It replays to the
-    same figures, except for the adaptive policy, which samples by name.
+    TARGET has times, lengths, and which blocks are equal, but no text, ids or session names of SOURCE. Its replay gives
+    the same figures, except for the adaptive policy, which samples by name.
     """
     _check_distinct(source, target)
     _write(target, load_trace(source, reading), as_runs=not as_ids)
@@ -78,8 +78,8 @@ def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  
 def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sessions: bool, **reading: Any) -> None:  # noqa: ANN401
     """Write SOURCE to TARGET (.gz: gzip) for sharing.
 
-    Blocks and sessions are numbered by first use, and times count from the first request; TARGET has nothing else of
-    SOURCE. A trace with texts is refused. Hit rates stay the same, except with --coarse-s for policies that use time.
+    Blocks and sessions are numbered by first use, and times count from the first request; TARGET contains nothing else
+    of SOURCE. A trace with texts is refused. Hit rates stay the same, except with --coarse-s for policies that use time.
     Lengths, order and the number of uses of a block stay, and may identify something.
     """
     from kvtier.tools.trace.arrays import without_sessions
@@ -134,8 +134,8 @@ def advise(
     parts of prompts that change often go last, and frequent ones first. The rest is what only reuse without a common
     prefix could save.
 
-    All figures are of an unbounded cache. Ids that name whole prefixes tell early cuts; texts, components and ids that
-    name contents tell the rest.
+    All figures assume an unbounded cache. Ids that name whole prefixes show early cuts; texts, components and ids that
+    name contents show the rest.
     """
     from kvtier.tools.trace.advise import Prompt, advise
     from kvtier.tools.trace.advise_report import advice_json, advice_report, read_plan

@@ -48,7 +48,7 @@ class ReuseIntervals:
     counts: Floats
 
     def quantile(self, share: float) -> float | None:
-        """Return a quantile. None if no block is reused."""
+        """Return a quantile, or None if no block is reused."""
         total = self.counts.sum()
         if not total:
             return None
@@ -64,9 +64,9 @@ class TraceSeries:
     new_tokens: Floats
     """Input tokens that an infinite cache would miss."""
     used_tokens: Floats
-    """Distinct blocks used in the part."""
+    """Tokens of the distinct blocks used in the part."""
     unique_tokens: Floats
-    """Distinct blocks so far."""
+    """Tokens of the distinct blocks so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class TraceStats:
     written_per_read: float | None
     """Tokens that an infinite cache writes for each token that it reads."""
     sessions: int | None
-    """Number of sessions. None if the trace has none."""
+    """Number of sessions; None if the trace has none."""
     working_set_tokens: dict[float, float]
     """Mean tokens in the cache, by time to live in seconds."""
     prefix_violations: int
@@ -110,7 +110,7 @@ class TraceStats:
 
 
 def reuse_pauses(trace: TraceArrays, used_s: Floats) -> Iterator[tuple[float, Column, Floats]]:
-    """Yield time and blocks of each request, and the seconds since each block's last use (inf: none).
+    """Yield time and blocks of each request, and the seconds since each block's last use (inf without one).
 
     Args:
         trace: the trace.

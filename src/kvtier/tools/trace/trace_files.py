@@ -44,7 +44,7 @@ _PARQUET = b"PAR1"
 _PARQUET_ROWS = 64
 """Rows in memory at once."""
 _ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
-"""Begin of an array of objects. A line of KV events may be an array, too, but of numbers and arrays."""
+"""Start of an array of objects. A line of KV events may also be an array, but of numbers and arrays."""
 _BEFORE_ENTRY = re.compile(r"\s*[\[,]?\s*")
 _LINES_SUFFIXES = (".json", ".jsonl")
 _PARQUET_SUFFIX = ".parquet"
@@ -125,7 +125,7 @@ def open_binary(path: Path) -> IO[bytes]:
 
 
 def is_msgpack(path: Path) -> bool:
-    """Whether a file starts with a msgpack array or map. UTF-8 text never does.
+    """Return whether a file starts with a msgpack array or map. UTF-8 text never does.
 
     Raises:
         ConfigError: as in `open_binary`, or the file is damaged.

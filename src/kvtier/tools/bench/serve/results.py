@@ -49,7 +49,7 @@ class ArmResult:
     name: str
     repetition: int
     tier_ratio: float | None
-    """R: KV bytes computed per second, divided by the tier's bytes per second. None if the drive is not throttled."""
+    """R: KV bytes computed per second, divided by the tier's bytes per second; None if the drive is not throttled."""
     tier_bytes_per_s: float | None
     load: dict[str, float]
     """What besides R differs between runs of one arm, such as the requested ``requests_per_s``."""

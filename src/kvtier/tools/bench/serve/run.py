@@ -71,7 +71,7 @@ class RunKey(NamedTuple):
     repetition: int
     """Counts from 0."""
     ratio: float | None = None
-    """R: KV bytes computed per second, divided by the tier's bytes per second. None if the drive is not throttled."""
+    """R: KV bytes computed per second, divided by the tier's bytes per second; None if the drive is not throttled."""
     requests_per_s: float | None = None
     """None means the workload's own rate, or the rate of `capacity_share`."""
     capacity_share: float | None = None

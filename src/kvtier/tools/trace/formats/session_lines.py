@@ -115,7 +115,7 @@ class SessionLines(TraceReader):
 
 
 def _next_turn(request: dict[str, Any], *, is_sub_agent: bool) -> NextTurn | None:
-    """Return the hint that follows from the stop reason `tool_use` or `end_turn`. None for other reasons."""
+    """Return the hint that follows from the stop reason `tool_use` or `end_turn`, or None for other reasons."""
     stop = request.get("stop")
     if stop == "end_turn":
         return NextTurn.NOBODY if is_sub_agent else NextTurn.USER
