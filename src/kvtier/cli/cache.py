@@ -144,8 +144,8 @@ def prompt_options(command: Callable[..., int]) -> Callable[..., int]:
 def find(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
     """Show where the chunks of a prompt are, and how many tokens a request for it would load.
 
-    FILE (-: stdin) contains the token ids as a JSON list, or the answer of vLLM's /tokenize. Exits with
-    code 1 without a hit.
+    FILE (-: stdin) contains the token ids as a JSON list, or the answer of vLLM's /tokenize. Exits with code
+    1 without a hit.
     """
     result = call("find", prompt)
     print_result(result, _draw_found, as_json=as_json)
@@ -159,8 +159,8 @@ def prefetch(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
     """Load a prompt from lower tiers into host memory, and wait for it until the deadline.
 
     FILE is as in `find`. The prompt stays for only a few seconds. To keep it, use `pin`. The exit code is 1 if host
-    memory then lacks a stored part of the prompt. Either hints may not retain that part (limits.retained_percent), or
-    it is still on its way.
+    memory then lacks a stored part of the prompt. Either that part exceeds what hints may retain
+    (limits.retained_percent), or it is still on its way.
     """
     result = call("prefetch", prompt)
     print_result(result, _draw_prefetched, as_json=as_json)
@@ -175,8 +175,8 @@ def pin(call: Ask, prompt: Mapping[str, Any], seconds: float, as_json: bool) -> 
     """Prefetch a prompt and keep it in host memory for a time, at most limits.retain_s.
 
     FILE is as in `find`. All pins and hints together keep at most limits.retained_percent of host memory. Beyond that,
-    hints of requests end first, then the oldest pins. Exits with code 1 if some
-    stored part was not pinned.
+    hints of requests end first, then the oldest pins. Exits with code 1 if some stored
+    part was not pinned.
     """
     result = call("pin", {**prompt, "seconds": seconds})
     print_result(result, _draw_pinned, as_json=as_json)

@@ -1,4 +1,4 @@
-"""Converts settings of LMCache, vLLM's own offloading, Mooncake and HiCache to kvtier's, and reports each.
+"""Converts settings of LMCache, vLLM's own offloading, Mooncake and HiCache to kvtier's, and reports the result.
 
 `foreign_keys` lists the keys. Values of secrets are never printed.
 """
@@ -279,7 +279,7 @@ class Conversion:
     # ---- what a value becomes ----------------------------------------------------------------------------------------
 
     def set(self, name: str, value: object, why: str = "") -> Fate:
-        """Set a setting by ``section.key``, overriding other sources. The value None leaves its default."""
+        """Set ``section.key``, overriding other sources. The value None leaves its default."""
         lost = Fate(f"{name}: (overridden by {self._sources[-1]})")
         self._rows[:] = [(key, lost if names(it)[0] == name else it) for key, it in self._rows]
         self.settings.pop(name, None)
@@ -322,12 +322,12 @@ class Conversion:
         return self.set(HOST_BYTES, total or None, why if total else "all KV passes through host memory")
 
     def each_gib(self, value: object) -> tuple[int, str]:
-        """Return the bytes of LMCache's GB per worker, and the reason for the table."""
+        """Return LMCache's GB per worker in bytes, and the reason for the table."""
         more = "; for more: --workers N" if self.workers is None else ""
         return parse_size(f"{value}GiB"), f"{value} GiB per worker x {self.workers or 1}, kvtier's is per engine{more}"
 
     def disk_size(self, value: object) -> Fate:
-        """Note the size of the disk, for `disk`."""
+        """Keep the size of the disk for `disk`."""
         size, why = self.each_gib(value)
         self.disk_bytes = size * (self.workers or 1)
         return Fate(shown("tiers.disk.capacity_bytes", self.disk_bytes), why)
@@ -388,7 +388,7 @@ class Conversion:
         return Fate(", ".join(f"tiers.s3.{key}" for key in S3_PARTS)) if kind == "s3" else becomes
 
     def password(self) -> Fate:
-        """Name the file of the tier's password, which is not printed."""
+        """Set the file of the tier's password. The password is not printed."""
         return self.put({"password_file": PASSWORD_FILE}, f"not printed: write it into {PASSWORD_FILE}, mode 0600")
 
     # ---- parsing -----------------------------------------------------------------------------------------------------
@@ -473,7 +473,7 @@ VALUES: Mapping[str, Callable[[Conversion, Any], Fate]] = {
         "mooncake", {"master": it_is}
     ),
 }
-"""How values become settings."""
+"""Functions that convert values to settings."""
 
 TIER_VALUES: Mapping[str, Callable[[Conversion, Any], Fate]] = {
     "path": Conversion.folder,
@@ -486,4 +486,4 @@ TIER_VALUES: Mapping[str, Callable[[Conversion, Any], Fate]] = {
     "prefix": lambda it, value: it.put_part("prefix", f"{it.tiers[-1].get('prefix', '')}/{value}".strip("/"), "url"),
     "scheme": lambda it, value: it.put_part("scheme", value, "endpoint"),
 }
-"""How values become settings of the tier that was added last."""
+"""Functions that convert values to settings of the tier that was added last."""

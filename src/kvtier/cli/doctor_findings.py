@@ -47,7 +47,7 @@ TIMEOUT_S = 10.0
 """Default of `--timeout`, in seconds."""
 
 READ_SHARE, ASK_SHARE, END_SHARE = 0.8, 0.88, 0.95
-"""Shares of the time after which no further object is read, an engine's process is ended, and waiting for checks ends.
+"""Shares of the time after which reading objects stops, an engine's process is ended, and waiting for checks stops.
 The rest is for printing."""
 
 FREE_BYTES_FEW = 1 << 30
@@ -57,10 +57,10 @@ FULL_SHARE = 0.98
 """Share of the cap above which a store evicts for every new chunk."""
 
 DIFFERENCES_MAX = 6
-"""Most differences listed per fingerprint."""
+"""Maximum number of differences listed per fingerprint."""
 
 SHOWN_MAX = 40
-"""Most characters shown of a value."""
+"""Maximum number of characters shown of a value."""
 
 EXPLAIN = "`kvtier config show` explains the setting"
 
@@ -107,7 +107,7 @@ class DoctorFinding(NamedTuple):
 
 
 class EngineTerms(NamedTuple):
-    """The words by which findings about a store differ between engines."""
+    """Words that differ between engines in findings about a store."""
 
     naming: str
     """Advice on how to name a tier."""
@@ -157,7 +157,7 @@ class Check(NamedTuple):
 
 
 def started(about: str, call: Callable[[], T]) -> Future[T]:
-    """Run `call` in its own thread. It may hang: `main` does not wait for it at the end of the process."""
+    """Run `call` in its own thread. The thread may hang: `main` does not wait for it at the end of the process."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -258,7 +258,7 @@ def server_checks(
         loaded: the server's settings.
         mine: waits for the server's fingerprint and returns it; None if unknown.
         unit_tokens: tokens per object; 0 means any.
-        terms: the engine's words.
+        terms: words for this engine.
         limit: the time for all checks.
         unused: settings that the engine does not use.
     """
@@ -369,7 +369,7 @@ def _inspectors(tier: TierSettings) -> list[StoreInspector]:
 
 
 def _statistics(store: StoreInspector, tier: TierSettings, limit: TimeLimit) -> tuple[StoreStat, int]:
-    """Total the objects whose heads can be read in time, in the order of names. Also return how many objects exist."""
+    """Add up the objects whose heads can be read in time, in order of name. Also return how many objects exist."""
     found = store.objects()
     result = store.statistics(takewhile(lambda _: limit.left_s(READ_SHARE), found))
     if result.capacity_bytes is None and kind_of(tier).has_cap:

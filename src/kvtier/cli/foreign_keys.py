@@ -1,7 +1,7 @@
 """Keys of LMCache 0.5.6, vLLM 0.32 and 0.33, Mooncake 0.3.13 and SGLang 0.5.23, and what becomes of them.
 
 The tables hold facts about other packages. `coming_from` converts the values of keys that become settings of kvtier.
-The functions say what becomes of a key, as a row shows it.
+The functions return what becomes of a key, as a row shows it.
 """
 
 import re

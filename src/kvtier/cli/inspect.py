@@ -216,7 +216,7 @@ def verify_command(where: Store, is_repair: bool, keys_file: Path | None, tenant
 def repair(where: Store, as_json: bool) -> int:
     """Mend a store that does not open: its marker or its secret is missing, damaged or of another file type.
 
-    The marker is written again, and the objects stay. A file of another type under its name is renamed. Stores that a
+    The marker is written again, and the objects stay. A file of another type under that name is renamed. Stores that a
     process has open are refused, and so are directories with foreign files. Engines that started without the store
     open it within about a minute.
     """

@@ -83,7 +83,7 @@ def examine(
     """Return all findings about a server.
 
     Args:
-        transfer: its ``--kv-transfer-config``.
+        transfer: the server's ``--kv-transfer-config``.
         tiers: values of `--tier`, which override the list of tiers.
         model: a folder, or a name in the local hub cache.
         block_tokens: its ``--block-size``.

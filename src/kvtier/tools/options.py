@@ -91,7 +91,7 @@ def origin(name: str) -> str:
 
 @contextmanager
 def noted_signals(*numbers: signal.Signals) -> Generator[Callable[[], int | None]]:
-    """Yield a function that returns the signal that came, if any. The second signal ends the process as usual."""
+    """Yield a function that returns the signal that arrived, if any. The second signal ends the process as usual."""
     seen: int | None = None
 
     def note(number: int, _frame: FrameType | None) -> None:

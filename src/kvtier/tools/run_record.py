@@ -1,6 +1,6 @@
 """Makes one JSON record per benchmark run: commit, machine, software, settings, results and every sample.
 
-The tables in the documents are made from records, so a record has all conditions of its figures. `VERSION` rises when
+The tables in the documents are made from records, so a record holds all conditions of its figures. `VERSION` rises when
 a field changes its meaning, but not when a field is added.
 
 `Facts` are what explains a speed or a failure of this machine: mounts, memory, limits.
@@ -58,7 +58,7 @@ class Mount(NamedTuple):
 
     @property
     def is_network(self) -> bool:
-        """Whether its kind is a network file system."""
+        """Whether it is a network file system."""
         return self.kind in NETWORK_KINDS or (self.kind.startswith("fuse.") and self.kind not in _LOCAL_FUSE)
 
 

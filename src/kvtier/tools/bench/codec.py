@@ -51,7 +51,7 @@ ELEMENTS: Mapping[Element, str] = {
 Frame = Sequence[npt.NDArray[np.uint8]]
 """The sections of a chunk, of at most `SECTION_BYTES_MAX` bytes each."""
 Source = tuple[str, Element]
-"""Where numbers come from, such as a model, and their type."""
+"""The source of numbers, such as a model, and their type."""
 _Sample = tuple[bool, float, float]
 """Whether every byte came back unchanged, then GB/s of encoding and of decoding."""
 
@@ -70,7 +70,7 @@ class CodecRow:
     decode_gb_per_s: float
     bit_exact: bool
     is_wrong: bool
-    """An exact codec changed a bit, or a lossy one exceeded its bound."""
+    """Whether an exact codec changed a bit, or a lossy one exceeded its bound."""
     samples: Mapping[str, Sequence[float]]
     """GB/s of each repeat."""
 
@@ -108,7 +108,7 @@ def kv_frames(kv: Any, model: str) -> dict[Source, list[Frame]]:  # noqa: ANN401
 
 
 def installed(element: Element) -> dict[str, Codec | LossyCodec]:
-    """Return the codecs that can be used here for such numbers, by their names in results.
+    """Return the codecs that can be used here for numbers of this type, by their names in results.
 
     A lossy codec has a name for each package that implements it.
     """
@@ -124,7 +124,7 @@ def installed(element: Element) -> dict[str, Codec | LossyCodec]:
 
 
 def steps(sources: Mapping[Source, Sequence[Frame]], repeats: int) -> int:
-    """Return how often `run` calls `progress`."""
+    """Return how many times `run` calls `progress`."""
     return (repeats + 1) * sum(len(installed(element)) for _, element in sources)
 
 

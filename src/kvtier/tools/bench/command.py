@@ -1,4 +1,4 @@
-"""`kvtier bench codec`, `core`, `io` and `tier`, and the group that has `kvtier bench serve`."""
+"""`kvtier bench codec`, `core`, `io` and `tier`, and the group that also contains `kvtier bench serve`."""
 
 from dataclasses import asdict
 from pathlib import Path

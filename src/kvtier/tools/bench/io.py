@@ -155,7 +155,7 @@ BUFFERED = "fio psync, buffered (the file system has no direct I/O), as many job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoRow:
-    """One measurement. GB is 10^9 bytes."""
+    """One measurement. A GB is 10^9 bytes."""
 
     tier: str
     op: str
@@ -263,7 +263,7 @@ class IoResult:
     cut_after_s: float | None = None
     """The deadline, if sizes or repeats were left out because of it."""
     warnings: tuple[str, ...] = ()
-    """What makes all figures doubtful, such as a busy machine."""
+    """Reasons to doubt all figures, such as a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +314,7 @@ def run(
         streams: engines whose objects are interleaved.
         advance: called with 1 after each repeat of a row.
         keep: called with the result after each size.
-        deadline_s: after this time no further size starts, and a row runs only its first repeat; None means never.
+        deadline_s: after this time no further size starts, and a row runs only its first repeat; None: no deadline.
 
     Raises:
         ConfigError: fio is not installed or fails, the directory cannot be used, or a size is not allowed.

@@ -263,7 +263,7 @@ def taken(completions: SimpleQueue[Completion], wait_s: float) -> list[Completio
 
 
 def in_flight(size: int, threads: int) -> int:
-    """Return a session's default of objects in flight: 4 per thread, or more if they are small."""
+    """Return a session's default number of objects in flight: 4 per thread, or more if they are small."""
     return max(4 * threads, SMALL_BYTES_IN_FLIGHT // size)
 
 

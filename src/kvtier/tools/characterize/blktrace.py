@@ -19,12 +19,12 @@ from kvtier.tools.trace.trace_files import LineErrors, short, text_lines
 
 LINE_CHARACTERS_MAX = 4096
 EVENTS_MAX = 20_000_000
-"""The most events of one recording, which take about 800 MiB of memory."""
+"""Maximum number of events in one recording; they take about 800 MiB of memory."""
 NUMBER_MAX = (1 << 63) - 1
 LETTERS_MAX = 256
 ALLOWED = "blkparse's default format, without -f"
 COMMANDS_MAX = 1 << 20
-"""The most processes whose names are kept."""
+"""Maximum number of processes whose names are kept."""
 
 _LINE = re.compile(
     r"\s*(?P<device>\d+,\d+)\s+\d+\s+\d+\s+(?P<seconds>\d+)\.(?P<ns>\d+)\s+(?P<process>\d+)\s+(?P<action>[A-Za-z]{1,2})"

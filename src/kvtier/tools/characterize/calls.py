@@ -236,7 +236,7 @@ class _Files:
     def count(
         self, thread: np.ndarray, descriptor: np.ndarray, *, is_positioned: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return which calls count, and which of them in doubt. Sockets and pipes have no calls with a position."""
+        """Return which calls count, and which of them are doubtful. Sockets and pipes have no positioned calls."""
         pairs = thread.astype(np.uint64) << np.uint64(32) | descriptor.astype(np.uint64) & np.uint64(0xFFFF_FFFF)
         unique, which, calls = np.unique(pairs, return_inverse=True, return_counts=True)
         verdicts, is_closed = np.ones(len(unique), bool), np.zeros(len(unique), bool)

@@ -41,7 +41,7 @@ EVENTS_MAX = 8_000_000
 END_S = 10.0
 """How long a command has to end after a signal."""
 CHILDREN_END_S = 1.0
-"""How long the children that the command leaves behind then have."""
+"""How long children that the command leaves behind then have to end."""
 
 
 class Captured(NamedTuple):

@@ -162,7 +162,7 @@ def by_time(*parts: np.ndarray) -> np.ndarray:
 
 
 NESTED_MAX = 256
-"""The most requests in flight for the same bytes. Further issues stay without a completion."""
+"""Maximum number of requests in flight for the same bytes. Further issues stay without a completion."""
 TIME_BITS = 40
 """Bits of a time in microseconds, which hold twelve days."""
 STARTS_TRIED = 64
@@ -213,7 +213,7 @@ def pair(
 def covering(
     start: np.ndarray, end: np.ndarray, since_us: np.ndarray, wanted: np.ndarray, when_us: np.ndarray
 ) -> np.ndarray:
-    """Find for each wanted position the newest interval that covers it and had begun by then.
+    """Find for each wanted position the newest interval that covers it and had begun by its time.
 
     Args:
         start: first positions of the intervals.

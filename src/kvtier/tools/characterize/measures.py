@@ -77,7 +77,7 @@ MB = 1_000_000
 WITHIN_BYTES = 64 << 10
 """W: how far after the end of an earlier request a sequential one may start."""
 LAST = 8
-"""N: how many earlier requests are looked at."""
+"""N: how many earlier requests are considered."""
 LASTS = (1, 8, 32)
 """Values of N that are shown side by side."""
 WINDOWS_S = {"1ms": 1e-3, "100ms": 0.1, "1s": 1.0}
@@ -138,7 +138,7 @@ class IoMeasures:
     """All measures. The fields are the keys of the command's JSON. Shares are from 0 to 1, or None without requests.
 
     Unless a name says otherwise, they measure the chosen processes' requests at the lowest layer that was seen. If
-    bios were seen, the number of requests, their sizes and what is sequential are as submitted, because the block
+    bios were seen, the number of requests, their sizes and the sequential shares are as submitted, because the block
     layer splits and merges requests on their way to the device.
     """
 
@@ -285,7 +285,7 @@ def is_sequential(rows: np.ndarray, last: int = LAST, *, per_process: bool, with
 
     Args:
         rows: requests of one layer in the order of their issue.
-        last: how many earlier requests of the same stream are looked at.
+        last: how many earlier requests of the same stream are considered.
         per_process: a stream is a process on a device; otherwise a device.
         within: bytes that may be skipped.
     """

@@ -23,9 +23,9 @@ from kvtier.tools.trace.trace_files import LineErrors, number, short, text_lines
 
 LINE_CHARACTERS_MAX = 1 << 16
 OBJECTS_MAX = 20_000_000
-"""The most objects of all journals together, which take about 3 GiB of memory."""
+"""Maximum number of objects in all journals together; they take about 3 GiB of memory."""
 NAMES_MAX = 1 << 22
-"""The most different names."""
+"""Maximum number of different names."""
 TIERS_MAX = 1 << 10
 TEXT_CHARACTERS_MAX = 256
 GAP_BYTES = 1 << 20

@@ -104,7 +104,7 @@ RC: Any = {
     "legend.fontsize": 9,
 }
 SIZE_INCHES = (5.0, 3.7)
-"""Size of a chart in a page. On a phone its letters still have nine pixels."""
+"""Size of a chart in a page. On a phone its letters are still nine pixels high."""
 FILE_SIZE_INCHES = (6.2, 4.3)
 LEGEND_CHARACTERS = 60
 """Characters that fit side by side in a legend, lines and gaps included."""
@@ -113,11 +113,11 @@ LEGEND_ROW = 14
 FEW_DECADES = 300.0
 """Up to this ratio a logarithmic axis has labels at 1, 2 and 5 of each power of ten. Above it only powers have one."""
 TICKS_MAX = 7
-"""The most values that an axis labels."""
+"""Maximum number of values that an axis labels."""
 END_GAP = 0.065
 """Least distance between two labels at the ends of curves, as a share of a chart's height."""
 POINTS_MAX = 2000
-"""A chart draws at most this many points singly. More become pixels, to keep pages small."""
+"""A chart draws at most this many points individually. More become pixels, to keep pages small."""
 DASHED = (0, (5, 3))
 Dash = str | tuple[float, tuple[float, ...]]
 """A line style of matplotlib; an empty one draws no line."""

@@ -189,7 +189,7 @@ def find_parent(texts: Sequence[str], position: int) -> int | None:
 def plan_requests(
     lines: Sequence[TraceLine], *, sessions: int, requests: int | None, tokenizer: ChatTokenizer | None = None
 ) -> RequestPlan:
-    """Tokenize the trace.
+    """Tokenize the trace and choose its requests.
 
     Args:
         lines: the whole trace.

@@ -65,7 +65,7 @@ class PassJob:
 
 
 class LogitsRecorder:
-    """A logits processor that changes nothing. It records margins, and when the first logits came."""
+    """A logits processor that changes nothing. It records margins and the time of the first logits."""
 
     def __init__(self) -> None:
         self.begin_s = time.perf_counter()

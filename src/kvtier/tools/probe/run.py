@@ -101,6 +101,7 @@ class ProbeRun:
 
     def run(self, tick: Tick) -> ProbeResult:
         """Measure every link.
+
         Args:
             tick: called before each measure.
 
@@ -215,7 +216,7 @@ FULL_SHARE = 0.9
 BUSY = 1.5
 """With more runnable processes per core than this, figures are too low."""
 FASTER = 1.25
-"""Ratios below this are noise."""
+"""Ratios below this count as noise."""
 HASH_GB_PER_S_LEAST = 4.0
 """A core reaches several times this. Less means emulation, throttling or a busy machine."""
 

@@ -34,7 +34,7 @@ MEASURES_HELD = 3
 """The store has room for the objects of this many measures, so that written objects can be read."""
 STAMP_BYTES = 16
 ASKED_MAX = 200
-"""The most names that a tier is asked for, because some servers charge for each."""
+"""Maximum number of names that a tier is asked for, because some servers charge for each."""
 SEGMENT_BYTES = 64 << 20
 SPARE_SEGMENTS = 3
 FREE_SHARE = 4
@@ -87,7 +87,7 @@ class ProbeTarget:
 
     @property
     def where(self) -> str:
-        """The location, for people."""
+        """The location, for display."""
         return str(getattr(self.settings, self.kind.where))
 
     @property

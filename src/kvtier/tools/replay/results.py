@@ -112,7 +112,7 @@ class TierResult:
     count: int
     """Number of nodes with such a tier; 1 if it is shared."""
     hit_tokens: int
-    """Tokens that engines got from this tier."""
+    """Tokens that engines loaded from this tier."""
     hit_rate: float
     """Hit tokens as a share of all input tokens."""
     reads: LinkStats
@@ -129,7 +129,7 @@ class TierResult:
     loads: int
     """Number of loads whose slowest tier is this one."""
     trials: int
-    """How many of the loads try the tier although it is not expected to pay."""
+    """How many of the loads try the tier although that is not expected to pay off."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,9 +144,9 @@ class PlanningStats:
     requests: int = 0
     loads: int = 0
     trials: int = 0
-    """Loads that were not expected to pay, but tried a slow tier again."""
+    """Loads that were not expected to pay off, but tried a slow tier again."""
     cut_loads: int = 0
-    """Loads that delivered less than planned, mostly because they no longer paid."""
+    """Loads that delivered less than planned, mostly because they no longer paid off."""
     loaded_tokens: int = 0
     skipped_tokens: int = 0
     """Cached tokens that were computed, because computing was expected to be faster."""
@@ -159,9 +159,9 @@ class PlanningStats:
     recompute_s: float = 0.0
     """Time to compute everything."""
     taken_s: float = 0.0
-    """Time of loads and computing the rest."""
+    """Time of loads and of computing the rest."""
     best_s: float = 0.0
-    """Time of loads and computing the rest, with the best splits."""
+    """Time of loads and of computing the rest, with the best splits."""
     regret_s: float = 0.0
     """Time beyond the best split, summed over requests."""
     regret_most_s: float = 0.0
@@ -262,7 +262,7 @@ def _read(kind: Callable[..., Value], plain: dict[str, Any]) -> Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSpeed:
-    """Speed of a prefill. The defaults are near a 70B dense model with 80 layers and 8,192 hidden units on 8 H100."""
+    """Speed of a prefill. The defaults suit a 70B dense model with 80 layers and 8,192 hidden units on 8 H100."""
 
     tokens_per_s: float = 10_000.0
     """Speed at the beginning of a prompt."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _STEP, _STEP_BLOCKS = 1024, 1 << 15
-"""The most requests, and about the most accesses, between calls of `should_stop`: 0.3 s with the slowest policy."""
+"""`should_stop` is called after this many requests or about this many accesses: 0.3 s with the slowest policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ class TierSpeed(NamedTuple):
     source: str
 
     def times(self, drives: int) -> "TierSpeed":
-        """Return the speed of several drives together. The latency is one drive's."""
+        """Return the speed of several drives together. The latency is that of one drive."""
         if drives == 1:
             return self
         read, write = (None if it is None else drives * it for it in (self.read_bytes_per_s, self.write_bytes_per_s))
@@ -60,7 +60,7 @@ OTHERS = TierSpeed(5e9, 5e9, 1e-3, "default")
 
 
 class Parts(NamedTuple):
-    """A number of equal parts of the catalogue."""
+    """A number of equal parts from the catalogue."""
 
     number: int
     item: HardwareItem

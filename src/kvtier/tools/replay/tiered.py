@@ -42,7 +42,7 @@ from kvtier.types import Prefix, RequestId
 BUSY_SHARE = 0.8
 """By default there are as many servers as are busy for this share of the time without a cache."""
 COUNT_MAX = 65_536
-"""The most nodes of a replay, and servers of a node. Each takes memory before the first request."""
+"""Maximum number of nodes in a replay, and of servers in a node. Each takes memory before the first request."""
 _DAY_S = 86_400.0
 
 
@@ -134,7 +134,7 @@ def replay_tiers(
     advance: Callable[[int], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> TieredResult:
-    """Replay a trace through tiers. Requests come at the trace's times, and only whole blocks are stored.
+    """Replay a trace through tiers. Requests arrive at the trace's times, and only whole blocks are stored.
 
     Args:
         trace: the trace.
@@ -387,7 +387,7 @@ def _planning(nodes: Sequence[PlanningStats]) -> PlanningStats:
 BUSY_S = 2.0
 """load-and-prefix skips a node whose backlog exceeds the smallest by more than this."""
 _SAMPLES = 4
-"""Number of nodes whose backlogs are compared. It is nearly as good as all (Mitzenmacher, 2001), at constant cost."""
+"""Number of nodes whose backlogs are compared. Few are nearly as good as all (Mitzenmacher, 2001), at constant cost."""
 ROUTERS = ("random", "round-robin", "session", "prefix", "load-and-prefix")
 
 

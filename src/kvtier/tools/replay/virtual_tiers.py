@@ -16,7 +16,7 @@ SPAN_MAX_S = 10_000_000
 """Later amounts count in the last second, because a series takes eight bytes per second."""
 
 INDEX_S = 100e-6
-"""The most time that a lookup takes in a tier that is not remote. Such a tier has an index in memory."""
+"""Maximum time of a lookup in a tier that is not remote. Such a tier has an index in memory."""
 
 
 class EventQueue:

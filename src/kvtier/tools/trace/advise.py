@@ -97,7 +97,7 @@ class Heads(Cost):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound(Cost):
-    """The most that only reuse without a common prefix could save."""
+    """Upper bound of what only reuse without a common prefix could save."""
 
     is_measured: bool
     """If false, these are all misses that nothing above explains, because ids name whole prefixes."""
@@ -119,7 +119,7 @@ class Advice:
     heads: Heads
     order: Order
     chunks: tuple[tuple[int, float], ...]
-    """Hit rate by tokens of a chunk."""
+    """Hit rate by tokens per chunk."""
     bound: Bound
 
 
@@ -196,7 +196,7 @@ class _Found(NamedTuple):
     """Tokens that stood behind another head, for each request that has any."""
     heads: int
     repeated: list[int]
-    """For each request the missed tokens that may have been seen before."""
+    """For each request, the missed tokens that may have been seen before."""
 
 
 def _by_contents(
@@ -251,7 +251,7 @@ def _prints(ids: Column) -> Prints:
 
 
 def _windows(prints: Prints, width: int) -> Prints:
-    """Return a fingerprint of each window of `width` ids, wherever it stands."""
+    """Return a fingerprint of each window of `width` ids, wherever it is."""
     count = max(0, len(prints) - width)
     factors = np.cumprod(np.full(count, _FACTOR, np.uint64))
     return (prints[width:] - prints[:count]) * factors
@@ -365,7 +365,7 @@ class _Repeated:
         self.tokens: list[int] = []
         """Repeated tokens of each request."""
         self.behind_heads: list[int] = []
-        """Those that stood behind another head before."""
+        """Repeated tokens that stood behind another head before."""
         self.sources: list[int] = []
         """The request that has most of the repeated tokens, or -1."""
         self.heads: set[int] = set()

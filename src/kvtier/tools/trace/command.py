@@ -79,8 +79,8 @@ def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sess
     """Write SOURCE to TARGET (.gz: gzip) for sharing.
 
     Blocks and sessions are numbered by first use, and times count from the first request; TARGET contains nothing else
-    of SOURCE. A trace with texts is refused. Hit rates stay the same, except with --coarse-s for policies that use time.
-    Lengths, order and the number of uses of a block stay, and may identify something.
+    of SOURCE. A trace with texts is refused. Hit rates stay the same, except with --coarse-s for policies that use
+    time. Lengths, order and the number of uses of a block remain, and may identify something.
     """
     from kvtier.tools.trace.arrays import without_sessions
     from kvtier.tools.trace.formats.base import open_trace
@@ -186,7 +186,7 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
 
 def _run_program(command: Sequence[str]) -> int:
-    """Run a program with the terminal and our signals. Return its exit code, or 128 plus the signal that ended it."""
+    """Run a program on this terminal, with our signals. Return its exit code, or 128 plus the signal that ended it."""
     child = subprocess.Popen(command)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to PROGRAM as well
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -27,7 +27,7 @@ class LogBuckets(NamedTuple):
 
     @property
     def edges_s(self) -> Floats:
-        """Upper edges."""
+        """Upper edges of the buckets."""
         return self.least_s * 2.0 ** (np.arange(self.buckets) / self.per_doubling)
 
     def of(self, times_s: Floats) -> npt.NDArray[np.int64]:
@@ -90,7 +90,7 @@ class TraceStats:
     used_once: float | None
     """Share of blocks that are used once."""
     top_reuse: float | None
-    """Share of all reuse by the most used 1 % of blocks."""
+    """Share of all reuse by the most-used 1 % of blocks."""
     interval_p50_s: float | None
     interval_p90_s: float | None
     interval_p99_s: float | None

@@ -24,7 +24,7 @@ SPAN_MIN: Final = 0.5
 SHIFT_MAX: Final = 0.05
 """How far a session moves in the order of starts, as a share of all sessions, but at least three places."""
 _BATCH = 1024
-"""Number of sessions drawn at once. Another number would give other sessions for a seed."""
+"""Number of sessions drawn at once. A different number would give different sessions for a seed."""
 _TURNS_MAX = 10_000
 _TOKENS_MAX = 1 << 24
 
@@ -177,7 +177,7 @@ class StatisticalSource:
         """Number of blocks that sessions share."""
 
     def sessions(self) -> Iterator[tuple[float, SyntheticSession]]:
-        """Yield endless sessions by start, with its seconds. Each call yields the same ones."""
+        """Yield sessions without end, in order of start, with the start in seconds. Each call yields the same ones."""
         of, draw = self._statistics, np.random.default_rng(self._seed)
         weights = np.arange(1, of.shared_prompts + 1, dtype=np.float64) ** -of.popularity
         edges = np.cumsum(weights / weights.sum())
@@ -267,7 +267,7 @@ class TraceSource:
         self._starts: list[float] = (starts * (wanted_s / duration_s)).tolist()
 
     def sessions(self) -> Iterator[tuple[float, SyntheticSession]]:
-        """Yield endless sessions by start, with its seconds. Each call yields the same ones."""
+        """Yield sessions without end, in order of start, with the start in seconds. Each call yields the same ones."""
         draw = np.random.default_rng(self._seed)
         count = len(self._models)
         reach = max(3.0, count * SHIFT_MAX)

@@ -70,7 +70,7 @@ class ServeRecord:
 
     @property
     def top(self) -> Point:
-        """The point of the answer: the most load, and at that the smallest R, at which both its arms were measured."""
+        """The point of the answer: the highest load, and then the smallest R, at which both its arms were measured."""
         own = {point for name, point in repetitions(self.results) if name == self.own}
         both = {point for point in own if self.plain and self.at(self.plain, point, p50_ms)}
         points = both or own or set(self.points)
@@ -98,7 +98,7 @@ class ServeRecord:
         return spread(self.runs_at(name, point), figure)
 
     def requests(self, names: Sequence[str], point: Point) -> int:
-        """Return how many requests ended well over all runs, for the arm among `names` that has fewest."""
+        """Return how many requests ended well over all runs, for the arm among `names` that has the fewest."""
         return min(sum(run.requests for run in self.runs_at(name, point)) for name in names)
 
 

@@ -97,7 +97,7 @@ def parse_arm(text: str) -> Arm:
 
 
 def parse_arms(texts: Sequence[str], settings: Mapping[str, Any] | None = None) -> list[Arm]:
-    """Return the arms of all ``--arm``. kvtier's own arm gets `settings`.
+    """Return the arms of all ``--arm`` options. kvtier's own arm gets `settings`.
 
     Raises:
         ConfigError: an arm is given twice, or there are settings and no arm that takes them.

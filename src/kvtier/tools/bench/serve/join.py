@@ -183,7 +183,7 @@ def column_of(samples: Sequence[Row], name: str) -> tuple[list[float], list[floa
 
 
 EDGES_MAX = 20_000
-"""The most intervals of a run that are joined. Later ones are left out."""
+"""Maximum number of intervals of a run that are joined. Later ones are left out."""
 
 COMPUTED, RESIDENT, CACHED, EXTERNAL = "computed", "resident", "cached", "external"
 ENGINE_PLACES = (COMPUTED, RESIDENT, CACHED)

@@ -40,7 +40,7 @@ class LoadSettings:
     """The workload of all runs, and how to send it."""
 
     sizes: ConversationSizes | SingleShotSizes | None
-    """None if a trace is replayed."""
+    """Sizes of the conversations; None if a trace is replayed."""
     trace: str = ""
     """Name of the trace, for the record."""
     seconds: float
@@ -93,7 +93,7 @@ class GeneratedLoad:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the longest prompt with answer and chat template, rounded up. At most the model's context."""
+        """Tokens of the longest prompt with answer and chat template, rounded up, but at most the model's context."""
         drawn = self.workload(0, None)
         rounds = max(len(it.turns) for it in drawn.conversations)
         words = drawn.context_tokens + max(TEMPLATE_TOKENS, ROUND_TOKENS * rounds)

@@ -82,7 +82,7 @@ class ArmResult:
     read_bytes: int | None
     """Bytes that the server's processes read from storage, until they were quiet after the last request."""
     written_bytes: int | None
-    """Bytes that they wrote to storage in the same time."""
+    """Bytes that the same processes wrote to storage in that time."""
     cpu_s: float | None
     """Processor time of the server's processes."""
     client_cpu_s: float | None
@@ -93,7 +93,7 @@ class ArmResult:
     energy_j: float | None
     energy_source: str
     regret_ms: dict[str, float | None]
-    """`requests` counts those with a known regret; `mean`, `p95`, and `share` of their TTFT describe it."""
+    """Number of `requests` with a known regret, its `mean` and `p95`, and its `share` of their TTFT."""
     by_turn: list[dict[str, Any]]
     hits_by_session: dict[str, float | None] | None = None
     """For conversations with two or more requests: their number `sessions`, and `min`, `median` and `max` of the share

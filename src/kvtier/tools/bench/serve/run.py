@@ -69,7 +69,7 @@ class RunKey(NamedTuple):
 
     arm: Arm
     repetition: int
-    """Counts from 0."""
+    """Number of the repetition, from 0."""
     ratio: float | None = None
     """R: KV bytes computed per second, divided by the tier's bytes per second; None if the drive is not throttled."""
     requests_per_s: float | None = None
@@ -79,7 +79,7 @@ class RunKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its directory."""
+        """Name of the run's directory."""
         ratio = "" if self.ratio is None else f"-R{self.ratio:g}"
         rate = "" if self.requests_per_s is None else f"-{self.requests_per_s:g}rps"
         share = "" if self.capacity_share is None else f"-{self.capacity_share:g}load"
@@ -117,7 +117,7 @@ def _rotated(items: Sequence[Any], by: int) -> list[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """What the figures depend on. A record has only runs of equal settings."""
+    """What the figures depend on. A record has only runs with equal settings."""
 
     arms: tuple[Arm, ...]
     repeats: int

@@ -23,7 +23,7 @@ FIRST_WORD = 3
 VOCABULARY = 1024
 _WORDS = VOCABULARY - FIRST_WORD
 LENGTH_MAX = 4.0
-"""The longest length that is drawn, as a multiple of the mean. One long answer must not dominate a run."""
+"""The largest length that is drawn, as a multiple of the mean. One long answer must not dominate a run."""
 WARM_UP_ROUNDS = 2
 TEMPLATE_TOKENS = 64
 """Tokens that a chat template may add to a prompt."""
@@ -68,7 +68,7 @@ class Conversation:
     first_turn: int = 0
     """Number of `turns[0]`. A recorded request is a conversation by itself, because its prompt is complete."""
     is_warm_up: bool = False
-    """Whether it is sent but not counted."""
+    """Whether the conversation is sent but not counted."""
 
     @property
     def tokens(self) -> int:

@@ -36,7 +36,7 @@ Ids = npt.NDArray[np.integer[Any]]
 
 
 class Contents(NamedTuple):
-    """What a prompt consists of, whatever stands before each part."""
+    """What a prompt consists of, whatever precedes each part."""
 
     ids: Ids
     """A number for each part, or for each token of a text. Equal numbers are equal contents."""
@@ -205,9 +205,9 @@ OWN_IDS_MAX = 1 << 25
 RUN_IDS_MAX = 1 << 30
 """Ids in runs are dense numbers, so they are kept up to this larger limit."""
 REQUEST_BLOCKS_MAX = 1 << 20
-"""The most blocks of one request: with 16 tokens each, 16 million tokens."""
+"""Maximum number of blocks in one request: with 16 tokens each, 16 million tokens."""
 HELD_BLOCKS_MAX = 1 << 28
-"""The most blocks that a reader keeps in memory to sort them: 1 or 2 GiB."""
+"""Maximum number of blocks that a reader keeps in memory to sort them: 1 or 2 GiB."""
 
 
 class Numbering:

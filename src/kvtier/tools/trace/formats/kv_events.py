@@ -41,7 +41,7 @@ SECONDS_MAX: Final = 1e11
 BATCH_BYTES_MAX: Final = 1 << 24
 """The largest batch. In memory it takes up to 64 times its bytes: 1 GiB."""
 _ITEMS_MAX: Final = 1 << 20
-"""The most items of one array or map, because msgpack allocates the announced length."""
+"""Maximum number of items in one array or map, because msgpack allocates the announced length."""
 _BLOCK_STORED_FIELDS: Final = (
     *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
 )

@@ -148,7 +148,7 @@ class PromptLines(TraceReader):
 
 
 class _Times:
-    """Gives lines their times: a `timestamp`, a `delay` after the session's previous line, or one second after another.
+    """Assigns times to lines: a `timestamp`, a `delay` after the session's previous line, or one second after another.
 
     Args:
         unit: unit of a `timestamp` that does not count from 1970.

@@ -31,7 +31,7 @@ SESSION_MAX_S = 30 * 86_400.0
 DEPTH_MAX = 32
 """The deepest nesting of sub-agents."""
 SESSION_BLOCKS_MAX = 1 << 24
-"""The most merged blocks of all requests of one session."""
+"""Maximum number of merged blocks in all requests of one session."""
 _IDS_MAX = (1 << 31) - 1
 
 
