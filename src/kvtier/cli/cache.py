@@ -316,9 +316,9 @@ def _draw_why(result: Mapping[str, Any]) -> None:
         click.echo(f"the missing chunk is now in: {', '.join(result['missing_chunk_now']) or 'no place'}")
     for cut in result["cuts"]:
         where = f"token {cut['at_token']}" if cut["is_exact"] else f"a token of the chunk at {cut['at_token']}"
-        again = "" if cut["repeated_tokens"] is None else f"; {cut['repeated_tokens']} of them stand in both prompts"
+        again = "" if cut["repeated_tokens"] is None else f"; {cut['repeated_tokens']} of them occur in both prompts"
         click.echo(
-            f"the prompt equals that of request {cut['request']} up to {where}. {cut['lost_tokens']} tokens behind it "
+            f"the prompt equals that of request {cut['request']} up to {where}. {cut['lost_tokens']} tokens after it "
             f"are lost{again}"
         )
         parts = zip(("both, before", cut["request"], result["request"]), (cut[it] for it in CUT_PARTS), strict=True)

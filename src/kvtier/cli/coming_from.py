@@ -365,7 +365,7 @@ class Conversion:
             raise self._error("remote_url", f"{scheme}://(hidden)", allowed)
         user, _, password = unquote(login).partition(":")
         path, _, query = path.partition("?")
-        self._rows += [("remote_url ?", Fate(LOST, "name settings of the tier"))] * bool(query)
+        self._rows += [("remote_url ?", Fate(LOST, "set the tier's settings by name"))] * bool(query)
         kind = KINDS.get(scheme, "")
         bucket, _, prefix = path.partition("/")
         if kind == "s3" and ":" in hosts and not bucket:

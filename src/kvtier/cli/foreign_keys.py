@@ -67,13 +67,13 @@ LMCACHE: Table = {
         "lookup_timeout_ms request_timeout connection_timeout *transfer_timeout lookup_backoff_time *_ttl_seconds",
         "--kv-events-config of vLLM turns on kvtier's events, too": "enable_kv_events kv_msg_* *kv_event*",
         "each rank has a store of its own in the directory": "local_disk_path_sharding",
-        "every tier gets what is stored, and all are asked in their order": "store_location retrieve_locations "
+        "every tier receives what is stored, and lookups ask all in order": "store_location retrieve_locations "
         "l2_store_policy l2_prefetch_*",
         "kvtier runs in the engine: there is no server": "mp_* mp.* host port engine_type transport shm_name "
         "lmcache_rpc_port *lookup_server_worker_ids server_module *worker*seconds",
         "host memory is taken at the start; host.populate touches all of it": "enable_lazy_memory_allocator "
         "lazy_memory_* l1_*",
-        "each tier keeps its cap by itself": "eviction_*",
+        "each tier enforces its own cap": "eviction_*",
         "the defaults of read_threads, write_threads and loads_in_flight suit most": "*num_threads *num_workers "
         "*_io_threads s3_max_* max_workers max_*_workers disk_io_threads",
         "direct_io of the tier decides": "*odirect fs_connector_* use_direct_io",
@@ -131,7 +131,7 @@ OFFLOADING: Table = {
         "the client and the server agree on it": "s3_prefer_http2",
         "kvtier uses P2PHANDSHAKE, and finds its address": "metadata_server *META_DATA_SERVER local_hostname "
         "MOONCAKE_LOCAL_HOSTNAME local_buffer_size",
-        "each tier keeps its cap by itself, and has an index": "eviction* *EVICTION_RATIO *metadata_* *METADATA_*",
+        "each tier enforces its own cap, and has an index": "eviction* *EVICTION_RATIO *metadata_* *METADATA_*",
         "what a tier stores always survives a restart": "persist",
         "kvtier asks the server itself": "cluster_mode master_metrics_port check_server MOONCAKE_*",
         "what it names is converted": "*MOONCAKE_CONFIG_PATH",

@@ -298,6 +298,6 @@ def _prompts(extra: Mapping[str, object], fields: Mapping[str, Any], tokens: int
 
 def _hits(fields: Mapping[str, Any]) -> DoctorFinding:
     """Return advice on how to see hits."""
-    text = 'a request with "return_cached_tokens_details": true gets the tokens found in device, host and storage'
+    text = 'a request with "return_cached_tokens_details": true reports the tokens found in device, host and storage'
     also = "and read" if fields.get("enable_metrics") else "with --enable-metrics also"
     return DoctorFinding("note", "hits", text, f"{also} the counters {', '.join(METRICS)}")

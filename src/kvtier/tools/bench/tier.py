@@ -145,7 +145,7 @@ class TierBench:
                 advance(1)
             except KvError:
                 raise
-            except Exception as error:  # noqa: BLE001 - of a client library; its text may have the request
+            except Exception as error:  # noqa: BLE001 - a client library's; its text may contain the request
                 why = error.strerror if isinstance(error, OSError) else None
                 raise KvError(
                     f"the raw client of tier {self.settings.name!r} failed: {why or type(error).__name__}"

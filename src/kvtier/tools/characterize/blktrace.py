@@ -194,7 +194,7 @@ def _trace(events: _Events, rows: np.ndarray, lost: int, remarks: list[str]) -> 
     ends = at("C")
     # A device without requests reports the ends of bios.
     is_bio_end = ~np.isin(device[ends], device[issues])
-    gaps = np.zeros((min(lost, 1), 2), np.uint64)  # events were lost at an unknown time: pair no request across
+    gaps = np.zeros((min(lost, 1), 2), np.uint64)  # events were lost at an unknown time, so none are paired across it
     bio_ends, request_ends = seen[ends[is_bio_end]], seen[ends[~is_bio_end]]
     requests, above = join(seen[makers], bio_ends, seen[issues], request_ends, seen[at("R")], gaps, first_ns)
     uppers = _with_lower(device[issues], device[remaps], source[remaps])

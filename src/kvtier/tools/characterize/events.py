@@ -236,7 +236,7 @@ def covering(
     for each in np.unique(magnitude[length > 0]).tolist():
         own = np.flatnonzero((magnitude == each) & (length > 0))
         starts, group = np.unique(start[own], return_inverse=True)
-        # One number has group and time, so that one search finds the newest of a group.
+        # One number holds group and time, so that one search finds the newest of a group.
         ranked = group.astype(np.uint64) << np.uint64(TIME_BITS) | since_us[own]
         order = np.argsort(ranked, kind="stable")
         ranked, longest = ranked[order], length[own].max()

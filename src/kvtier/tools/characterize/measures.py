@@ -93,7 +93,7 @@ SEQUENTIAL = (
     f"A request is sequential if it begins at most {WITHIN_BYTES >> 10} KiB after the end of one of the last N "
     f"requests of its process (or of its device), in the same direction. N is {LAST}. The first is not."
 )
-NO_TIMES = "All requests are at one moment: throughput, depth and shares of time are unknown, and 0 here."
+NO_TIMES = "All requests have the same time: throughput, depth and shares of time are unknown, and shown as 0."
 _PLACE_SHIFT = 52
 """Bits of a position in bytes; the number of its place is above them."""
 

@@ -161,7 +161,7 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
     Equivalent to the settings trace.path and trace.capacity_bytes.
     """
-    from kvtier.config.loader import load  # the kinds of tiers, so that help starts quickly
+    from kvtier.config.loader import load  # imports all kinds of tiers, which would slow the help
     from kvtier.runtime.observers.line_file import SUFFIX
     from kvtier.tier.files.safe_open import make_root
 

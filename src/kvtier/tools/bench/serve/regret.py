@@ -100,7 +100,7 @@ def join_runs(directories: Iterable[Path]) -> list[JoinedRun]:
         if run.files.arm == NO_CONNECTOR and request.tokens_by_place is not None
     ]
     least = min(((it.tokens_by_place or {}).get(COMPUTED, math.inf) for it in plain), default=0)
-    # The rest that is computed after a load is shorter than all of these. The curve must not be extrapolated to it.
+    # What is computed after a load is shorter than all of these, and the curve must not be extrapolated to it.
     short = [
         request
         for run in joined

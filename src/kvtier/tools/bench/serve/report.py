@@ -155,7 +155,7 @@ def notes(served: ServeRecord) -> Iterator[str]:
     counts = (
         (
             sum(it.wrong_sums for it in served.results),
-            "requests have places that do not add up to their prompt; they are in no sum of places",
+            "requests have places that do not add up to their prompt; no sum of places includes them",
         ),
         (
             sum(it.unmatched for it in served.results),

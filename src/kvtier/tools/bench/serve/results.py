@@ -145,7 +145,7 @@ def arm_result(run: JoinedRun, ttft_limit_s: float = TTFT_LIMIT_S) -> ArmResult:
     places = _places(run, counted)
     placed = sum(it.tokens_by_place is not None and not it.is_sum_wrong for it in counted)
 
-    # Writes go on after the last answer. The samples last until they are on the drive.
+    # Writes go on after the last answer. Sampling continues until they are on the drive.
     quiet_s = max(until_s, samples[-1]["time_s"]) if samples else until_s
 
     def grew(name: str, end_s: float = until_s) -> float | None:
