@@ -246,7 +246,7 @@ class _Run:
             parts = [device, self._calls.whole_requests(bios, thread, began_ns), rows]
             counts |= more
             if not self._calls.sees_uring:
-                self._remarks.append("This kernel has no events of io_uring: the application's requests lack those.")
+                self._remarks.append("This kernel has no events of io_uring's requests; the application's lack them.")
             roots = [*self._settings.pids, *([process.pid] if process is not None else [])]
             chosen = self._tree.with_children(roots)
         requests = by_time(*parts)
