@@ -47,7 +47,7 @@ class PassResult:
     set_up_s: float
     """Time to build the model, warm up with one request, and attach kvtier."""
     wall_s: float
-    """Time from the first request until the last answer has come and all stores are on disk."""
+    """Time from the first request until the last answer has arrived and all stores are on disk."""
     flush_s: float
     """The part of `wall_s` after the last answer."""
     lost: int = 0

@@ -113,11 +113,11 @@ def p95_ms(run: ArmResult) -> float | None:
 
 
 goodput_per_s: Figure = attrgetter("goodput_per_s")
-"""Requests a second whose first token came in time."""
+"""Requests per second whose first token arrived in time."""
 tokens_per_s: Figure = attrgetter("output_tokens_per_s")
-"""Output tokens a second."""
+"""Output tokens per second."""
 requests_per_s: Figure = attrgetter("requests_per_s")
-"""Requests a second that ended well."""
+"""Requests per second that ended well."""
 
 
 def headline(served: ServeRecord) -> str:

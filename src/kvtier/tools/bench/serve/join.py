@@ -401,7 +401,7 @@ def _per_second(
 
 
 def _streamed(requests: Iterable[JoinedRequest], edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the output tokens in each interval: the first when it came, the others spread evenly to the end."""
+    """Return the output tokens in each interval: the first when it arrived, the others spread evenly to the end."""
     at_edges = np.zeros(len(edges))
     for it in requests:
         first_s, ended_s, tokens = it.first_s or 0.0, it.ended_s or 0.0, it.output_tokens or 0

@@ -39,7 +39,7 @@ BLOCK_TOKENS_DEFAULT = 64
 _PIECES = re.compile(r"\s*[A-Za-z]{1,6}|\s*\d{1,3}|\s*[^\sA-Za-z\d]|\s+")
 """The tokens if no tokenizer is given. They have about four characters each in English prose."""
 _LENGTHS = ("output_tokens", "output_length", "max_completion_tokens", "max_output_tokens", "max_tokens")
-"""Fields with the length of the answer. Those named `max` are its limit."""
+"""Fields with the length of the answer. Those named `max` give its limit."""
 _BEFORE_MESSAGES = ("tools", "system", "instructions")
 
 Tokenize = Callable[[str], Sequence[object]]
