@@ -124,7 +124,7 @@ def test_why_clear_and_health_answer_first(at, capsys):
     assert out.startswith("chat-1: of 700 tokens 188 were computed; loaded: 512 from host; ended: 2 s ago\n")
     assert "absent" in out
     assert "the missing chunk is now in: disk\n" in out
-    assert "equals that of request chat-0 up to token 50. 650 tokens behind it are lost; 640 of them stand in" in out
+    assert "equals that of request chat-0 up to token 50. 650 tokens after it are lost; 640 of them occur in" in out
     assert out.endswith("both, before  It is\nchat-0        Monday\nchat-1        6 7\n")
     assert told(capsys, "clear", "--all").startswith("cleared: 7 objects left host memory, 2 stay until")
     assert told(capsys, "clear", "--salt", "a")
@@ -163,7 +163,7 @@ def test_why_draws_a_cut_that_only_chunk_keys_tell(at, capsys, monkeypatch):
     cut = {"request": "a", "at_token": 512, "is_exact": False, "lost_tokens": 88, "repeated_tokens": None}
     monkeypatch.setitem(WHY, "cuts", [cut | dict.fromkeys(("before", "earlier", "this"), nothing)])
     out = told(capsys, "why", "chat-1")
-    assert out.endswith("request a up to a token of the chunk at 512. 88 tokens behind it are lost\n")
+    assert out.endswith("request a up to a token of the chunk at 512. 88 tokens after it are lost\n")
     monkeypatch.setitem(WHY, "cuts", [])
     assert told(capsys, "why", "chat-1").endswith("the missing chunk is now in: disk\n")
 

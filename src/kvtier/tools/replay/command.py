@@ -23,7 +23,7 @@ _TIER_ONLY = ("model", "gpu", "prefill", "probe", "servers", "nodes", "router", 
 
 
 class _RunOrDescribe(Commands):
-    """``replay TRACE`` is ``replay run TRACE``."""
+    """Treats ``replay TRACE`` as ``replay run TRACE``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert ``run`` unless the first word is a subcommand or a mistyped one."""
@@ -122,8 +122,8 @@ def run(
     `infinite` an infinite cache. `default` takes several times the processor time of `lru`, because it learns. The
     table shows these times.
 
-    Sessions without start times (a coding agent's) start at random. Their order changes hit rates by some percent, so
-    such a trace is replayed for several draws. The table has the mean, the least and the most.
+    Sessions without start times (a coding agent's) start at random. Their order changes hit rates by a few percent,
+    so such a trace is replayed for several draws. The table shows the mean, the least and the most.
 
     With --tier, the real core and planner run on each node, over tiers of these sizes and speeds, in virtual time, for
     each combination of shipped policy, number of nodes and router.

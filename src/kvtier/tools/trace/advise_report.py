@@ -15,7 +15,7 @@ from kvtier.tools.charts.report import PageSection, Report
 from kvtier.tools.trace.advise import QUANTILES, Advice, Cost
 
 FINDING_LEAST = 0.01
-"""A change is worth a word if it saves at least this share of the misses."""
+"""A change is mentioned if it saves at least this share of the misses."""
 
 
 class _Change(NamedTuple):
@@ -59,7 +59,7 @@ def read_plan(path: Path) -> PlanCost:
 
 
 def advice_json(advice: Advice, plan: PlanCost | None) -> dict[str, Any]:
-    """Return a trace's advice as plain values, and with a plan what each change saves."""
+    """Return a trace's advice as plain values. With a plan, these include what each change saves."""
     return asdict(advice) | (
         {}
         if plan is None
@@ -139,7 +139,7 @@ def advice_report(advice: Advice, notes: Sequence[str], plan: PlanCost | None = 
 
 
 def _shown(advice: Advice) -> list[_Change]:
-    """Return the changes, that which saves most first, and last what none of them reaches."""
+    """Return the changes, the one that saves most first, and then what none of them can save."""
     changes = sorted(_changes(advice), key=lambda it: -it.saved.tokens)
     return [*changes, _Change("no prefix", "only reuse without a common prefix, at most", advice.bound)]
 
@@ -172,7 +172,7 @@ def _answer(advice: Advice, changes: Sequence[_Change]) -> str:
 
 
 def _limits(advice: Advice) -> Iterator[str]:
-    """Yield what the trace does not tell."""
+    """Yield what the trace does not show."""
     if not advice.bound.is_measured:
         yield (
             "The ids name whole prefixes. They show neither the parts of prompts nor text that repeats behind a cut. "
@@ -184,7 +184,7 @@ def _limits(advice: Advice) -> Iterator[str]:
     if not advice.early_cuts.is_certain:
         yield "Early cuts are not certain: some requests have no session, so they may be other conversations."
     if advice.bound.is_measured and advice.order.as_sent is None:
-        yield "The order of parts is not examined, because nothing tells them; --separator divides texts."
+        yield "The order of parts is not examined, because the parts are unknown; --separator divides texts."
 
 
 def _details(advice: Advice) -> Iterator[Table]:

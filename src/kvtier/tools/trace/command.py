@@ -56,8 +56,8 @@ def trace() -> None:
 def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  # noqa: ANN401  the options above
     """Write SOURCE, in any format of `kvtier replay`, to TARGET as request lines (.gz: gzip).
 
-    TARGET has times, lengths, and which blocks are equal; no text, ids or session names of SOURCE. It replays to the
-    same figures, except for the adaptive policy, which samples by name.
+    TARGET has times, lengths, and which blocks are equal, but no text, ids or session names of SOURCE. Its replay gives
+    the same figures, except for the adaptive policy, which samples by name.
     """
     _check_distinct(source, target)
     _write(target, load_trace(source, reading), as_runs=not as_ids)
@@ -78,9 +78,9 @@ def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  
 def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sessions: bool, **reading: Any) -> None:  # noqa: ANN401
     """Write SOURCE to TARGET (.gz: gzip) for sharing.
 
-    Blocks and sessions are numbered by first use, and times count from the first request; TARGET has nothing else of
-    SOURCE. A trace with texts is refused. Hit rates stay the same, except with --coarse-s for policies that use time.
-    Lengths, order and the number of uses of a block stay, and may identify something.
+    Blocks and sessions are numbered by first use, and times count from the first request; TARGET contains nothing else
+    of SOURCE. A trace with texts is refused. Hit rates stay the same, except with --coarse-s for policies that use
+    time. Lengths, order and the number of uses of a block remain, and may identify something.
     """
     from kvtier.tools.trace.arrays import without_sessions
     from kvtier.tools.trace.formats.base import open_trace
@@ -134,8 +134,8 @@ def advise(
     parts of prompts that change often go last, and frequent ones first. The rest is what only reuse without a common
     prefix could save.
 
-    All figures are of an unbounded cache. Ids that name whole prefixes tell early cuts; texts, components and ids that
-    name contents tell the rest.
+    All figures assume an unbounded cache. Ids that name whole prefixes show early cuts; texts, components and ids that
+    name contents show the rest.
     """
     from kvtier.tools.trace.advise import Prompt, advise
     from kvtier.tools.trace.advise_report import advice_json, advice_report, read_plan
@@ -161,7 +161,7 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
     Equivalent to the settings trace.path and trace.capacity_bytes.
     """
-    from kvtier.config.loader import load  # the kinds of tiers, so that help starts quickly
+    from kvtier.config.loader import load  # imports all kinds of tiers, which would slow the help
     from kvtier.runtime.observers.line_file import SUFFIX
     from kvtier.tier.files.safe_open import make_root
 
@@ -186,7 +186,7 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
 
 def _run_program(command: Sequence[str]) -> int:
-    """Run a program with the terminal and our signals. Return its exit code, or 128 plus the signal that ended it."""
+    """Run a program on this terminal, with our signals. Return its exit code, or 128 plus the signal that ended it."""
     child = subprocess.Popen(command)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to PROGRAM as well
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""Finds an order of the parts of prompts (components, or texts between separators) that a prefix cache likes better.
+"""Finds an order of the parts of prompts (components, or texts between separators) that suits a prefix cache better.
 
 Other orders may change answers, so this is advice, never something that a cache does by itself.
 """
@@ -14,23 +14,23 @@ from kvtier.tools.trace.formats.base import Contents
 PARTS_MAX = 1 << 20
 """Above this many parts of all prompts, their order is not examined."""
 SLOTS_MAX = 12
-"""Only so many slots are moved: those with the most tokens."""
+"""At most this many slots are moved: those with the most tokens."""
 MOVES_MAX = 4
 GAIN_LEAST = 0.001
 """A move must add at least this to the hit rate."""
 MOVED_LEAST = 0.1
-"""Parts of a kind are a list, and not fixed places, if at least this share of their reuse is in another place."""
+"""Parts of a kind count as a list, not as fixed places, if at least this share of their reuse is in another place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Hit rates of prompts with their parts in another order. None: the trace does not tell the parts."""
+    """Hit rates of prompts with their parts in another order; None if the trace does not show parts."""
 
     as_sent: float | None = None
     best_online: float | None = None
-    """With all moves. Frequencies count earlier requests only."""
+    """Hit rate with all moves, where frequencies count earlier requests only."""
     moves: tuple[tuple[str, float], ...] = ()
-    """What to move, and the hit rate with it and those before."""
+    """Each move, and the hit rate with it and those before."""
 
 
 class PromptPart(NamedTuple):
@@ -46,12 +46,12 @@ Move = tuple[str, bool]
 
 
 def parts_of(contents: Sequence[Contents | None], inputs: Column, separator: str) -> list[list[PromptPart]]:
-    """Return the parts of each prompt. Empty if they are unknown or more than `PARTS_MAX`.
+    """Return the parts of each prompt, or none if they are unknown or more than `PARTS_MAX`.
 
     Args:
-        contents: of each request.
+        contents: contents of each request.
         inputs: tokens of each prompt. Parts of a text have tokens in proportion to their characters.
-        separator: what stands between the parts of a text. Empty: texts have no known parts.
+        separator: what separates the parts of a text; if empty, texts have no known parts.
     """
     numbers: dict[str, int] = {}
     out: list[list[PromptPart]] = []

@@ -62,7 +62,7 @@ def load_drawn(
     is_quiet: bool = False,
     each: "Callable[[TraceRequest], object] | None" = None,
 ) -> "tuple[TraceArrays, bool]":
-    """Read a trace. Return also whether its sessions' start times are drawn and decide their order.
+    """Read a trace. Also return whether its sessions' start times are drawn and decide their order.
 
     `each` is called with each request, which then has its contents.
     """

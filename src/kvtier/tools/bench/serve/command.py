@@ -1,4 +1,4 @@
-"""`kvtier bench serve`: its options."""
+"""The options of `kvtier bench serve`."""
 
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,6 @@ def serve(
     takes a minute more than --seconds. The same command continues where an earlier one was stopped, and shows its
     results if all runs are there.
     """
-    from kvtier.tools.bench.serve.command_run import run  # numpy, so that the help of `kvtier bench` starts quickly
+    from kvtier.tools.bench.serve.command_run import run  # imports numpy, which would slow the help
 
     return run(**given)
