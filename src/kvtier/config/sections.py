@@ -1,6 +1,6 @@
-"""Every setting: its section, type, default, allowed values and help.
+"""Defines every setting: its section, type, default, allowed values and help.
 
-To add a setting, add a line here. The loader, the environment, `--set`, `config show` and messages pick it up.
+To add a setting, add a line here. The loader, the environment, `--set`, `config show` and messages then include it.
 """
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
@@ -48,7 +48,7 @@ HOW_TO_SHARE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostConfig(SettingsSection):
-    """Host memory: the slots through which every chunk passes."""
+    """Settings of host memory, whose slots every chunk passes through."""
 
     section: ClassVar[str] = "host"
 
@@ -140,7 +140,7 @@ class StoreConfig(SettingsSection):
 
     @property
     def loss_notice(self) -> str:
-        """Say what the engine's class means for answers. Empty without one."""
+        """Say what the engine's lossy class means for answers; empty without one."""
         if self.loss == "none":
             return ""
         return (
@@ -216,7 +216,7 @@ class JournalConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlConfig(SettingsSection):
-    """Questions and orders of `kvtier cache` to a running engine."""
+    """Queries and commands that `kvtier cache` sends to a running engine."""
 
     section: ClassVar[str] = "control"
 
@@ -308,13 +308,13 @@ class Config:
     """All settings. Constructors take single values from it, never the tree.
 
     Raises:
-        ConfigError: two tiers have the same name, a shared tier has no configured secret, a sealing one no key, or a
-            lossy codec is not that of the engine's class.
+        ConfigError: two tiers have the same name, a shared tier has no configured secret, a sealing tier has no key, or
+            a lossy codec is not that of the engine's class.
     """
 
     host: HostConfig = field(default_factory=HostConfig)
     tiers: tuple[TierSettings, ...] = ()
-    """Lower tiers in the order in which they are asked."""
+    """Lower tiers in lookup order."""
     store: StoreConfig = field(default_factory=StoreConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
@@ -382,7 +382,7 @@ SECTIONS: dict[str, type[SettingsSection]] = {
 
 
 def find_section(section: str, origin: str) -> type[SettingsSection]:
-    """Return the section of that name.
+    """Return the section with that name.
 
     Raises:
         ConfigError: the section is unknown. The message lists the known ones and suggests the nearest.
