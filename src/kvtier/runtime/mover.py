@@ -344,7 +344,7 @@ class Mover(Completing):
             self._fail(jobs, error)
 
     def _begun(self, jobs: list[Job]) -> tuple[float, list[Job]]:
-        """Wait for drops that must end before these jobs. Complete late jobs; return the time and the remaining jobs."""
+        """Wait for drops that must end before these jobs. Complete late jobs; return the time and the other jobs."""
         for job in jobs:
             if job.after is not None:
                 job.after.wait(min(threading.TIMEOUT_MAX, max(0.0, job.deadline_s - self._clock())))

@@ -350,7 +350,7 @@ class Session(LockedCore):
         wait_s: float = 0.0,
         priority: Priority = Priority.NORMAL,
     ) -> None:
-        """Load the chunks of `prefix` in lower tiers into host memory within `in_s` seconds, and retain them.
+        """Load the chunks of `prefix` from lower tiers into host memory, due in `in_s` seconds, and retain them.
 
         A prefetch needs no blocks of the engine, yields to loads, and ends without an event. Until it starts, the
         chunks of the prefix that only `conversation` has used are written to lower tiers and may leave host memory.
