@@ -191,7 +191,7 @@ class RemoteRank(Completing):
                         self._receive(decode(body))
             except Exception as error:
                 if not isinstance(error, ProtocolError):
-                    logger.exception("internal error: kvtier gives up %s", self._name)
+                    logger.exception("internal error: kvtier gives up on %s", self._name)
                 reader = None  # discards further messages
                 self._lose(described(error), is_gone=False)
         self._lose("its process has ended", is_gone=True)
