@@ -82,7 +82,7 @@ def load(
 
 
 def override(base: Config, given: Iterable[tuple[str, object]], origin: str) -> Config:
-    """Return `base` with single values from Python or JSON.
+    """Return `base` with some values overridden from Python or JSON.
 
     Args:
         base: the settings.

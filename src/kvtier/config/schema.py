@@ -28,7 +28,7 @@ class Setting(NamedTuple):
     """None if a value is needed (`is_needed`)."""
     help: str
     source: str
-    """Publication that the default comes from, if any."""
+    """The publication from which the default comes, if any."""
     is_needed: bool = False
     """Whether the setting has no default."""
 
@@ -62,7 +62,7 @@ def other_default(base: "type[SettingsSection]", key: str, default: _Value) -> _
 
 
 class SettingsSection:
-    """A group of settings. Each value is checked when the section is made."""
+    """A group of settings. Each value is checked when the section is constructed."""
 
     __slots__ = ()
     section: ClassVar[str]
@@ -117,7 +117,7 @@ def unknown(problem: str, word: str, words: Sequence[str], **fields: str) -> Con
     """Return an error about an unknown word. It suggests the nearest words, and lists all words if they are few.
 
     Args:
-        problem: what is unknown, such as ``unknown section``.
+        problem: the problem, such as ``unknown section``.
         word: the word.
         words: the known words.
         fields: other fields of the error.
@@ -134,7 +134,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Read the tables of a TOML file.
 
     Raises:
-        ConfigError: the file is unreadable, longer than `FILE_BYTES_MAX`, not TOML, or nested too deep.
+        ConfigError: the file is unreadable, longer than `FILE_BYTES_MAX`, not TOML, or nested too deeply.
     """
     about = {"setting": "TOML file", "value": str(path)}
     try:

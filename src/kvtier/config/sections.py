@@ -67,7 +67,7 @@ class HostConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig(SettingsSection):
-    """Chunks, write policy and names."""
+    """Settings of chunks, the write policy and names."""
 
     section: ClassVar[str] = "store"
 
@@ -151,7 +151,7 @@ class StoreConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig(SettingsSection):
-    """Concurrency and deadlines."""
+    """Settings of concurrency and deadlines."""
 
     section: ClassVar[str] = "limits"
 
@@ -183,7 +183,7 @@ class LimitsConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerConfig(SettingsSection):
-    """The choice between loading and computing."""
+    """Settings of the choice between loading and computing."""
 
     section: ClassVar[str] = "planner"
 
@@ -196,7 +196,7 @@ class PlannerConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig(SettingsSection):
-    """Recordings of requests for `kvtier replay`: lengths, times and identities of blocks."""
+    """Settings of request recordings for `kvtier replay`, which contain lengths, times and identities of blocks."""
 
     section: ClassVar[str] = "trace"
 
@@ -206,7 +206,7 @@ class TraceConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalConfig(SettingsSection):
-    """The journal: a line for each request, and for each object that a tier reads or writes."""
+    """Settings of the journal, which has a line for each request and for each object that a tier reads or writes."""
 
     section: ClassVar[str] = "journal"
 
@@ -216,7 +216,7 @@ class JournalConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlConfig(SettingsSection):
-    """Queries and commands that `kvtier cache` sends to a running engine."""
+    """Settings for queries and commands that `kvtier cache` sends to a running engine."""
 
     section: ClassVar[str] = "control"
 
@@ -229,7 +229,7 @@ class ControlConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig(SettingsSection):
-    """Behaviour in vLLM."""
+    """Settings for vLLM."""
 
     section: ClassVar[str] = "vllm"
 
@@ -258,7 +258,7 @@ class VllmConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsConfig(SettingsSection):
-    """KV events for routers, in vLLM."""
+    """Settings of KV events for routers, in vLLM."""
 
     section: ClassVar[str] = "events"
 
@@ -279,7 +279,7 @@ class EventsConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangConfig(SettingsSection):
-    """Behaviour in SGLang."""
+    """Settings for SGLang."""
 
     section: ClassVar[str] = "sglang"
 
@@ -292,7 +292,7 @@ class SglangConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig(SettingsSection):
-    """Logging in vLLM; elsewhere the host program configures logging."""
+    """Settings of logging in vLLM; elsewhere the host program configures logging."""
 
     section: ClassVar[str] = "log"
 

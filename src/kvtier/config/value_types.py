@@ -146,7 +146,7 @@ def seconds_text(duration_s: float) -> str:
 
 
 class Kind(Protocol):
-    """The type of a setting: allowed values, reading and showing."""
+    """The type of a setting. It defines the allowed values, and reads and shows values."""
 
     @property
     def allowed(self) -> str:
@@ -261,7 +261,7 @@ class Count(Kind):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceKind(Kind):
-    """One of several words, or of the names in a registry."""
+    """One of several words, or one of the names in a registry."""
 
     words: tuple[str, ...] | Callable[[], Sequence[str]]
 
@@ -459,7 +459,7 @@ class PrivateText(str):
 
 @dataclass(frozen=True, slots=True)
 class HiddenText(Hidden):
-    """A secret text, such as a password. It is never shown. Empty means none."""
+    """Secret text, such as a password. It is never shown. Empty means none."""
 
     @property
     def allowed(self) -> str:

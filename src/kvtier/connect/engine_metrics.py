@@ -182,7 +182,7 @@ def exported_name(metric: Metric, prefix: str = "vllm:") -> str:
 
 
 def observations(metric: Metric, row: Row) -> list[float]:
-    """Return values with the bucket counts and the sum of `row`, because a Prometheus histogram accepts only values.
+    """Return values with the bucket counts and sum of `row`, because a Prometheus histogram accepts only single values.
 
     All values lie at the same fraction of their bucket's width.
     """

@@ -1,4 +1,4 @@
-"""Page-locks host memory for copies to and from a CUDA device. Imports torch.
+"""Page-locks host memory for copies to and from a CUDA device. This module imports torch.
 
 Locking a few GB takes about a second, because the kernel must fault in each page. So a thread does it after the start;
 until then copies run at the speed of pageable memory. The thread locks ranges of whole slots, because the driver

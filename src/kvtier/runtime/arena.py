@@ -54,7 +54,9 @@ def chunk_bytes(layout: KvLayout) -> int:
 def slots_for(
     layout: KvLayout, capacity_bytes: int, one: int = 0, setting: str = "host.capacity_bytes"
 ) -> tuple[int, ...]:
-    """Return how many slots of each group fit in `capacity_bytes`. All groups get equally many; a chunk fills one each.
+    """Return how many slots of each group fit in `capacity_bytes`.
+
+    The number is the same for every group, because a chunk needs one slot of each.
 
     Args:
         layout: the layout of one rank.

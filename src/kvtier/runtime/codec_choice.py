@@ -190,7 +190,7 @@ class CodecChoice:
     def contains(
         self, call: Callable[[Sequence[ObjectName]], Sequence[bool]], names: Sequence[ObjectName]
     ) -> Sequence[bool]:
-        """Call `call(names)`. Its time counts as the tier's latency."""
+        """Return `call(names)`. The duration of the call counts as the tier's latency."""
         start_s = time.perf_counter()
         answers = call(names)
         if names:

@@ -1,4 +1,4 @@
-"""A Unix-domain socket on which an engine answers questions about its cache: one JSON line each way.
+"""A Unix-domain socket on which an engine answers queries about its cache: one JSON line each way.
 
     kvtier cache, scripts          {"version": 1, "command": "find", "deadline_s": 10, "arguments": {...}}
     ControlSocket                  {"version": 1, "result": {...}}   or   {"version": 1, "error": "..."}
@@ -48,7 +48,7 @@ CLOSE_S: Final = 1.0
 START_S: Final = 2.0
 """How long a start waits for another start in the same directory."""
 ERROR_CHARACTERS_MAX: Final = 2000
-"""An engine's error message is cut to this length."""
+"""An engine's error message is truncated to this length."""
 NUMBER_MAX: Final = 1 << 53
 HEALTH: Final = "health"
 OTHER_FORM: Final = "the answer of {} does not have the form of this release; use the kvtier of its environment"
@@ -56,7 +56,7 @@ ENDED: Final = "the engine at {} ended the connection without an answer: it is c
 
 _INT, _TEXT, _BOOL, _SECONDS = (int,), (str,), (bool,), (int, float)
 CUT_PARTS: Final = ("before", "earlier", "this")
-"""Tokens that an answer shows around a cut: before it, and after it in the earlier prompt and in this one."""
+"""Names of the tokens that an answer shows around a cut: before it, and after it in the earlier and in this prompt."""
 _FETCHED: Final = {"tokens": _INT, "stored_tokens": _INT, "host_tokens": _INT}
 FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "find": {

@@ -1,7 +1,7 @@
 """The calls that an engine answers on its control socket. Each checks its arguments and returns plain data.
 
     find      where the chunks of a prompt are, how many tokens a request would load, and what ends the run
-    why       why a request loaded nothing or little, and where its prompt stops being equal to an earlier one
+    why       why a request loaded nothing or little, and where its prompt diverges from an earlier one
     prefetch  loads a prompt's chunks from lower tiers into host memory
     pin       keeps a prompt in host memory for a while; unpin releases it
     clear     makes cached KV unreachable for this engine, and frees host memory

@@ -75,7 +75,7 @@ class Executor(Protocol):
     """Whether `flush` must follow `submit`."""
 
     def submit(self, *commands: Command) -> None:
-        """Queue `commands`, in order. Never blocks or does I/O; a command that cannot run is completed as FAILED.
+        """Queue `commands`, in order. Never block or do I/O; a command that cannot run is completed as FAILED.
 
         A `Cancel` completes the transfers and probes that it names as CANCELLED, unless they have started.
         """

@@ -18,7 +18,7 @@ _OTHERS: Final = {"SIGKILL", "SIGSTOP", "SIGILL", "SIGTRAP", "SIGABRT", "SIGBUS"
 _SIGNALS: Final = sorted(int(it) for it in signal.Signals if it.name not in _OTHERS and it < signal.SIGRTMIN)
 
 _known: tuple[list[Any], list[tuple[int, Any]]] = ([], [])
-"""The handlers of all signals at the last call, and the signals and handlers of those written in Python."""
+"""The handlers of all signals at the last call, and the (signal, handler) pairs of those written in Python."""
 
 
 def without_signals(call: Callable[..., None], *arguments: object) -> None:

@@ -84,7 +84,7 @@ cannot restart by then stays shut."""
 COPY_STEP_S = 0.05
 
 RENEWALS_MAX, RENEWALS_S = 8, 3600.0
-"""Maximum number of restarts of a core in a period. Then it stays shut, because a recurring error is a defect."""
+"""Maximum number of restarts within a period, and the period. Then a core stays shut: a recurring error is a defect."""
 
 
 class SessionError(KvError):
@@ -170,8 +170,8 @@ class LockedCore:
         self._open: dict[int, Work] = {}
         """Submitted commands without a completion, by object identity. Changed under the lock."""
         self._is_broken = self._is_lasting = self._has_ended = False
-        """Whether an internal error stopped all starts, is final (set before `_is_broken`), and the executor is
-        closed."""
+        """Whether an internal error has stopped all starts, whether it is final (set before `_is_broken`), and whether
+        the executor is closed."""
         self._copies_until_s = 0.0  # deadline of copies that still run after an internal error; 0 until set
         self._renewals: deque[float] = deque(maxlen=RENEWALS_MAX)  # times at which the core restarted
         self._close_until_s: float | None = None

@@ -141,7 +141,7 @@ def merged(one: Completion, other: Completion) -> Completion:
 
 
 def in_threads(acts: Mapping[str, Callable[[], None]], deadline_s: float) -> None:
-    """Call each of `acts` in a thread of its name, and wait up to `deadline_s` seconds for all of them."""
+    """Call each of `acts` in a thread with its name, and wait up to `deadline_s` seconds for all of them."""
     started: list[threading.Thread] = []
     for name, act in acts.items():
         thread = threading.Thread(target=act, name=name, daemon=True)

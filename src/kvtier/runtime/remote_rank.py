@@ -1,4 +1,4 @@
-"""A rank in another process, as the core's process sees it.
+"""Represents a rank of another process in the core's process.
 
     submit              queues messages in the outbox; `flush` sends them together
     send_note           sends at once

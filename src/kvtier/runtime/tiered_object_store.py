@@ -130,7 +130,7 @@ class _CallersExecutor:
     def close(self, deadline_s: float) -> bool:
         """Cancel commands that have not started and wait for the others. Return whether all have ended.
 
-        The first call waits at least `CLOSE_S_MIN`, whatever the deadline.
+        The first call allows at least `CLOSE_S_MIN`, whatever the deadline.
         """
         close_s_min, self._close_s_min = self._close_s_min, 0.0
         return self._mover.close(max(close_s_min, deadline_s))

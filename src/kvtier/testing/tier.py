@@ -91,7 +91,7 @@ class TierContract:
     """Whether the tier enforces a capacity. If not, `make_tier` ignores its argument."""
 
     give_up_s = 3.0
-    """Seconds after which the tier may give up reads; see `stalled`."""
+    """Seconds after which the tier may abandon reads; see `stalled`."""
 
     lists = True
     """Whether `scan` finds the objects. If the store cannot list them, `scan` yields nothing."""
@@ -452,7 +452,7 @@ def _check_late_writes(
         tier: the tier.
         storage: a context in which reads stay unanswered or fail; their bytes arrive when the yielded function is
             called.
-        give_up_s: seconds after which the tier may give up reads.
+        give_up_s: seconds after which the tier may abandon reads.
     """
     name, memory, other = object_name(1), empty_frame(2 * BLOCK_BYTES), frame_of(2)
     assert tier.write(name, frame_of(1))

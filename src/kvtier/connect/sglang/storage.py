@@ -51,7 +51,7 @@ _NOTICES_MAX = 256
 
 
 class _OwnRank(NamedTuple):
-    """This process among the processes of the engine."""
+    """The position of this process among the engine's processes."""
 
     number: int
     ranks: int

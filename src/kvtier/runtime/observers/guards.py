@@ -156,7 +156,7 @@ class Guards:
                 self.watching[name] = [it for it in watching if it[0] is not feature]
 
     def opened(self, feature: Feature, make: Callable[[], Watching]) -> Watching | None:
-        """Register and guard the observer that `make` opens. If its path is unusable, log an ERROR and return None."""
+        """Register the result of `make`, and return it guarded. If the path is unusable, log an ERROR; return None."""
         made = unless_unusable(make)
         if made is None:
             return None

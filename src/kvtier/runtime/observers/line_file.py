@@ -163,7 +163,7 @@ class LineFile(Generic[_Item]):
     def _write(self, made: Callable[[], Iterable[bytes]]) -> None:
         try:
             lines = list(made())
-        except Exception:  # one item failed; the thread goes on
+        except Exception:  # one item failed; the thread continues
             self.lose()
             if not self._has_failed:
                 self._has_failed = True
