@@ -25,7 +25,7 @@ _DEFAULT = SettingOrigin("default")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A setting that will not work (error), may not work as expected (warning) or has a cost (note)."""
+    """A setting that will not work (error), will not work as expected (warning) or has a cost (note)."""
 
     level: Literal["error", "warning", "note"]
     setting: str

@@ -288,7 +288,7 @@ def _check_peer(connection: socket.socket, path: Path) -> None:
 
 
 def _received(connection: socket.socket, bytes_max: int, until_s: float) -> bytes:
-    """Return a line, or its first bytes if it is longer than `bytes_max`; empty if the connection ends first.
+    """Return a line, or more than `bytes_max` bytes of a longer one; empty if the connection ends first.
 
     Raises `OSError`.
     """

@@ -108,8 +108,8 @@ class LockedCore:
         cache: the core, owned by this object from now on.
         executor: executes its commands, on all ranks.
         publish: called with each event of the core, under the lock.
-        fail: ends open loads and stores, except those of the given requests, which have a running copy. Called under
-            the lock after an internal error and at the end.
+        fail: ends open operations, except those of the given requests, which have a running copy. Called under the lock
+            after an internal error and at the end.
         on_close: called once at the end, with the remaining seconds, to close the tiers.
         metrics: receives the state of tiers.
         guards: guard the optional features and the observers; their log lines are written once the lock is free.
@@ -557,7 +557,7 @@ class LockedCore:
             self._alarm.put("wake")
 
     def _end(self, until_s: float) -> None:
-        """Close the session: flush, end the executor, fail open loads and stores, close the tiers."""
+        """Close the session: flush, end the executor, end open operations, close the tiers."""
         lost = 0
         try:
             lost = self._flush(until_s)

@@ -2,7 +2,7 @@
 
     worker                                       the core's process
     RankServer(rank, on_note)
-        .handshake      -- over the engine's channel --> connect([handshake, ...])
+        .handshake       -- via the engine's channel --> connect([handshake, ...])
         reader thread    <-- commands, notes --          RemoteRank, or RankGroup of several
         mover's threads  -- completions -->
         reader thread    -- tiers' figures -->

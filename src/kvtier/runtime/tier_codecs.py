@@ -143,7 +143,7 @@ def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]
     forms: dict[str, StoredForm] = {}
     for tier in config.tiers:
         codec, lossy = coders(config.codec_of(tier))
-        # The purpose of a lossy codec is capacity, which does not depend on the tier's speed.
+        # A lossy codec saves capacity, which is needed however fast the tier is.
         is_fixed = codec.id == RAW.id or lossy is not None
         choice = None if is_fixed else CodecChoice(codec, tier.read_threads, tier.write_threads)
         forms[tier.name] = StoredForm(

@@ -59,7 +59,7 @@ ARRANGEMENTS: Mapping[str, tuple[tuple[Axis, ...], tuple[str, ...]]] = {
     "page_head": (("layer", "token", "head", "channel"), ("head_num", "page_size", "layer_num")),
 }
 """The axes of a piece with keys or values in each layout, and for each axis except `channel` the pool attributes whose
-product is its size. Codecs mix neither heads nor layers, so one axis may cover both."""
+product is its size. Codecs mix neither heads nor layers, so the two are interchangeable."""
 
 FIELDS = (
     "page_size", "logical_page_size", "layer_num", "target_layer_num", "start_layer", "end_layer", "head_num",
