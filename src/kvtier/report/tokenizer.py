@@ -1,4 +1,4 @@
-"""Reads a tokenizer file of Hugging Face."""
+"""Reads a Hugging Face tokenizer file."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from kvtier.errors import ConfigError, install_hint
 
 
 def open_tokenizer(path: Path) -> Any:  # noqa: ANN401 - a class of an extra
-    """Return the `tokenizers.Tokenizer` of a tokenizer.json, or of the folder of a model that has one.
+    """Return the `tokenizers.Tokenizer` of a tokenizer.json, or of a model's folder that contains one.
 
     Raises:
         ConfigError: the path has no such file, or the package is not installed.

@@ -1,4 +1,4 @@
-"""The kind `directory`: its settings, checks and how it opens."""
+"""The kind `directory`: its settings and checks, and how it opens."""
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from kvtier.tier.registry import Problem, TierContext, TierKind
 from kvtier.tier.store_view import StoreView
 
 TRIAL_LOCK_DEADLINE_S = 60.0
-"""Longer than in an engine, so that a busy machine yields a slow measurement instead of none."""
+"""This is longer than in an engine, so that a busy machine yields a slow measurement and not none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ code for programs and a text:
     removed      an earlier request had that chunk
     shared       the longest prefix shared with others    complete    nothing more could be loaded
 
-The *cut* is where the prompt stops being equal to the most similar earlier one. Prompts are equal up to there with
-everything that their keys cover, so those with different salts or adapters have nothing in common. Tokens are
-remembered within `PROMPT_BYTES_MAX`. Without them chunk keys tell the chunk in which the cut lies.
+The *cut* is where the prompt stops being equal to the most similar earlier one. Equality includes everything that keys
+cover, so prompts with different salts or adapters have nothing in common. Tokens are remembered within
+`PROMPT_BYTES_MAX`. Without them, chunk keys show in which chunk the cut lies.
 """
 
 import time
@@ -33,26 +33,26 @@ from kvtier.runtime.session import Session
 from kvtier.types import ChunkKey, Prefix
 
 ENDED_MAX = 256
-"""Ended requests that are remembered."""
+"""Maximum number of ended requests to remember."""
 KEYS_MAX = 1024
-"""Chunks remembered per request: 75 kB."""
+"""Maximum number of chunks remembered per request, which take 75 kB."""
 PROMPT_BYTES_MAX = 16 << 20
-"""Most bytes of ended prompts' tokens, which are four million tokens. The oldest are forgotten first."""
+"""Maximum bytes of ended prompts' tokens, which are four million tokens. The oldest are forgotten first."""
 WINDOW_TOKENS = 8
-"""A prompt repeats an earlier one by windows of this many tokens, wherever they stand behind the cut."""
+"""Repetition of an earlier prompt is measured in windows of this many tokens, anywhere after the cut."""
 RIVALS_MAX = 32
-"""Earlier prompts with equally many shared chunks whose repetition is measured, the newest."""
+"""Maximum number of earlier prompts whose repetition is measured: those that share the most chunks, newest first."""
 Decode = Callable[[list[int]], str | None]
 AROUND_TOKENS = 16
-"""Tokens that an answer shows before the cut, and behind it in both prompts."""
+"""Tokens that an answer shows before the cut, and after it in both prompts."""
 NOW_S = 1.0
-"""How long a call waits for the tiers' present answers, in seconds."""
+"""How long a call waits for the tiers' answers, in seconds."""
 
 RESET = "its keys were dropped: the cache was reset or cleared, or the weights have changed, while it ran"
 
 
 class Reason(NamedTuple):
-    """One reason."""
+    """One reason, as a code and a text."""
 
     code: str
     text: str
@@ -75,7 +75,7 @@ class PromptTokens(NamedTuple):
         )
 
     def repeated(self, other: "PromptTokens", start: int) -> int:
-        """Return how many tokens behind the leading `start` also stand behind them in the other prompt."""
+        """Return how many tokens after the leading `start` also occur after them in the other prompt."""
         width, first = WINDOW_TOKENS * TOKEN_BYTES, start * TOKEN_BYTES
         own = {self.words[at : at + width] for at in range(first, len(self.words) - width + 1, width)}
         places = range(first, len(other.words) - width + 1, TOKEN_BYTES)
@@ -91,7 +91,7 @@ class PromptTokens(NamedTuple):
 
 
 class RequestRecord(NamedTuple):
-    """What is remembered of a request."""
+    """What is remembered about a request."""
 
     id: str
     number: int
@@ -99,13 +99,13 @@ class RequestRecord(NamedTuple):
     ended_s: float | None
     prompt_tokens: int
     most_tokens: int
-    """Most tokens that could be loaded."""
+    """Maximum number of tokens that could be loaded."""
     skips: bool
     max_load_tokens: int | None
-    """Most tokens that its hints let it load."""
+    """Maximum number of tokens that its hints let it load."""
     keys: tuple[ChunkKey, ...] | None
     prompt: list[PromptTokens]
-    """Its tokens. Empty once they are forgotten, or without keys; the scheduler's thread may forget at any time."""
+    """Its tokens. Empty once they are forgotten, or without keys; the scheduler's thread may do so at any time."""
     account: RequestAccount
 
     @classmethod
@@ -135,7 +135,7 @@ class RequestHistory:
         session: the engine's session.
         geometry: gives the size of chunks.
         refusal: returns why the last request without keys has none.
-        decode: turns token ids into text; None where the process has no tokenizer.
+        decode: turns token ids into text, or into None if the process has no tokenizer.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class RequestHistory:
         }
 
     def _now(self, record: RequestRecord) -> list[str] | None:
-        """Return the places that now have the first chunk that the look-up missed. None: it found all."""
+        """Return the places that now have the first chunk that the look-up missed, or None if it found all."""
         chunk = _found_tokens(record) // self._geometry.chunk_tokens
         keys = (record.keys or ())[: chunk + 1]
         if len(keys) <= chunk or chunk * self._geometry.chunk_tokens >= record.most_tokens:
@@ -231,7 +231,7 @@ def reasons_of(record: RequestRecord, others: list[RequestRecord], size: int, no
     reasons += [Reason("obstacle", text) for text in account.obstacles]
     planned = account.planned
     if planned is None and not account.obstacles:
-        reasons.append(Reason("no_lookup", "it was not looked up: it waits, or ended before, or another load had it"))
+        reasons.append(Reason("no_lookup", "it was not looked up: it still waits, ended first, or another load had it"))
     elif found < _most_tokens(record, size):
         reasons += _absent(record, others, found // size, size, now_s)
     if planned is not None and planned.chosen_tokens < found:
@@ -302,9 +302,9 @@ class _Shared(NamedTuple):
     known: list[PromptTokens]
     """The tokens of the earlier prompt. Empty if they or this prompt's are forgotten."""
     tokens: int
-    """Leading tokens that are equal; without tokens those of equal chunks."""
+    """Number of equal leading tokens, counted in whole chunks if the tokens are forgotten."""
     repeated: int = 0
-    """Tokens behind them that stand in both."""
+    """Number of tokens after these that occur in both."""
 
 
 def cuts_of(
@@ -312,8 +312,8 @@ def cuts_of(
 ) -> list[dict[str, Any]]:
     """Return the cut of a prompt. Empty if it costs no chunk of the most similar earlier prompt.
 
-    That prompt shares most chunks, and among those most tokens, wherever they stand. If less than a chunk is shared,
-    half of what follows must be repeated: otherwise two conversations begin with the same template.
+    That prompt shares the most chunks and, among equals, the most tokens, wherever they occur. If less than a chunk is
+    shared, half of what follows must be repeated. Otherwise two conversations only begin with the same template.
 
     Args:
         record: the request.
