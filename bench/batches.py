@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvtier.report.output import write_json
 from kvtier.tools.bench.io_workloads import FullTier
-from kvtier.tools.probe.record import RecordedSetting, make_record
+from kvtier.tools.run_record import RecordedSetting, make_record
 
 TOP = Path(__file__).parents[1]
 SIZES = (64 << 10, 512 << 10, 4 << 20, 32 << 20)

@@ -45,7 +45,7 @@ from kvtier.tools.characterize.measures import IoMeasures, measure
 from kvtier.tools.characterize.recordings import ObjectLog, WriteAmplification, read_objects, write_amplification
 from kvtier.tools.charts.chart import Axis, Chart, Curve, write_charts
 from kvtier.tools.options import Bytes, WorkDirectory, ended_by_signals
-from kvtier.tools.probe.record import make_record
+from kvtier.tools.run_record import make_record
 
 PARTS = Path(__file__).parent / "parts"
 DEADLINE_S = 900.0

@@ -38,7 +38,7 @@ from kvtier.report.table import Table, print_table
 from kvtier.tools.bench.repeats import Span, ratio, ratio_text, repeated
 from kvtier.tools.bench.tier_paths import SESSION_NAMES, SMALL_BYTES, ClientPath, new_names
 from kvtier.tools.options import Bytes, ended_by_signals
-from kvtier.tools.probe.record import make_record
+from kvtier.tools.run_record import make_record
 
 SOCKET, LMCACHE = "socket", "lmcache"
 VALKEY_BYTES = "6gb"

@@ -20,7 +20,7 @@ import numpy as np
 from kvtier.report.output import write_json
 from kvtier.tier.disk.format import BLOCK_BYTES, ENTRY, Header, pack_blocks, pack_header
 from kvtier.tier.disk.tier import DiskTier
-from kvtier.tools.probe.record import RecordedSetting, make_record
+from kvtier.tools.run_record import RecordedSetting, make_record
 from kvtier.types import ObjectName
 
 SEGMENT_BYTES = 1 << 30

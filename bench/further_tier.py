@@ -28,10 +28,10 @@ from bench.parts.command import run as run_script
 
 from kvtier.report.output import write_json
 from kvtier.tools import size
-from kvtier.tools.probe.record import make_record
 from kvtier.tools.replay.results import TieredResult
 from kvtier.tools.replay.tier_spec import find_parts, parse_tier, prefill_of
 from kvtier.tools.replay.tiered import TieredSetup, sweep_tiers
+from kvtier.tools.run_record import make_record
 from kvtier.tools.trace.arrays import TraceArrays, read_arrays
 from kvtier.tools.trace.formats.base import open_trace
 

@@ -271,7 +271,7 @@ def _follow() -> None:
 
 def keep_tests(name: str, the_slice: Slice, record: Path, report: Path, code: int | None, *, is_dry: bool) -> str:
     """Write the record of a run of tests. It is complete if tests passed, and none failed or was skipped."""
-    from kvtier.tools.probe.record import make_record  # noqa: PLC0415 - `missing` comes first
+    from kvtier.tools.run_record import make_record  # noqa: PLC0415 - `missing` comes first
 
     cases = list(ET.parse(report).iter("testcase")) if report.exists() else []  # noqa: S314 - pytest's own
     cases = [it for it in cases if it.get("name")]  # an unfinished case has no name

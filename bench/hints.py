@@ -39,7 +39,7 @@ from settings import CHUNK, connector, whole  # noqa: E402
 from throttle import RATE  # noqa: E402
 
 from kvtier.report.output import write_json  # noqa: E402
-from kvtier.tools.probe.record import RecordedSetting, make_record  # noqa: E402
+from kvtier.tools.run_record import RecordedSetting, make_record  # noqa: E402
 
 DTYPE = dtype_of("cpu")
 VALUE_BYTES = 2 if DTYPE == "bfloat16" else 4

@@ -48,7 +48,7 @@ from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, write_json
 from kvtier.runtime.arena import page_aligned
 from kvtier.tools.options import Bytes
-from kvtier.tools.probe.record import make_record
+from kvtier.tools.run_record import make_record
 
 SLOT_BYTES = 32 << 20
 """Bytes of a chunk of 256 tokens with 128 KiB each. Memory is locked in parts of whole slots."""

@@ -51,7 +51,7 @@ from kvtier.errors import ConfigError
 from kvtier.report.output import check_chart, print_json, progress, write_json
 from kvtier.report.table import Table, print_table
 from kvtier.tools.options import Bytes
-from kvtier.tools.probe.record import make_record
+from kvtier.tools.run_record import make_record
 
 QUICK = {
     "shape": "small", "device": "cpu", "dtype": "float32", "users": "1,2,4,6", "rounds": 3, "system_tokens": 64,

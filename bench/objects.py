@@ -31,14 +31,14 @@ from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.report.output import print_json, progress, write_json
 from kvtier.report.table import Table, print_table
-from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.open_object_store import open_object_store
 from kvtier.runtime.tiered_object_store import ObjectStore
 from kvtier.tier.disk.kind import DiskSettings
 from kvtier.tier.files.direct import can_direct
 from kvtier.tools.bench.io import Fio, has_fio
 from kvtier.tools.bench.repeats import Span, ratio, ratio_text
 from kvtier.tools.options import Bytes, WorkDirectory, ended_by_signals
-from kvtier.tools.probe.record import make_record
+from kvtier.tools.run_record import make_record
 from kvtier.types import ChunkKey, ObjectBytes, ObjectId, Outcome
 
 PIECE_BYTES = 4 << 20

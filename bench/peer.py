@@ -37,7 +37,7 @@ from kvtier.tools.bench.io import Fio, has_fio
 from kvtier.tools.bench.io_workloads import FullTier
 from kvtier.tools.bench.repeats import Span, ratio, ratio_text
 from kvtier.tools.options import Bytes, WorkDirectory, ended_by_signals
-from kvtier.tools.probe.record import make_record
+from kvtier.tools.run_record import make_record
 
 BACKENDS = ("fs", "fs_native")
 DEADLINE_S = 600.0

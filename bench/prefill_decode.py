@@ -41,7 +41,7 @@ from kvtier.layout import GroupLayout, History, KvLayout  # noqa: E402
 from kvtier.report.output import write_json  # noqa: E402
 from kvtier.tier.base import RawClient  # noqa: E402
 from kvtier.tier.registry import TierContext, TierSettings, kind_of  # noqa: E402
-from kvtier.tools.probe.record import RecordedSetting, make_record  # noqa: E402
+from kvtier.tools.run_record import RecordedSetting, make_record  # noqa: E402
 from kvtier.types import ObjectName  # noqa: E402
 
 DTYPE = dtype_of("cpu")

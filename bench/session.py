@@ -34,7 +34,7 @@ from kvtier.runtime.mover import Mover
 from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import Tier
-from kvtier.tools.probe.record import RecordedSetting, make_record
+from kvtier.tools.run_record import RecordedSetting, make_record
 from kvtier.types import LoadDone, Place, Prefix, RequestId, StoreDone
 
 CHUNK_TOKENS = 16

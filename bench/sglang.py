@@ -41,7 +41,7 @@ from kvtier.tier.files.direct import can_direct
 from kvtier.tools.bench.io import Fio, has_fio
 from kvtier.tools.bench.repeats import Span, ratio, ratio_text
 from kvtier.tools.options import WorkDirectory, ended_by_signals
-from kvtier.tools.probe.record import make_record
+from kvtier.tools.run_record import make_record
 
 Untyped: TypeAlias = Any
 """Objects of SGLang, and of `tests/sglang/engines.py`, which wraps them."""

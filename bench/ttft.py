@@ -59,7 +59,7 @@ from kvtier.report.output import check_chart, print_json, progress, write_json
 from kvtier.report.table import Table, print_table
 from kvtier.runtime.arena import chunk_bytes
 from kvtier.tools.options import Bytes
-from kvtier.tools.probe.record import make_record
+from kvtier.tools.run_record import make_record
 
 logger = logging.getLogger(__name__)
 

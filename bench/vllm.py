@@ -51,7 +51,7 @@ from sizes import FULL, GPU, QUICK, Sizes  # noqa: E402
 
 from kvtier.errors import KvError  # noqa: E402
 from kvtier.report.output import write_json  # noqa: E402
-from kvtier.tools.probe.record import RecordedSetting, commit, gpus, make_record, processor  # noqa: E402
+from kvtier.tools.run_record import RecordedSetting, commit, gpus, make_record, processor  # noqa: E402
 
 FACTORS = (0.1, 0.8, 1.25, 2.0, 10.0)
 """Load times of a prompt from the slowed directory, divided by its compute time."""

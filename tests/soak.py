@@ -29,7 +29,7 @@ import numpy as np
 from tests.soak_places import COLUMNS, CONTROLS, KINDS, Counts, Opened, Place
 
 from kvtier.errors import TierError
-from kvtier.tools.probe.record import commit
+from kvtier.tools.run_record import commit
 
 OPERATIONS = 1_000_000
 SHARES = {"s3_ceph": 0.2}

@@ -32,7 +32,7 @@ from tests.waiting import free_port, is_listening, wait_until
 from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.value_types import PrivateText
 from kvtier.keys.secret import Secret
-from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.open_object_store import open_object_store
 from kvtier.runtime.tiered_object_store import ObjectStore
 from kvtier.tier.base import Tier
 from kvtier.tier.directory.kind import DirectorySettings

@@ -12,7 +12,7 @@ import click
 from kvtier.cli.options import OutputFile
 from kvtier.errors import ConfigError, KvError
 from kvtier.tools.options import WorkDirectory, origin
-from kvtier.tools.probe.record import RecordedSetting, software
+from kvtier.tools.run_record import RecordedSetting, software
 
 _Settings = TypeVar("_Settings")
 

@@ -14,7 +14,7 @@ import transformers
 
 from kvtier.connect.transformers import Attachment, attach
 from kvtier.errors import ConfigError
-from kvtier.tools.probe.record import processor
+from kvtier.tools.run_record import processor
 
 _LENGTH = 1 << 20
 """Positions of every shape: random weights were trained for no length."""

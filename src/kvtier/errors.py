@@ -1,4 +1,4 @@
-"""Exceptions, by what can be done about them.
+"""Exceptions, grouped by what can be done about them.
 
 The mover catches them in one place and turns them into an `Outcome`. Errors in *data* become misses. Only mistakes in
 *settings* and *calls* reach the user.
@@ -15,7 +15,7 @@ DETAIL_CHARACTERS = 500
 """Longer error texts are cut to this length."""
 
 _LOGIN = re.compile(r"\A(?:[^/\s:@]*:.*@|[^/\s]*@)", re.DOTALL)
-"""A user name and password after the ``://`` of a URL, in the text of another package's error."""
+"""Matches a user name and password after the ``://`` of a URL, in the text of another package's error."""
 
 # Each attempt to match is bounded or consumes what it has read, so the time is proportional to the text.
 _SECRET = re.compile(
@@ -26,8 +26,8 @@ _SECRET = re.compile(
     r"(?:\"[^\"]*\"|'[^']*'|\S+)",
     re.DOTALL | re.IGNORECASE,
 )
-"""A path of a file, which stays; everything after ``password=``; and the value after ``token=``. Plain words after
-``token:`` stay: they may be a reason."""
+"""Matches the path of a file, which stays; everything after ``password=``; and the value after ``token=``. Plain words
+after ``token:`` stay: they may be a reason."""
 
 
 def other_version(found: int, known: int) -> str:
@@ -57,12 +57,12 @@ class KvError(Exception):
     """Base class of all exceptions of kvtier."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let an error of any constructor return from another process with its text and fields."""
+        """Let an error come back from another process with its text and fields, whatever its constructor takes."""
         return type(self).__new__, (type(self), *self.args), vars(self)
 
 
 def described(error: BaseException) -> str:
-    """Return an error's text for people: cut, without likely secrets, and with the type unless it is kvtier's."""
+    """Return an error's text for people: shortened, without likely secrets, with the type unless it is a KvError."""
     text = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
     head, *urls = text.split("://")
     text = "://".join([head, *(_LOGIN.sub("(hidden)@", url) for url in urls)])
@@ -107,9 +107,9 @@ class ConfigError(KvError):
 
 
 class UnusablePathError(ConfigError):
-    """What is at the path or address that a setting names cannot be used. The setting itself may be right.
+    """The file or server that a setting names cannot be used. The setting itself may be right.
 
-    It stops a start only if a required tier needs it. For commands it is a mistake in the settings.
+    The error prevents a start only if a required tier needs the path. For commands it is a mistake in the settings.
     """
 
 
@@ -134,14 +134,14 @@ class NoRoomError(TierError):
 
 
 class DamagedStoreError(TierError):
-    """A store cannot be used or changed as it is: its marker is missing, say, or its server refuses the password.
+    """A store cannot be used or changed as it is, for example because its marker is missing or a password is refused.
 
     Waiting does not help. `kvtier inspect repair` repairs a store of files; otherwise the message says what to do.
     """
 
 
 class UnreadableChunkError(KvError):
-    """This process cannot read an object that another may: an unknown codec, version or key. It is a miss.
+    """This process does not know the codec, version or key of an object. That is a miss here; others may read it.
 
     The copy stays: nothing shows that its bytes are bad.
 
@@ -174,8 +174,8 @@ class CorruptChunkError(KvError):
 def check_interface(made: object, interface: type, subject: str) -> None:
     """Refuse an extension that cannot be used as `interface`, such as one for an older release of kvtier.
 
-    It must have each public member of the interface, and its methods must take the same arguments. No property runs,
-    because it may need something that the extension does not have yet.
+    It must have each public member of the interface, and its methods must take the same arguments. No property is
+    evaluated, because it may need something that the extension does not have yet.
 
     Args:
         made: the extension.

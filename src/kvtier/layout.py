@@ -1,8 +1,8 @@
 """Layout of a chunk's bytes: KV groups, their layers, and the offset of each layer in a slot.
 
 A payload is layer-major: layer 0 of the whole chunk, then layer 1, and so on. Each layer begins at a multiple of
-`ALIGNMENT`, so any layer can be read with direct I/O. Within a layer the arrangement is the engine's. `pages` names it;
-it is never inferred from shapes. A layer consists of runs, without gaps, and no section crosses a run.
+`ALIGNMENT`, so any layer can be read with direct I/O. The engine arranges the bytes within a layer. `pages` names the
+arrangement, which is never inferred from shapes. A layer consists of runs without gaps, and no section spans two runs.
 
 Where the engine defines the arrangement of the numbers, a run also has axes. Only lossy codecs need them.
 """
@@ -18,14 +18,14 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 ALIGNMENT = 4096
-"""In bytes. Direct I/O needs 512 or 4096, depending on the device."""
+"""Alignment in bytes. Direct I/O needs 512 or 4096, depending on the device."""
 
 SECTION_BYTES_MAX = 1 << 20
-"""Longest section: the unit of checksums and ranged reads."""
+"""Maximum size of a section, which is the unit of checksums and ranged reads."""
 
 
 Element = Literal["bf16", "fp16", "fp8e4m3", "fp8e5m2", "fp32", "bytes"]
-"""Type of the numbers in a run of bytes; little-endian. A codec may use it; the bytes are restored in any case."""
+"""Type of the little-endian numbers in a run of bytes. A codec may use it; the bytes are restored in any case."""
 
 ELEMENT_BYTES = MappingProxyType[Element, int](
     {"bf16": 2, "fp16": 2, "fp8e4m3": 1, "fp8e5m2": 1, "fp32": 4, "bytes": 1}
@@ -51,32 +51,32 @@ _ELEMENTS = MappingProxyType[str, Element]({
 
 
 def run_of(kind: RunKind, dtype: object, size_bytes: int) -> Run:
-    """Return a run of `dtype` (torch's, or its name), or of `bytes` if that is unknown or does not divide the size."""
+    """Return a run of `dtype` (torch's or its name), or of `bytes` if that is unknown or does not divide the size."""
     element = _ELEMENTS.get(str(dtype).removeprefix("torch."), "bytes")
     return Run(kind, "bytes" if size_bytes % ELEMENT_BYTES[element] else element, size_bytes)
 
 
 Axis = Literal["layer", "side", "head", "page", "token", "channel"]
-"""A dimension of a run. `layer`: outermost, if it is there; each layer has sections of its own. `side`: keys, then
-values. `head`: heads of one layer or of several. `page`: pages of consecutive tokens."""
+"""A dimension of a run. `layer`: outermost, if present; each layer has sections of its own. `side`: keys, then values.
+`head`: heads of one layer or of several. `page`: pages of consecutive tokens."""
 
 TOKEN_GROUP = 64
 """Sections with axes are cut between groups of so many tokens. In smaller sections, scales take many bytes."""
 
 TOKENS_MIN = 16
-"""Fewest tokens in a section of an engine with a class. With fewer, scales would be most of the stored bytes."""
+"""Minimum number of tokens in a section of an engine with a class. With fewer, most stored bytes would be scales."""
 
 
 class Axes(NamedTuple):
-    """The arrangement of a run of keys, values or both: its dimensions from the outermost in. The last is `channel`."""
+    """The arrangement of a run of keys, values or both: its dimensions, outermost first. The last is `channel`."""
 
     names: tuple[Axis, ...]
     sizes: tuple[int, ...]
     kind: RunKind | None = None
-    """`keys` or `values`, for a run of kind `kv` that holds only these; None: the run's own kind."""
+    """`keys` or `values`, for a run of kind `kv` that holds only these; None for the run's own kind."""
 
     def fitting(self, run: Run) -> "Axes | None":
-        """Return these axes, or None if they cannot be those of `run`, as with numbers of an unknown type."""
+        """Return these axes, or None if they cannot be those of `run`, such as one with numbers of an unknown type."""
         kind, has_side = self.kind or run.kind, "side" in self.names
         is_wrong = (
             len(self.names) != len(self.sizes)
@@ -94,12 +94,12 @@ class Axes(NamedTuple):
         return None if is_wrong else self
 
     def size(self, *names: Axis) -> int:
-        """Return the product of the sizes of these dimensions. A dimension that is missing has the size 1."""
+        """Return the product of the sizes of these dimensions. A missing dimension has size 1."""
         return math.prod(size for name, size in zip(self.names, self.sizes, strict=True) if name in names)
 
     @property
     def tokens(self) -> int:
-        """The tokens of all pages."""
+        """Number of tokens in all pages."""
         return self.size("page", "token")
 
     def step(self, name: Axis) -> int:
@@ -110,7 +110,7 @@ class Axes(NamedTuple):
         """Divide the run into pieces of at most `numbers_max` numbers, if possible between groups of `TOKEN_GROUP`.
 
         Yields:
-            The first token of a piece and its axes, without `layer`, in the order of memory.
+            The first token and the axes (without `layer`) of each piece, in the order of memory.
         """
         is_layer = self.names[0] == "layer"
         count = 0 if is_layer else numbers_max // math.prod(self.sizes[1:])
@@ -138,7 +138,7 @@ class Cut(NamedTuple):
     kind: RunKind = "bytes"
     axes: Axes | None = None
     first_token: int = 0
-    """The section's first token, counted from the beginning of the chunk. Only with axes."""
+    """The section's first token, counted from the beginning of the chunk. It is set only with axes."""
 
 
 Loss = Literal["none", "k8v4", "int4"]
@@ -172,7 +172,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Recurrent state: valid at exactly the boundary it was taken at, and nowhere else."""
+    """Recurrent state: valid only at the boundary where it was taken."""
 
 
 Validity = History | Window | State
@@ -183,20 +183,20 @@ ELSEWHERE = -1
 
 
 class Part(NamedTuple):
-    """What a rank holds of a KV group: layers, KV heads, and a share of the tokens. It is in every object name.
+    """What a rank holds of a KV group: layers, KV heads, and a share of the tokens. Every object name depends on it.
 
     Ranks with equal parts hold the same KV, and their objects have the same names.
     """
 
     first_layer: int
-    """Counted among the group's layers in the whole model."""
+    """The first layer, counted among the group's layers in the whole model."""
     end_layer: int
     first_head: int = 0
     end_head: int = 0
     """Equal to `first_head` if the engine does not name the heads. Then `rank` is the number of the rank."""
     rank: int = 0
     """0 of 1 for all tokens of these heads; otherwise the number of a share of the tokens. `GroupLayout.pages` says
-    which tokens are in it."""
+    which tokens are in that share."""
     ranks: int = 1
 
     @property
@@ -221,7 +221,7 @@ class GroupLayout:
         copy: how many ranks before this one hold the same part; `ELSEWHERE` if this rank does not hold it.
         runs: the runs of each layer. If empty, each layer is one run of `bytes`. Part of every object name.
         chunk_tokens: tokens per full chunk, set by `KvLayout`. A frame has room for their ids; 0 means no room.
-        axes: the axes of each run of each layer, None where the engine does not define them; empty for none at all.
+        axes: the axes of each run of each layer, None where the engine does not define them; empty if it defines none.
         loss: the class of the engine, set by `KvLayout.of_class`. Without one, axes have no effect on bytes or names.
     """
 
@@ -256,7 +256,7 @@ class GroupLayout:
         """All runs, layer by layer, each with its axes.
 
         Raises:
-            ValueError: there are axes, but not one entry for each run.
+            ValueError: axes are given, but not one entry for each run.
         """
         axes = self.axes or tuple((None,) * len(layer) for layer in self.runs)
         for layer, its_axes in zip(self.runs, axes, strict=True):
@@ -379,11 +379,11 @@ class KvLayout:
         return made
 
     def digest(self, group: int) -> bytes:
-        """32-byte digest of everything needed to read one group's bytes; part of its object names."""
+        """Return the 32-byte digest of everything needed to read one group's bytes. Object names depend on it."""
         return self._digests[group]
 
     def part(self, group: int) -> Part:
-        """The part of one group on this rank; the whole group unless the layout says otherwise."""
+        """Return the part of one group on this rank; the whole group unless the layout says otherwise."""
         known = self.groups[group]
         return known.part or Part(0, len(known.layer_bytes))
 
@@ -399,7 +399,7 @@ class KvLayout:
         )
 
     def on_rank(self, rank: int, ranks: int) -> "KvLayout":
-        """Return this layout with a part for every group. Where the engine names none, ranks share no object name."""
+        """Return this layout with a part for every group. Where the engine names none, ranks share no object names."""
         return self.with_parts(
             (group.part or Part(0, len(group.layer_bytes), rank=rank, ranks=ranks), group.copy) for group in self.groups
         )
@@ -420,7 +420,7 @@ def of_all_ranks(layouts: Sequence[KvLayout], size: Callable[[GroupLayout], int]
 
 
 def engine_bytes(group: GroupLayout) -> int:
-    """Bytes of a full chunk in the engine's blocks on this rank: a payload without padding."""
+    """Return the bytes of a full chunk in the engine's blocks on this rank: a payload without padding."""
     return 0 if group.is_absent else sum(group.layer_bytes)
 
 

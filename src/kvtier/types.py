@@ -1,4 +1,4 @@
-"""Plain values that pass between layers. No behaviour and no imports from kvtier."""
+"""Plain values that pass between layers. They have no behaviour, and the module imports nothing from kvtier."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,12 +70,12 @@ class Prefix:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all chunks."""
+        """Number of tokens in all chunks."""
         return len(self.keys) * self.chunk_tokens
 
 
 class NextTurn(Enum):
-    """Kind of a conversation's next turn, as a hint; values as in files and requests."""
+    """Kind of a conversation's next turn, as a hint. Files and requests use the same values."""
 
     TOOL = "tool"
     """A tool or an agent continues within seconds."""
@@ -126,7 +126,7 @@ class Place(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Moves one object. The core decides it, the mover executes it, and it is complete when every rank has answered."""
+    """Moves one object. The core orders it, the mover executes it, and it is complete when every rank has answered."""
 
     id: int
     direction: Direction
@@ -140,7 +140,7 @@ class Transfer(NamedTuple):
     depth: int  # number of chunks before this one
     deadline_s: float  # on the session's clock; later completions do not count
     conversation: str | None  # the conversation, for eviction policies
-    text: bytes = b""  # what a demote puts into a sealed frame: token ids of the chunk as u32, then extras
+    text: bytes = b""  # what a demotion puts into a sealed frame: token ids of the chunk as u32, then extras
     is_relay: bool = False  # the slot is in the staging area, where no request finds the object
 
 
@@ -154,7 +154,7 @@ class Probe(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Removes a bad copy from a lower tier. A later demotion of the same object starts after it."""
+    """Removes a bad copy from a lower tier. A later demotion of the same object starts after the drop."""
 
     tier: str
     key: ChunkKey
@@ -170,7 +170,7 @@ class Tell(NamedTuple):
 
 
 class Recall(NamedTuple):
-    """Asks one rank for chunks whose tokens are in heads of a lower tier's sealed objects.
+    """Asks one rank for chunks whose tokens are in the heads of a lower tier's sealed objects.
 
     The first command with a new `number` starts a recall in a thread of its own. Each command completes at once with
     a `RecallPage` of the records that are known by then.
@@ -202,7 +202,7 @@ class ChunkRecord(NamedTuple):
     tokens: bytes
     """Ids of its tokens, each a little-endian u32."""
     extras: bytes
-    """The extras, at most 388 bytes, as the engine adapter that stored the chunk gave them."""
+    """The extras, at most 388 bytes, as passed by the engine adapter that stored the chunk."""
 
 
 class RecallPage(NamedTuple):
@@ -249,8 +249,8 @@ class Lookup:
     options: tuple[LoadOption, ...] = ()
     """Loads up to `tokens`, and up to shorter boundaries that need no slower sources. Empty while PROBING."""
     history_tokens: int = 0
-    """Leading tokens whose chunks every history group has; `tokens` without history groups. It exceeds `tokens` where a
-    window or state is missing at the boundary, because another prompt diverged there.
+    """Leading tokens whose chunks are present in every history group; `tokens` if there is no such group. It exceeds
+    `tokens` where a window or state is missing at the boundary, because another prompt diverged there.
     """
 
 
@@ -278,7 +278,7 @@ class StoreDone:
     stored: int
     """Objects that are readable in host memory, new or already there."""
     dropped: int
-    """Objects that found no room in time, or failed."""
+    """Objects that got no slot in time, or whose transfer failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ Event = LoadDone | StoreDone | ObjectsDone | TierNotice
 
 
 class Priority(IntEnum):
-    """Priority of a retention. The lowest ends first when the share of host memory that may be retained is used up."""
+    """Priority of a retention. Once hints have used up their share of host memory, the lowest priority ends first."""
 
     NORMAL = 0
     HIGH = 1
@@ -320,7 +320,7 @@ WRITE_KINDS = ("frames", "upkeep", "avoided")
 
 
 class Figures(NamedTuple):
-    """A tier's fill level and writes. A figure is None if the tier does not report it."""
+    """A tier's fill level and writes. A field is None if the tier does not report it."""
 
     used_bytes: int | None = None
     capacity_bytes: int | None = None

@@ -104,7 +104,7 @@ def test_with_two_copies_the_other_one_is_found(mooncake, how, caplog):
     assert max(times) < DEADLINE_S
     assert sorted(times)[-2] < 0.5, "the node is asked once only"
     assert tier.contains([object_name(n) for n in range(COUNT)]) == [True] * COUNT
-    assert sum("is not asked for" in record.getMessage() for record in caplog.records) == 1
+    assert sum("is not used for" in record.getMessage() for record in caplog.records) == 1
     reads = [Read(object_name(n), empty_frame(SIZE)) for n in range(COUNT)]
     assert tier.read_many(reads) == [SIZE] * COUNT
     assert all(read.into == frame_of(n, SIZE) for n, read in enumerate(reads))

@@ -30,7 +30,7 @@ from kvtier.core.limits import TierRules
 from kvtier.errors import TierError
 from kvtier.keys.secret import Secret
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.open_object_store import open_object_store
 from kvtier.runtime.tiered_object_store import ObjectBytes, ObjectStore
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.disk.kind import DiskSettings

@@ -25,7 +25,7 @@ from kvtier.layout import GroupLayout, KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.mover import TOO_LATE
-from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.open_object_store import open_object_store
 from kvtier.runtime.tiered_object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.disk.kind import DiskSettings
@@ -216,7 +216,7 @@ def test_a_tier_that_does_not_answer_is_said_to_be_late(caplog, over):
     until(lambda: got(store, range(1, 4)) and not store.health()["gated"].reads)
     (line,) = said(caplog, "reads failed 3 times")
     # By the clock, or because its threads hang in other reads.
-    assert "the last by its deadline; the next try" in line or line.endswith(f"; the last error: {TOO_LATE}")
+    assert "the last by timeout; the next attempt" in line or line.endswith(f"; the last error: {TOO_LATE}")
     assert "no read" not in line
     tier.open_again()
 

@@ -17,7 +17,7 @@ from tests.sim.scenario import Mode, Scenario, draw
 from tests.sim.trace import RecordKind, RunTrace
 from tests.sim.world import Violation, World
 
-from kvtier.core import operations, probes, tier_state
+from kvtier.core import operations, tier_searches, tier_state
 from kvtier.core.cache import Cache
 from kvtier.core.object_cache import ObjectCache
 from kvtier.core.survey import Survey
@@ -71,7 +71,7 @@ def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **over
     simulation = _Simulation(scenario, has_digest=has_digest)
     with (
         patch.object(operations, "WAITING_MAX", scenario.waiting),
-        patch.object(probes, "REQUESTS_MAX", scenario.requests),
+        patch.object(tier_searches, "REQUESTS_MAX", scenario.requests),
         short_pauses(scenario),
     ):
         return report_of(simulation)

@@ -89,6 +89,10 @@ def test_an_engine_explains_finds_and_clears(start: Start, expected: Expected, t
     engine.ask([*LONG[:900], *prompt(500, 11)])  # r7
     assert codes(at, "r7") == ["absent", "shared"]
     assert "has 768 tokens (request r6)" in text_of(at, "r7", "shared")
+    (cut,) = why(at, "r7")["cuts"]
+    assert (cut["request"], cut["at_token"], cut["lost_tokens"], cut["repeated_tokens"]) == ("r6", 900, 500, 0)
+    assert (cut["earlier"]["ids"], cut["this"]["text"]) == (LONG[900:916], None)
+    assert [why(at, f"r{number}")["cuts"] for number in (0, 1, 2, 3, 4, 6)] == [[]] * 6
 
     # A salt has KV of its own, which is cleared alone.
     engine.ask(Ask(LONG, salt=SALT))  # r8
@@ -118,6 +122,34 @@ def test_an_engine_explains_finds_and_clears(start: Start, expected: Expected, t
     assert not at.exists()
     with pytest.raises(ControlError, match="no engine listens"):
         ask(at, "health", {})
+
+
+def test_a_stamp_is_named_with_its_text_and_never_to_another_tenant(start: Start, tmp_path: Path, at: Path) -> None:
+    """The engine has a tokenizer, whose tokens are ``t7``. Nothing of a prompt is in its log."""
+    engine = start("llama", connector(tmp_path / "kv", control__socket=str(at)), skip_tokenizer_init=False)
+    stamped = [[*LONG[:50], *stamp, *LONG[50:]] for stamp in ([11], [12, 13], [14])]
+    engine.ask(stamped[0])  # r0
+    engine.ask(Ask(stamped[1], salt=SALT))  # r1
+    assert why(at, "r1")["cuts"] == []
+    engine.ask(Ask(stamped[2], salt=SALT))  # r2
+    (cut,) = why(at, "r2")["cuts"]
+    assert (cut["request"], cut["at_token"], cut["is_exact"]) == ("r1", 50, True)
+    assert cut["lost_tokens"] == len(stamped[2]) - 50
+    assert cut["repeated_tokens"] > 0.95 * cut["lost_tokens"]
+    engine.ask(stamped[1])  # r3
+    (cut,) = why(at, "r3")["cuts"]
+    assert cut["request"] == "r0"
+    for part, ids in (
+        ("before", LONG[34:50]),
+        ("earlier", [11, *LONG[50:65]]),
+        ("this", [12, 13, *LONG[50:64]]),
+    ):
+        assert cut[part] == {"ids": ids, "text": " ".join(f"t{token}" for token in ids)}
+    engine.ask([*stamped[1], *prompt(600, 9)])  # r4: it only grows
+    assert why(at, "r4")["cuts"] == []
+    engine.close()
+    assert "t12 t13" not in engine.log.read_text()
+    assert "12, 13" not in engine.log.read_text()
 
 
 @pytest.mark.vllm_core

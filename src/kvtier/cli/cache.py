@@ -16,8 +16,10 @@ from kvtier.config.loader import load
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_result
 from kvtier.report.table import Table, print_table
+from kvtier.report.tokenizer import open_tokenizer
 from kvtier.runtime.control_socket import (
     ANSWER_BYTES_MAX,
+    CUT_PARTS,
     DEADLINE_S,
     DEADLINE_S_MAX,
     FORMS,
@@ -26,6 +28,7 @@ from kvtier.runtime.control_socket import (
     ControlError,
     ask,
     is_listened,
+    printable,
 )
 
 Ask = Callable[[str, Mapping[str, Any]], dict[str, Any]]
@@ -37,7 +40,7 @@ salt_option = click.option(
 
 
 def engine_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the options that name an engine to a command. The command gets a function that calls that engine."""
+    """Add the options that name an engine to a command, and pass it a function that calls that engine."""
 
     @wraps(command)
     def with_engine(
@@ -72,7 +75,7 @@ def engine_options(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _socket(given: Path | None, file: Path | None, flags: tuple[str, ...]) -> Path:
-    """Return the socket of the one engine that is meant.
+    """Return the socket of the engine that the options name.
 
     Raises:
         ConfigError: no engine is named, or several sockets exist.
@@ -97,7 +100,7 @@ def _socket(given: Path | None, file: Path | None, flags: tuple[str, ...]) -> Pa
 def sockets(path: Path) -> list[Path]:
     """Return the sockets that `path` matches if its name contains ``{pid}``, else `path` itself.
 
-    Sockets that killed engines left behind are returned only if no engine listens on any.
+    Sockets that killed engines left behind are returned only if no engine listens on any of them.
     """
     before, pid, after = path.name.partition(PID)
     found = path.parent.glob("*") if pid else [path]
@@ -118,7 +121,7 @@ def cache() -> None:
 
 
 def prompt_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the argument and the options that name a prompt to a command, which gets them as arguments of a call."""
+    """Add the argument and the options that name a prompt to a command, and pass them to it as arguments of a call."""
 
     @wraps(command)
     def with_prompt(*given: object, tokens: TextIO, salt: str | None, adapter: str, **more: object) -> int:
@@ -141,8 +144,8 @@ def prompt_options(command: Callable[..., int]) -> Callable[..., int]:
 def find(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
     """Show where the chunks of a prompt are, and how many tokens a request for it would load.
 
-    FILE (-: stdin) contains the token ids as a JSON list, or the answer of vLLM's /tokenize. Exit code 1 without a
-    hit.
+    FILE (-: stdin) contains the token ids as a JSON list, or the answer of vLLM's /tokenize. Exits with code
+    1 without a hit.
     """
     result = call("find", prompt)
     print_result(result, _draw_found, as_json=as_json)
@@ -155,9 +158,9 @@ def find(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
 def prefetch(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
     """Load a prompt from lower tiers into host memory, and wait for it until the deadline.
 
-    FILE is as in `find`. The prompt stays for only some seconds. To keep it, use `pin`. The exit code is 1 if host
-    memory then lacks a stored part of the prompt. Either hints may not retain that part (limits.retained_percent), or
-    it is still on its way.
+    FILE is as in `find`. The prompt stays for only a few seconds. To keep it, use `pin`. The exit code is 1 if host
+    memory then lacks a stored part of the prompt. Either that part exceeds what hints may retain
+    (limits.retained_percent), or it is still on its way.
     """
     result = call("prefetch", prompt)
     print_result(result, _draw_prefetched, as_json=as_json)
@@ -172,7 +175,8 @@ def pin(call: Ask, prompt: Mapping[str, Any], seconds: float, as_json: bool) -> 
     """Prefetch a prompt and keep it in host memory for a time, at most limits.retain_s.
 
     FILE is as in `find`. All pins and hints together keep at most limits.retained_percent of host memory. Beyond that,
-    hints of requests end first, then the oldest pins. Exit code 1 if not all that is stored was pinned.
+    hints of requests end first, then the oldest pins. Exits with code 1 if some stored
+    part was not pinned.
     """
     result = call("pin", {**prompt, "seconds": seconds})
     print_result(result, _draw_pinned, as_json=as_json)
@@ -191,13 +195,25 @@ def unpin(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
 
 @cache.command()
 @click.argument("request", metavar="REQUEST_ID")
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    help="A tokenizer.json or its folder, for the text around the cut.  [default: the engine's]",
+)
 @engine_options
-def why(call: Ask, request: str, as_json: bool) -> int:
+def why(call: Ask, request: str, tokenizer: Path | None, as_json: bool) -> int:
     """Explain why a request loaded nothing or little.
 
-    REQUEST_ID is the client's (X-Request-ID) or the engine's. The engine remembers open requests and the last 256.
+    REQUEST_ID is the client's (X-Request-ID) or the engine's. The engine remembers open requests and the last 256. The
+    command also names the cut, where the prompt first differs from the most similar earlier one, and shows the text
+    there in both. Only prompts with the same cache_salt and adapter are compared.
     """
-    print_result(call("why", {"request": request}), _draw_why, as_json=as_json)
+    texts: Any = tokenizer and open_tokenizer(tokenizer)
+    result = call("why", {"request": request})
+    for part in (cut[it] for cut in result["cuts"] for it in CUT_PARTS if texts):
+        with suppress(OverflowError):  # not a token
+            part["text"] = printable(texts.decode(part["ids"], skip_special_tokens=False))
+    print_result(result, _draw_why, as_json=as_json)
     return 0
 
 
@@ -227,8 +243,8 @@ def clear(call: Ask, is_all: bool, as_json: bool, **given: object) -> int:
 def health(call: Ask, is_live_enough: bool, _is_ready: bool, as_json: bool) -> int:
     """Show whether kvtier works in the engine, and the state of its tiers.
 
-    Exit code 1 if it is not ready (with --live: not alive), or if no engine answers. A tier that is down does not
-    change the exit code, because requests are served without it.
+    Exits with code 1 if kvtier is not ready (with --live: not alive), or if no engine answers. A tier that is down
+    does not change the exit code, because requests are served without it.
     """
     result: dict[str, Any]
     try:
@@ -263,7 +279,10 @@ def read_tokens(file: TextIO) -> list[int]:
 def _draw_found(result: Mapping[str, Any]) -> None:
     click.echo(f"{result['hit_tokens']} of {result['tokens']} tokens would be loaded. End of the run: {result['end']}")
     rows = [
-        (f"{it['from']}", f"{it['to']}", ", ".join(map(_place, it["places"].items())) or "absent")
+        (
+            *(f"{it['from']}", f"{it['to']}"),
+            ", ".join(name if how == "all" else f"{name} ({how})" for name, how in it["places"].items()) or "absent",
+        )
         for it in result["ranges"]
     ]
     if rows:
@@ -285,10 +304,6 @@ def _draw_pinned(result: Mapping[str, Any]) -> None:
     _draw_prefetched(result)
 
 
-def _place(found: tuple[str, str]) -> str:
-    return found[0] if found[1] == "all" else f"{found[0]} ({found[1]})"
-
-
 def _draw_why(result: Mapping[str, Any]) -> None:
     ended = result["ended_ago_s"]
     loaded = ", ".join(f"{tokens} from {place}" for place, tokens in result["loaded_tokens"].items()) or "none"
@@ -299,6 +314,17 @@ def _draw_why(result: Mapping[str, Any]) -> None:
     print_table(Table(("reason", "detail"), [(it["code"], it["text"]) for it in result["reasons"]]))
     if result["missing_chunk_now"] is not None:
         click.echo(f"the missing chunk is now in: {', '.join(result['missing_chunk_now']) or 'no place'}")
+    for cut in result["cuts"]:
+        where = f"token {cut['at_token']}" if cut["is_exact"] else f"a token of the chunk at {cut['at_token']}"
+        again = "" if cut["repeated_tokens"] is None else f"; {cut['repeated_tokens']} of them occur in both prompts"
+        click.echo(
+            f"the prompt equals that of request {cut['request']} up to {where}. {cut['lost_tokens']} tokens after it "
+            f"are lost{again}"
+        )
+        parts = zip(("both, before", cut["request"], result["request"]), (cut[it] for it in CUT_PARTS), strict=True)
+        rows = [(name, it["text"] or " ".join(map(str, it["ids"]))) for name, it in parts if it["ids"]]
+        if rows:
+            print_table(Table(("prompt", "at the cut"), rows))
 
 
 def _draw_cleared(result: Mapping[str, Any]) -> None:
@@ -311,10 +337,9 @@ def _draw_cleared(result: Mapping[str, Any]) -> None:
 def _draw_health(result: Mapping[str, Any]) -> None:
     state = "ready" if result["ready"] else "alive, but not ready" if result["live"] else "not alive"
     click.echo(f"{state}{': ' if result['problem'] else ''}{result['problem']}")
-    rows = [(name, _up(tier["reads"]), _up(tier["writes"]), tier["detail"]) for name, tier in result["tiers"].items()]
+    rows = [
+        (name, *("up" if it[way] else "down" for way in ("reads", "writes")), it["detail"])
+        for name, it in result["tiers"].items()
+    ]
     if rows:
         print_table(Table(("tier", "reads", "writes", "why"), rows))
-
-
-def _up(is_up: bool) -> str:
-    return "up" if is_up else "down"

@@ -1,6 +1,6 @@
-"""Turns settings of LMCache, vLLM's own offloading, Mooncake and HiCache into kvtier's, and says what became of each.
+"""Converts settings of LMCache, vLLM's own offloading, Mooncake and HiCache to kvtier's, and reports the result.
 
-`foreign_keys` has the keys. Values of secrets are never printed.
+`foreign_keys` lists the keys. Values of secrets are never printed.
 """
 
 import json
@@ -70,33 +70,33 @@ workers_option = click.option(
 
 
 class Conversion:
-    """What the settings of another cache become.
+    """The result of converting another cache's settings.
 
     Args:
-        workers: workers of an engine, by which sizes of one worker are multiplied; None: not given, so 1.
+        workers: workers of an engine, by which sizes per worker are multiplied; None means not given, so 1.
         environ: the environment.
     """
 
     def __init__(self, workers: int | None = None, environ: Mapping[str, str] = os.environ) -> None:
         self.settings: dict[str, object] = {}
-        """By ``section.key``, without tiers."""
+        """The converted settings by ``section.key``, without those of tiers."""
         self.tiers: list[dict[str, Any]] = []
         self.kept: dict[str, object] = {}
-        """Keys of SGLang's own in the configuration of its backend."""
+        """SGLang's own keys in the configuration of its storage backend."""
         self.role, self.page_tokens = "", 0
-        """vLLM's `kv_role` and SGLang's page size, if they are known."""
+        """vLLM's `kv_role` and SGLang's page size, if known."""
         self.workers, self.disk_bytes = workers, 0
         self._environ = environ
         self._sources: list[str] = []
         """The options and their files; the last one is being read."""
         self._rows: list[tuple[str, Fate]] = []
         self._keys: dict[str, str] = {}
-        """The foreign key and its source by the setting that it becomes, for messages."""
+        """For messages: each foreign key with its source, by the setting that it becomes."""
         self._order: list[str] = []
         """Keys in the order of the user's file."""
 
     def load(self, tiers: Sequence[str], flags: Sequence[str]) -> Loaded:
-        """All settings: the converted ones, below those of `--tier` and `--set`. Prints the table to stderr.
+        """Return all settings; `--tier` and `--set` override converted ones. Print the table to stderr.
 
         Raises:
             ConfigError: a setting is wrong.
@@ -139,7 +139,7 @@ class Conversion:
         )
 
     def _print(self, rows: Sequence[tuple[str, Fate]]) -> None:
-        """Print the table: what is converted comes first, and each part has the order of the user's file."""
+        """Print the table, converted keys first, and each part in the order of the user's file."""
         words, order = [STAYS, LOST, UNKNOWN, NOT_NEEDED], {key: place for place, key in enumerate(self._order)}
         found = sorted(dict.fromkeys(rows), key=lambda row: order.get(re.split(r"[ .]", row[0])[0], len(order)))
         found.sort(key=lambda row: words.index(row[1].becomes) if row[1].becomes in words else -1)
@@ -182,7 +182,7 @@ class Conversion:
         self._walk(extra, LMCACHE, "extra_config.")
 
     def transfer(self, given: str) -> None:
-        """Convert vLLM's ``--kv-transfer-config``: JSON, or a file of it.
+        """Convert vLLM's ``--kv-transfer-config``: JSON, or a file that contains it.
 
         Raises:
             ConfigError: a value is wrong, or cannot be read.
@@ -242,7 +242,7 @@ class Conversion:
         self._rows += [(flag, Fate(STAYS, "it is not a flag of HiCache")) for flag in flags if flag not in own]
 
     def _place(self, given: dict[str, Any], label: str) -> None:
-        """A tier for a secondary tier of vLLM, an adapter of LMCache's server, or a backend of SGLang."""
+        """Add a tier for a secondary tier of vLLM, an adapter of LMCache's server, or a backend of SGLang."""
         name = str(given.pop("type", None))
         kind = KINDS.get(name, "")
         if kind == "directory" and (given.get("locality") == "REMOTE" or given.get("shared")):
@@ -258,7 +258,7 @@ class Conversion:
     def _walk(
         self, given: Mapping[str, Any], table: Table, label: str = "", known_as: Mapping[str, str] | None = None
     ) -> None:
-        """Convert each key, and add its row; `known_as` are those of keys that rows show under another one."""
+        """Convert each key and add its row. `known_as` maps keys to the names under which rows show them."""
         for key, value in ((str(key), it) for key, it in given.items()):
             given_as = label + (known_as or {}).get(key, key)
             own = TIER_KEYS[self.tiers[-1]["kind"]].get(key) if self.tiers else None
@@ -279,7 +279,7 @@ class Conversion:
     # ---- what a value becomes ----------------------------------------------------------------------------------------
 
     def set(self, name: str, value: object, why: str = "") -> Fate:
-        """Set a value by ``section.key``; None: leave its default. It overrides one from another source."""
+        """Set ``section.key``, overriding other sources. The value None leaves its default."""
         lost = Fate(f"{name}: (overridden by {self._sources[-1]})")
         self._rows[:] = [(key, lost if names(it)[0] == name else it) for key, it in self._rows]
         self.settings.pop(name, None)
@@ -299,7 +299,7 @@ class Conversion:
         return Fate(", ".join(shown(f"{label}.{key}", value) for key, value in values.items()), why)
 
     def put_part(self, key: str, value: object, of: str) -> Fate:
-        """Set a part of the tier's setting `of`; `s3_tier` puts the parts together."""
+        """Set a part of the tier's setting `of`; `s3_tier` joins the parts."""
         self.put({key: value})
         return Fate(f"tiers.s3.{of}")
 
@@ -317,17 +317,17 @@ class Conversion:
         return self.set("store.chunk_tokens", None if is_default else tokens, why)
 
     def host(self, size: str, why: str, workers: int = 1) -> Fate:
-        """Set host memory of the engine; `size` is that of each worker."""
+        """Set the engine's host memory; `size` is per worker."""
         total = parse_size(size) * workers
         return self.set(HOST_BYTES, total or None, why if total else "all KV passes through host memory")
 
     def each_gib(self, value: object) -> tuple[int, str]:
-        """LMCache's GB, which it counts for each worker: bytes of the engine, and words for the table."""
+        """Return LMCache's GB per worker in bytes, and the reason for the table."""
         more = "; for more: --workers N" if self.workers is None else ""
         return parse_size(f"{value}GiB"), f"{value} GiB per worker x {self.workers or 1}, kvtier's is per engine{more}"
 
     def disk_size(self, value: object) -> Fate:
-        """Note the size of the disk, for `disk`."""
+        """Keep the size of the disk for `disk`."""
         size, why = self.each_gib(value)
         self.disk_bytes = size * (self.workers or 1)
         return Fate(shown("tiers.disk.capacity_bytes", self.disk_bytes), why)
@@ -355,7 +355,7 @@ class Conversion:
         """Add the tier for LMCache's `remote_url`.
 
         Raises:
-            ConfigError: a part of the password may be taken for another part of the URL.
+            ConfigError: part of the password could be read as another part of the URL.
         """
         scheme, _, rest = str(value).partition("://")
         place, _, path = rest.partition("/")
@@ -365,7 +365,7 @@ class Conversion:
             raise self._error("remote_url", f"{scheme}://(hidden)", allowed)
         user, _, password = unquote(login).partition(":")
         path, _, query = path.partition("?")
-        self._rows += [("remote_url ?", Fate(LOST, "name settings of the tier"))] * bool(query)
+        self._rows += [("remote_url ?", Fate(LOST, "set the tier's settings by name"))] * bool(query)
         kind = KINDS.get(scheme, "")
         bucket, _, prefix = path.partition("/")
         if kind == "s3" and ":" in hosts and not bucket:
@@ -388,13 +388,13 @@ class Conversion:
         return Fate(", ".join(f"tiers.s3.{key}" for key in S3_PARTS)) if kind == "s3" else becomes
 
     def password(self) -> Fate:
-        """Name the file of the tier's password, which is not printed."""
+        """Set the file of the tier's password. The password is not printed."""
         return self.put({"password_file": PASSWORD_FILE}, f"not printed: write it into {PASSWORD_FILE}, mode 0600")
 
     # ---- parsing -----------------------------------------------------------------------------------------------------
 
     def _flags(self, text: str) -> dict[str, str]:
-        """The flags of a command line. The values of a repeated one are lines."""
+        """Return the flags of a command line. Newlines separate the values of a repeated flag."""
         words = self._read(text.replace("\\\n", " "), list, "a command line")
         found: dict[str, str] = {}
         for word, following in zip(words, [*words[1:], "--"], strict=True):
@@ -440,7 +440,7 @@ class Conversion:
 
 READERS: Mapping[str, Callable[[str], object]] = {
     "JSON": json.loads,
-    "YAML": lambda text: import_module("yaml").safe_load(text),  # only an engine's environment must have it
+    "YAML": lambda text: import_module("yaml").safe_load(text),  # only an engine's environment must have PyYAML
     "a command line": shlex.split,
 }
 
@@ -461,7 +461,7 @@ VALUES: Mapping[str, Callable[[Conversion, Any], Fate]] = {
     ),
     "save_decode_cache": lambda _, value: answers(is_wanted=value not in OFF),
     "offload_prompt_only": lambda _, value: answers(is_wanted=value in OFF),
-    "disk_path": lambda it, value: it.folder(Path(str(value)).parent, "disk"),  # of vLLM's files, one for each rank
+    "disk_path": lambda it, value: it.folder(Path(str(value)).parent, "disk"),  # names vLLM's files, one for each rank
     "enable_lookup": lambda _, value: Fate(
         LOST if value in OFF else NOT_NEEDED, "a request opts out itself: load false in kv_transfer_params"
     ),
@@ -473,7 +473,7 @@ VALUES: Mapping[str, Callable[[Conversion, Any], Fate]] = {
         "mooncake", {"master": it_is}
     ),
 }
-"""How values become settings."""
+"""Functions that convert values to settings."""
 
 TIER_VALUES: Mapping[str, Callable[[Conversion, Any], Fate]] = {
     "path": Conversion.folder,
@@ -486,4 +486,4 @@ TIER_VALUES: Mapping[str, Callable[[Conversion, Any], Fate]] = {
     "prefix": lambda it, value: it.put_part("prefix", f"{it.tiers[-1].get('prefix', '')}/{value}".strip("/"), "url"),
     "scheme": lambda it, value: it.put_part("scheme", value, "endpoint"),
 }
-"""How values become settings of the tier that was added last."""
+"""Functions that convert values to settings of the tier that was added last."""

@@ -22,7 +22,7 @@ from kvtier.tier.registry import names as kinds
 def rows(loaded: Loaded) -> dict[str, dict[str, object]]:
     """Return the list of tiers and every setting of `loaded`, by name, in the order of the sections.
 
-    A value is in base units, or "(set)" if it is secret. Its text is for people.
+    A value is in base units, or "(set)" if it is secret. The text is for display.
     """
     tiers = loaded.config.tiers
     named = [tier.name if tier.name == tier.kind else f"{tier.name} ({tier.kind})" for tier in tiers]
@@ -103,7 +103,7 @@ def show(file: Path | None, flags: tuple[str, ...], tiers: tuple[str, ...], as_j
 def check_command(file: Path | None, flags: tuple[str, ...], tiers: tuple[str, ...], as_json: bool) -> int:
     """Check the settings against this machine, read-only.
 
-    Exit code 1 if a setting will not work here, 2 if a setting is invalid.
+    Exits with code 1 if a setting will not work here, 2 if a setting is invalid.
     """
     loaded = load(file, flags=flags, tiers=tiers)
     findings = check(loaded.config, loaded.origins, loaded.file)

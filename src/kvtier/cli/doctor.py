@@ -68,7 +68,7 @@ def doctor(context: click.Context, tiers: tuple[str, ...], timeout_s: float, as_
 
     Without an engine's name the command checks the engines of this environment, the settings file and the environment,
     this machine, the tiers, and the engine behind control.socket, if it runs. It changes nothing. Run it where the
-    server runs, as the server's user. The exit code is 1 with an error or a warning.
+    server runs, as the server's user. Exits with code 1 if there is an error or a warning.
     """
     if context.invoked_subcommand is None:
         return report(_examine(tiers, TimeLimit(timeout_s)), as_json=as_json)

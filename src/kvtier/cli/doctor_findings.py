@@ -47,7 +47,7 @@ TIMEOUT_S = 10.0
 """Default of `--timeout`, in seconds."""
 
 READ_SHARE, ASK_SHARE, END_SHARE = 0.8, 0.88, 0.95
-"""Shares of the time after which no further object is read, an engine's process is ended, and waiting for checks ends.
+"""Shares of the time after which reading objects stops, an engine's process is ended, and waiting for checks stops.
 The rest is for printing."""
 
 FREE_BYTES_FEW = 1 << 30
@@ -57,10 +57,10 @@ FULL_SHARE = 0.98
 """Share of the cap above which a store evicts for every new chunk."""
 
 DIFFERENCES_MAX = 6
-"""Most differences listed per fingerprint."""
+"""Maximum number of differences listed per fingerprint."""
 
 SHOWN_MAX = 40
-"""Most characters shown of a value."""
+"""Maximum number of characters shown of a value."""
 
 EXPLAIN = "`kvtier config show` explains the setting"
 
@@ -107,7 +107,7 @@ class DoctorFinding(NamedTuple):
 
 
 class EngineTerms(NamedTuple):
-    """The words by which findings about a store differ between engines."""
+    """Words that differ between engines in findings about a store."""
 
     naming: str
     """Advice on how to name a tier."""
@@ -124,7 +124,7 @@ class EngineTerms(NamedTuple):
 
 
 class TimeLimit:
-    """The time for all checks together, which starts when the object is made.
+    """The time limit of all checks together. The clock starts when the object is made.
 
     Args:
         total_s: seconds in all.
@@ -134,11 +134,11 @@ class TimeLimit:
         self._total_s, self._start_s = total_s, time.monotonic()
 
     def left_s(self, share: float = END_SHARE) -> float:
-        """Seconds until `share` of the time has passed; at least 0."""
+        """Return the seconds until `share` of the time has passed, at least 0."""
         return max(0.0, self._start_s + share * self._total_s - time.monotonic())
 
     def unchecked(self, about: str, found: str) -> DoctorFinding:
-        """Make the finding that a check did not end. `found` says how far it came."""
+        """Return the finding that a check did not end. `found` says how far it got."""
         return DoctorFinding(
             "unchecked", about, f"{found}{self}", f"give it more time: --timeout {6 * self._total_s:g}"
         )
@@ -157,7 +157,7 @@ class Check(NamedTuple):
 
 
 def started(about: str, call: Callable[[], T]) -> Future[T]:
-    """Run `call` in its own thread. It may hang: `main` does not wait for it at the end of the process."""
+    """Run `call` in its own thread. The thread may hang: `main` does not wait for it at the end of the process."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -188,7 +188,7 @@ def run_checks(checks: Sequence[Check], limit: TimeLimit) -> list[DoctorFinding]
 def read_settings(
     tiers: Sequence[str], extra: Mapping[str, object] | None, name: str, advice: str, limit: TimeLimit
 ) -> Loaded | DoctorFinding:
-    """Read the settings, or return why that failed. Takes the arguments of `server_settings`, whose files may hang."""
+    """Read the settings, or return why that failed. Arguments are as in `server_settings`; its files may hang."""
     try:
         return started("settings", lambda: server_settings(tiers, extra, name)).result(limit.left_s())
     except TimeoutError:
@@ -217,7 +217,7 @@ def json_object(text: str) -> Mapping[str, object]:
     """Parse a JSON object.
 
     Raises:
-        ConfigError: `text` is not one. The message does not repeat it, since it may contain a secret.
+        ConfigError: `text` is not a JSON object. The message does not repeat it, since it may contain a secret.
     """
     try:
         value: object = json.loads(text)
@@ -258,7 +258,7 @@ def server_checks(
         loaded: the server's settings.
         mine: waits for the server's fingerprint and returns it; None if unknown.
         unit_tokens: tokens per object; 0 means any.
-        terms: the engine's words.
+        terms: words for this engine.
         limit: the time for all checks.
         unused: settings that the engine does not use.
     """
@@ -336,7 +336,7 @@ def _tier(
 
 
 def _is_unused(folder: Path) -> bool:
-    """Whether a first start can make a store in `folder`, because it is absent or empty, and writable."""
+    """Return whether a first start can make a store in `folder`, because it is absent or empty, and writable."""
     nearest = nearest_existing(folder)
     return path_problem(folder, nearest) is None and (nearest != folder or not any(folder.iterdir()))
 
@@ -357,7 +357,7 @@ def _remote(tier: TierSettings, kind: TierKind[TierSettings]) -> DoctorFinding:
 
 
 def _inspectors(tier: TierSettings) -> list[StoreInspector]:
-    """The tier's stores, if they can be read without opening the tier. `machine` reports what is not a store."""
+    """Return the tier's stores, if they can be read without opening the tier. `machine` reports other folders."""
     kind = kind_of(tier)
     if kind.inspect is None or kind.is_remote:
         return []
@@ -367,7 +367,7 @@ def _inspectors(tier: TierSettings) -> list[StoreInspector]:
 
 
 def _statistics(store: StoreInspector, tier: TierSettings, limit: TimeLimit) -> tuple[StoreStat, int]:
-    """Total the objects whose heads can be read in time, in the order of names. Also return how many objects exist."""
+    """Add up the objects whose heads can be read in time, in order of name. Also return how many objects exist."""
     found = store.objects()
     result = store.statistics(takewhile(lambda _: limit.left_s(READ_SHARE), found))
     if result.capacity_bytes is None and kind_of(tier).has_cap:
@@ -449,7 +449,7 @@ def _content(
 
 
 def _model(config: Config, mine: Fingerprint) -> str:
-    """First digits of the id of the server's model in `config`'s stores. Unlike a session, this creates no secret."""
+    """Return the first digits of the model's id in `config`'s stores. Unlike a session, this creates no secret."""
     secret, file = config.store.secret, config.store.secret_file
     if secret is None and file is not None:
         with suppress(ConfigError):  # `machine` reports it

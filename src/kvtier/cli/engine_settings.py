@@ -20,7 +20,7 @@ def given(loaded: Loaded) -> dict[str, object]:
     """Return the settings given as flags, by section, without defaults.
 
     Raises:
-        ConfigError: a flag is a secret, which a list of processes would show.
+        ConfigError: a flag holds a secret, which a list of processes would show.
     """
     config = loaded.config
     extra: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def _given(loaded: Loaded, *layers: str) -> list[Setting]:
 
 
 def notes(loaded: Loaded, unused: Iterable[str] = ()) -> list[str]:
-    """Return notes on valid settings, except on those that the engine does not use."""
+    """Return notes on valid settings, except those that the engine does not use."""
     findings = check(loaded.config, loaded.origins, loaded.file)
     return [str(finding) for finding in findings if finding.setting not in unused] + [
         f"{setting.name} is also set by {loaded.origins[setting.name]}; the server reads that itself, if it can"

@@ -1,7 +1,7 @@
 """Keys of LMCache 0.5.6, vLLM 0.32 and 0.33, Mooncake 0.3.13 and SGLang 0.5.23, and what becomes of them.
 
-The tables are facts about other packages. `coming_from` reads the values of keys that become settings of kvtier.
-The functions say what becomes of a key, as a row shows it.
+The tables hold facts about other packages. `coming_from` converts the values of keys that become settings of kvtier.
+The functions return what becomes of a key, as a row shows it.
 """
 
 import re
@@ -18,7 +18,7 @@ STAYS, LOST, UNKNOWN, NOT_NEEDED = "(stays)", "(no counterpart)", "(not known)",
 
 
 class Fate(NamedTuple):
-    """What becomes of a key: a setting of kvtier, or one of the four words above; and a reason, or a difference."""
+    """What becomes of a key: a setting of kvtier or one of the four words above, with a reason or a difference."""
 
     becomes: str
     why: str = ""
@@ -67,13 +67,13 @@ LMCACHE: Table = {
         "lookup_timeout_ms request_timeout connection_timeout *transfer_timeout lookup_backoff_time *_ttl_seconds",
         "--kv-events-config of vLLM turns on kvtier's events, too": "enable_kv_events kv_msg_* *kv_event*",
         "each rank has a store of its own in the directory": "local_disk_path_sharding",
-        "every tier gets what is stored, and all are asked in their order": "store_location retrieve_locations "
+        "every tier receives what is stored, and lookups ask all in order": "store_location retrieve_locations "
         "l2_store_policy l2_prefetch_*",
         "kvtier runs in the engine: there is no server": "mp_* mp.* host port engine_type transport shm_name "
         "lmcache_rpc_port *lookup_server_worker_ids server_module *worker*seconds",
         "host memory is taken at the start; host.populate touches all of it": "enable_lazy_memory_allocator "
         "lazy_memory_* l1_*",
-        "each tier keeps its cap by itself": "eviction_*",
+        "each tier enforces its own cap": "eviction_*",
         "the defaults of read_threads, write_threads and loads_in_flight suit most": "*num_threads *num_workers "
         "*_io_threads s3_max_* max_workers max_*_workers disk_io_threads",
         "direct_io of the tier decides": "*odirect fs_connector_* use_direct_io",
@@ -131,7 +131,7 @@ OFFLOADING: Table = {
         "the client and the server agree on it": "s3_prefer_http2",
         "kvtier uses P2PHANDSHAKE, and finds its address": "metadata_server *META_DATA_SERVER local_hostname "
         "MOONCAKE_LOCAL_HOSTNAME local_buffer_size",
-        "each tier keeps its cap by itself, and has an index": "eviction* *EVICTION_RATIO *metadata_* *METADATA_*",
+        "each tier enforces its own cap, and has an index": "eviction* *EVICTION_RATIO *metadata_* *METADATA_*",
         "what a tier stores always survives a restart": "persist",
         "kvtier asks the server itself": "cluster_mode master_metrics_port check_server MOONCAKE_*",
         "what it names is converted": "*MOONCAKE_CONFIG_PATH",
@@ -193,7 +193,7 @@ SECRETS: Mapping[str, str] = {
     **dict.fromkeys(("aws_secret_access_key", "secret_key"), "AWS_SECRET_ACCESS_KEY"),
     "session_token": "AWS_SESSION_TOKEN",
 }
-"""The variable of the server's environment in which a secret belongs."""
+"""The environment variable of the server for each secret."""
 
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("redis", "rediss", "valkey", "resp", "redis-cluster"), "valkey"),
@@ -232,20 +232,20 @@ ALLOWED: Mapping[str, str] = {
     "local_disk": "a path, or file:// and a path",
     "remote_url": "a URL; the path of redis:// is the number of a database",
 }
-"""Allowed values in messages, where they are not just a number from 0."""
+"""Allowed values for messages, where they are not simply a number from 0."""
 
 S3_PARTS = ("url", "endpoint", "virtual_host", "allow_http")
-"""The settings of the tier `s3` into which `s3_tier` makes a URL."""
+"""The settings of the tier `s3` that `s3_tier` makes from a URL."""
 
 _NEXT = re.compile(r", (?=tiers\.)")
 """Separates the settings of one row."""
 
 _PLAIN = re.compile(r"(?:[^']|'[^']{1,2}'|'<[a-z ]+>')*")
-"""A reason of PyYAML that quotes nothing of the file but punctuation. The rest of another one may be a secret."""
+"""Matches a reason of PyYAML that quotes only punctuation of the file. Any other may quote a secret."""
 
 
 def fate(key: str, table: Table, value: object = None) -> Fate:
-    """Return what becomes of a key that kvtier lacks. One without a counterpart matters only if it is on."""
+    """Return what becomes of a key that kvtier lacks. A key without a counterpart matters only if it is on."""
     found = (
         Fate(becomes, why)
         for becomes, reasons in table.items()
@@ -257,18 +257,18 @@ def fate(key: str, table: Table, value: object = None) -> Fate:
 
 
 def answers(*, is_wanted: bool) -> Fate:
-    """KV of answers, which kvtier always stores."""
+    """Return what becomes of a switch for the KV of answers, which kvtier always stores."""
     more = Fate(LOST, "the whole chunks of answers are always stored, so kvtier writes more")
     return Fate(NOT_NEEDED, "the whole chunks of answers are stored, too") if is_wanted else more
 
 
 def names(fate: Fate) -> list[str]:
-    """The settings in a row."""
+    """Return the settings in a row."""
     return [re.split(" = |: ", part)[0] for part in _NEXT.split(fate.becomes)]
 
 
 def final(fate: Fate, values: Mapping[str, object], by: Mapping[str, str]) -> Fate:
-    """Return what a row says in the end.
+    """Return the final text of a row.
 
     Args:
         fate: what became of the key when it was read.
@@ -301,7 +301,7 @@ def shown(name: str, value: object) -> str:
 
 
 def s3_tier(tier: Mapping[str, Any]) -> dict[str, Any]:
-    """The tier `s3`, with a URL and an endpoint of kvtier's form. The host of LMCache's URL begins with the bucket."""
+    """Return the tier `s3`, its URL and endpoint in kvtier's form. The host of LMCache's URL begins with the bucket."""
     name, _, server = str(tier.get("url", "")).removeprefix("s3://").partition(".")
     endpoint = str(tier.get("endpoint", ""))
     is_hosted = bool(server) and not endpoint and not server.endswith("amazonaws.com")

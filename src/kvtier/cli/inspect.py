@@ -101,10 +101,10 @@ def store_argument(command: Callable[..., int]) -> Callable[..., int]:
 def inspect() -> None:
     """List, count, verify, repair, reseal, free and purge stores.
 
-    DIR is the directory of a store; where each rank has its own, that of a rank, such as rank-0. KIND:WHERE is a tier
-    of any kind, written as for --tier, with the stores of all its ranks. NAME is a configured tier. Commands other than
-    `repair`, `reseal`, `free`, `purge` and `verify --repair` are read-only and may run while other processes use the
-    store.
+    DIR is the directory of a store; if each rank has its own, DIR is that of one rank, such as rank-0. KIND:WHERE is a
+    tier of any kind, written as for --tier, with the stores of all its ranks. NAME is a configured tier. Commands other
+    than `repair`, `reseal`, `free`, `purge` and `verify --repair` are read-only and may run while other processes use
+    the store.
     """
 
 
@@ -158,7 +158,7 @@ def stat(where: Store, reads_heads: bool, as_json: bool) -> int:
 def health(where: Store, as_json: bool) -> int:
     """Show the health of a store that records it: errors, free space, wear, and whether its session backs off.
 
-    Exit code 1 if the session backs off, or if the process that has the store open is silent.
+    Exits with code 1 if the session backs off, or if the process that has the store open is silent.
     """
     result = health_of(where.where)
     print_result(result, _draw_health, as_json=as_json)
@@ -172,7 +172,7 @@ def health(where: Store, as_json: bool) -> int:
 def show(where: Store, name: str, as_json: bool) -> int:
     """Show the head and the section table of the one object whose name starts with NAME-PREFIX.
 
-    Exit code 1 if its head is damaged or cannot be read.
+    Exits with code 1 if its head is damaged or cannot be read.
     """
     store = where.open()
     result = store.view(store.find(name))
@@ -194,7 +194,7 @@ def verify_command(where: Store, is_repair: bool, keys_file: Path | None, tenant
     named as KIND:WHERE or NAME, such a frame is bad. An object of an unknown codec or frame version, or of a tenant
     other than --tenant, is counted and kept, because another node may read it.
 
-    Exit code 1 if an object is bad, even if --repair removed it.
+    Exits with code 1 if an object is bad, even if --repair removed it.
     """
     store = where.open()
     with progress("listing", None) as advance:
@@ -216,7 +216,7 @@ def verify_command(where: Store, is_repair: bool, keys_file: Path | None, tenant
 def repair(where: Store, as_json: bool) -> int:
     """Mend a store that does not open: its marker or its secret is missing, damaged or of another file type.
 
-    The marker is written again, and the objects stay. A file of another type under its name is renamed. Stores that a
+    The marker is written again, and the objects stay. A file of another type under that name is renamed. Stores that a
     process has open are refused, and so are directories with foreign files. Engines that started without the store
     open it within about a minute.
     """
@@ -322,7 +322,7 @@ def reseal_command(where: Store, keys_file: Path | None, tenant: str | None, pla
     sealed, too. Engines may run meanwhile, except on a store for one process. If several
     nodes share a directory, name the configured tier, because its cap also applies to these writes.
 
-    Exit code 1 if an object was lost, or is forged or damaged.
+    Exits with code 1 if an object was lost, or is forged or damaged.
     """
     keyring = keys_of(keys_file, where.settings)
     if keyring is None or (keyring.sealing(tenant or "") is None and (plain_too or tenant is not None)):
@@ -358,7 +358,7 @@ def _confirmed(question: str) -> bool:
 
 
 def _capacity_bytes(store: Store) -> int | None:
-    """Return the cap from the settings. None: they are invalid or name no tier in this directory."""
+    """Return the cap from the settings, or None if they are invalid or name no tier in this directory."""
     if not isinstance(store.where, str):
         return getattr(store.where, "capacity_bytes", None)
     try:

@@ -80,7 +80,7 @@ class LazyGroup(Commands):
         return sorted({*super().list_commands(ctx), *COMMANDS})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the command `cmd_name`. None: there is none."""
+        """Import and return the command `cmd_name`, or None if there is none."""
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")

@@ -90,7 +90,7 @@ def config_command(
 
 
 def server_flags(page_tokens: int, extra: str) -> list[str]:
-    """The flags of a server that uses kvtier."""
+    """Return the flags of a server that uses kvtier."""
     return [
         "--enable-hierarchical-cache",
         *("--page-size", str(page_tokens)),
@@ -100,10 +100,10 @@ def server_flags(page_tokens: int, extra: str) -> list[str]:
 
 
 def _environment_notes(config: Config, python: Path | None, flags: list[str]) -> list[str]:
-    """Notes on SGLang's environment, and on settings without tiers.
+    """Return notes on SGLang's environment and on settings without tiers.
 
     Raises:
-        ConfigError: its SGLang is not supported, or does not take the flags.
+        ConfigError: its SGLang is not supported, or does not accept the flags.
     """
     found = [] if config.tiers else ["no --tier: nothing is stored below SGLang's own memory"]
     environment = look(python)

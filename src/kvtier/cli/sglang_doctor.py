@@ -44,7 +44,7 @@ PAGE_TOKENS_FEW = 16
 """Smaller pages are reported, because each object has a header of 4 KiB and costs a request."""
 
 LOOK_SHARE = 0.7
-"""Share of the time for an import of SGLang. The rest is for the tiers that its flags name."""
+"""Share of the time that importing SGLang may take. The rest is for the tiers that its flags name."""
 
 LAYOUTS = sorted({layout for layouts in POOLS.values() for layout in layouts})
 """Layouts of HiCache's host memory that at least one pool supports."""
@@ -122,7 +122,7 @@ def examine(
 def _extra(arguments: Sequence[str], fields: Mapping[str, Any]) -> tuple[dict[str, object] | None, list[DoctorFinding]]:
     """Return the backend's configuration, or None if it is unknown, and findings about it."""
     text = fields.get("hicache_storage_backend_extra_config")
-    if not fields and EXTRA in arguments[:-1]:  # no SGLang has read the flags
+    if not fields and EXTRA in arguments[:-1]:  # SGLang has not read the flags
         text = arguments[list(arguments).index(EXTRA) + 1]
     if not text:
         return None, []
@@ -155,7 +155,7 @@ def _keys(extra: Mapping[str, object]) -> Iterator[DoctorFinding]:
 
 
 def looked(python: Path | None, limit: TimeLimit) -> Environment | None:
-    """Describe the environment without importing SGLang; None if it does not answer in time."""
+    """Describe the environment without importing SGLang. Return None if it does not answer in time."""
     try:
         return look(python, None, limit.left_s(READ_SHARE))
     except NotInTimeError:
@@ -298,6 +298,6 @@ def _prompts(extra: Mapping[str, object], fields: Mapping[str, Any], tokens: int
 
 def _hits(fields: Mapping[str, Any]) -> DoctorFinding:
     """Return advice on how to see hits."""
-    text = 'a request with "return_cached_tokens_details": true gets the tokens found in device, host and storage'
+    text = 'a request with "return_cached_tokens_details": true reports the tokens found in device, host and storage'
     also = "and read" if fields.get("enable_metrics") else "with --enable-metrics also"
     return DoctorFinding("note", "hits", text, f"{also} the counters {', '.join(METRICS)}")

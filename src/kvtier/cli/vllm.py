@@ -15,7 +15,7 @@ from kvtier.connect.vllm import support
 from kvtier.connect.vllm.installed import CONNECTOR, check_release, installed
 
 ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
-"""vLLM's `kv_role` of each kind of server."""
+"""vLLM's `kv_role` for each kind of server."""
 
 
 @click.group(cls=Commands)
@@ -81,19 +81,19 @@ def config_command(
 
 
 def transfer_config(loaded: Loaded) -> dict[str, object]:
-    """``--kv-transfer-config`` for the settings that were given as flags.
+    """Return ``--kv-transfer-config`` for the settings that were given as flags.
 
     Raises:
-        ConfigError: a flag is a secret, which a list of processes would show.
+        ConfigError: a flag holds a secret, which a list of processes would show.
     """
     return {**CONNECTOR, "kv_connector_extra_config": given(loaded)}
 
 
 def _engine_notes(config: Config) -> list[str]:
-    """Check the installed vLLM; notes if there is none, or no tier.
+    """Check the installed vLLM. Return notes if there is none, or no tier.
 
     Raises:
-        ConfigError: it is not supported.
+        ConfigError: the installed vLLM is not supported.
     """
     found = (
         support.SHUTDOWN

@@ -83,7 +83,7 @@ def examine(
     """Return all findings about a server.
 
     Args:
-        transfer: its ``--kv-transfer-config``.
+        transfer: the server's ``--kv-transfer-config``.
         tiers: values of `--tier`, which override the list of tiers.
         model: a folder, or a name in the local hub cache.
         block_tokens: its ``--block-size``.
@@ -193,7 +193,7 @@ class _Place(NamedTuple):
         return cast("Mapping[str, Any]", extra) if isinstance(extra, dict) else {}
 
     def settings(self) -> Mapping[str, object]:
-        """The settings of kvtier.
+        """Return the settings of kvtier.
 
         Raises:
             ConfigError: they are not an object.
@@ -231,13 +231,13 @@ def _placed(text: str | None) -> tuple[_Place, list[DoctorFinding]]:
 
 
 def _tables(value: object) -> list[Mapping[str, Any]]:
-    """The objects in a JSON list."""
+    """Return the objects in a JSON list."""
     items = cast("list[object]", value) if isinstance(value, list) else []
     return [cast("Mapping[str, Any]", it) for it in items if isinstance(it, dict)]
 
 
 def _count(value: object) -> int:
-    """A number as vLLM reads it; 0 if there is none."""
+    """Return a number as vLLM reads it, or 0 if there is none."""
     try:
         return max(int(cast("Any", value)), 0)
     except (TypeError, ValueError, OverflowError):

@@ -1,1 +1,1 @@
-"""Settings: one frozen tree that is read once and knows the origin of every value."""
+"""Reads the settings once into a frozen tree, and records where each value comes from."""

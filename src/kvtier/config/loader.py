@@ -19,7 +19,7 @@ TIERS = "tiers"
 TIERS_VARIABLE = "KVTIER_TIERS"
 FILE_VARIABLE = "KVTIER_CONFIG"
 AND = " and "
-"""Stands between the origins of settings that contradict each other."""
+"""Separates the origins of settings that contradict each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def load(
 
 
 def override(base: Config, given: Iterable[tuple[str, object]], origin: str) -> Config:
-    """Return `base` with single values from Python or JSON.
+    """Return `base` with some values overridden from Python or JSON.
 
     Args:
         base: the settings.
@@ -105,10 +105,10 @@ def override(base: Config, given: Iterable[tuple[str, object]], origin: str) -> 
 
 
 def overridden(loaded: Loaded, given: Iterable[tuple[str, object]], origin: SettingOrigin) -> Loaded:
-    """`loaded` with the values that `override` takes, and with their origin.
+    """Return `loaded` with the values that `override` takes, and with their origin.
 
     Raises:
-        ConfigError: as `override`.
+        ConfigError: see `override`.
     """
     values = list(given)
     try:
@@ -146,7 +146,7 @@ def _read(raws: Iterable[_RawSetting], listed: TierList) -> tuple[dict[str, dict
 
 
 def flat(given: Mapping[str, object], origin: str) -> Iterator[tuple[str, object]]:
-    """Yield single values for `override`, from JSON by section (``{"host": {"evictor": "lru"}}``) or flat.
+    """Yield single values for `override` from JSON, nested by section (``{"host": {"evictor": "lru"}}``) or flat.
 
     Raises:
         ConfigError: a section is unknown, or not an object.
@@ -186,7 +186,7 @@ def _from_file(path: Path | None) -> Iterator[_RawSetting]:
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[_RawSetting]:
     # Names without a double underscore may belong to other programs: Kubernetes sets KVTIER_PORT for a service named
-    # kvtier. But a setting's name with a single underscore is a typing error that must not be ignored.
+    # kvtier. But a setting's name with a single underscore is a typo that must not be ignored.
     slips = {
         f"{PREFIX}{section}_{s.key}".upper(): f"{PREFIX}{section}__{s.key}".upper()
         for section, kind in SECTIONS.items()

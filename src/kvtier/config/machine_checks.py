@@ -1,4 +1,4 @@
-"""Checks the settings against this machine, and changes nothing."""
+"""Checks the settings against this machine without changing anything."""
 
 import os
 import stat
@@ -25,7 +25,7 @@ _DEFAULT = SettingOrigin("default")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A setting that will not work (error) or not as expected (warning), or that has a price (note)."""
+    """A setting that will not work (error), will not work as expected (warning) or has a cost (note)."""
 
     level: Literal["error", "warning", "note"]
     setting: str
@@ -80,13 +80,13 @@ def refuse_unusable(
     *,
     is_start: bool = False,
 ) -> None:
-    """Refuse settings that cannot work on this machine. Tiers that are not required are not read.
+    """Refuse settings that cannot work on this machine. Tiers that are not required are not checked.
 
     Args:
         config: the settings.
         origins: see `check`.
         file: see `check`.
-        is_start: whether an engine starts. What is at a path does not stop a start, unless a required tier needs it.
+        is_start: whether an engine is starting. A bad path does not stop a start unless a required tier needs it.
 
     Raises:
         ConfigError: the message names the setting, its origin if known, and the problem.
@@ -155,9 +155,9 @@ def _tier(tier: TierSettings, load_s: float) -> Iterator[Problem]:
 
 
 def _packages(config: Config) -> Iterator[Problem]:
-    """Yield codecs and seals whose packages are not installed. They stop every start.
+    """Yield codecs and seals whose packages are not installed. They prevent every start.
 
-    Tiers of an engine with a lossy class may hold what its codec has coded, whatever their own codecs.
+    The tiers of an engine with a lossy class may hold objects of its codec, whatever their own codecs.
     """
     codecs = {f"{tier.label}.codec" if tier.codec else "store.codec": config.codec_of(tier) for tier in config.tiers}
     if codecs and config.store.loss not in ("none", *codecs.values()):
@@ -212,7 +212,7 @@ def _secret(config: Config, origins: Mapping[str, SettingOrigin], file: Path | N
 
 
 def _secret_file_problem(path: Path, *, is_shared: bool) -> str:
-    """Return why the file cannot give the secret; empty if it can."""
+    """Return why the file cannot provide the secret; empty if it can."""
     try:
         found = load(path)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Sections of typed settings, which check their values when constructed, and TOML files of such sections."""
+"""Defines sections of typed settings, which check their values when constructed, and reads them from TOML files."""
 
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from kvtier.keys.secret import redacted
 
 FILE_BYTES_MAX = 1 << 20
 LINE_DOTS_MAX = 256
-"""Most dots in a line. The parser's time grows with the square of the number of parts of a dotted key."""
+"""Maximum dots in a line. The parser's time is quadratic in the number of parts of a dotted key."""
 
 _Value = TypeVar("_Value")
 
@@ -28,7 +28,7 @@ class Setting(NamedTuple):
     """None if a value is needed (`is_needed`)."""
     help: str
     source: str
-    """Publication that the default comes from, if any."""
+    """The publication from which the default comes, if any."""
     is_needed: bool = False
     """Whether the setting has no default."""
 
@@ -46,7 +46,7 @@ def setting(
     *,
     is_private: bool = False,
 ) -> _Value:
-    """Declare a field of a `SettingsSection`. The section's `repr` leaves it out if `is_private`."""
+    """Declare a field of a `SettingsSection`. The section's `repr` omits it if `is_private`."""
     return field(default=default, repr=not is_private, metadata={"kind": kind, "help": help, "source": source})
 
 
@@ -62,7 +62,7 @@ def other_default(base: "type[SettingsSection]", key: str, default: _Value) -> _
 
 
 class SettingsSection:
-    """A group of settings. Each value is checked when the section is made."""
+    """A group of settings. Each value is checked when the section is constructed."""
 
     __slots__ = ()
     section: ClassVar[str]
@@ -84,7 +84,7 @@ class SettingsSection:
 
 
 def settings(section: type[SettingsSection]) -> Iterator[Setting]:
-    """Yield the settings of `section`, in the order in which they are declared. Other fields are left out."""
+    """Yield the settings of `section`, in the order in which they are declared, without other fields."""
     for spec in fields(cast("Any", section)):
         meta = spec.metadata
         if "kind" in meta:
@@ -97,7 +97,7 @@ def read(setting: Setting, raw: object, origin: str, *, is_text: bool) -> object
     """Return the value of `setting` for `raw`.
 
     Raises:
-        ConfigError: `raw` is not allowed. The message has `raw` (but never a secret), its origin and what is allowed.
+        ConfigError: `raw` is not allowed. The message gives `raw` (never a secret), its origin and the allowed values.
     """
     try:
         return setting.kind.read(raw, is_text=is_text)
@@ -114,13 +114,13 @@ def read(setting: Setting, raw: object, origin: str, *, is_text: bool) -> object
 
 
 def unknown(problem: str, word: str, words: Sequence[str], **fields: str) -> ConfigError:
-    """Return an error about an unknown word. It suggests the nearest words, and allows all words if they are few.
+    """Return an error about an unknown word. It suggests the nearest words, and lists all words if they are few.
 
     Args:
-        problem: what is unknown, such as ``unknown section``.
+        problem: the problem, such as ``unknown section``.
         word: the word.
-        words: those that are known.
-        fields: further fields of the error.
+        words: the known words.
+        fields: other fields of the error.
     """
     close = get_close_matches(word.lower(), words, n=3, cutoff=0.5)
     return ConfigError(
@@ -134,7 +134,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Read the tables of a TOML file.
 
     Raises:
-        ConfigError: the file is unreadable, longer than `FILE_BYTES_MAX`, not TOML, or nested too deep.
+        ConfigError: the file is unreadable, longer than `FILE_BYTES_MAX`, not TOML, or nested too deeply.
     """
     about = {"setting": "TOML file", "value": str(path)}
     try:
@@ -154,7 +154,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def short(raw: object) -> str:
-    """Return a value for messages, without likely secrets."""
+    """Return a short text of a value for messages, without likely secrets."""
     if type(raw) in {list, tuple, dict}:
         return f"({type(raw).__name__})"
     text = repr(redacted(raw)) if isinstance(raw, str) else redacted(repr(raw))

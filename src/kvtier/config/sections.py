@@ -1,6 +1,6 @@
-"""Every setting: its section, type, default, allowed values and help.
+"""Defines every setting: its section, type, default, allowed values and help.
 
-To add a setting, add a line here. The loader, the environment, `--set`, `config show` and messages pick it up.
+To add a setting, add a line here. The loader, the environment, `--set`, `config show` and messages then include it.
 """
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
@@ -15,7 +15,7 @@ from kvtier.codec import registry as codecs
 from kvtier.config.schema import Setting, SettingsSection, setting, settings, unknown
 from kvtier.config.tier_list import refuse_equal_names
 from kvtier.config.value_types import (
-    Choice,
+    ChoiceKind,
     Count,
     FormedText,
     Hidden,
@@ -37,7 +37,7 @@ from kvtier.tier.registry import TierSettings
 
 Mode = Literal["auto", "on", "off"]
 
-_MODE = Choice(("auto", "on", "off"))
+_MODE = ChoiceKind(("auto", "on", "off"))
 
 HOW_TO_SHARE = (
     "make one with (umask 077; head -c 32 /dev/urandom > FILE), copy FILE to each node, and set store.secret_file = "
@@ -48,12 +48,12 @@ HOW_TO_SHARE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostConfig(SettingsSection):
-    """Host memory: the slots through which every chunk passes."""
+    """Settings of host memory, whose slots every chunk passes through."""
 
     section: ClassVar[str] = "host"
 
     capacity_bytes: int = setting(4 * 2**30, Size(2**20), "Host memory for chunks, per engine; allocated at start.")
-    evictor: str = setting(DEFAULT_EVICTOR, Choice(evictor_names), "Eviction policy of host memory.")
+    evictor: str = setting(DEFAULT_EVICTOR, ChoiceKind(evictor_names), "Eviction policy of host memory.")
     page_lock: Mode = setting("auto", _MODE, "Page-lock host memory for fast GPU copies; auto: if CUDA is available.")
     populate: bool = setting(
         default=False, kind=Switch(), help="Touch all host memory at start: slower start, no page faults later."
@@ -67,7 +67,7 @@ class HostConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig(SettingsSection):
-    """Chunks, write policy and names."""
+    """Settings of chunks, the write policy and names."""
 
     section: ClassVar[str] = "store"
 
@@ -82,18 +82,18 @@ class StoreConfig(SettingsSection):
     )
     write_policy: Literal["through", "back", "selective"] = setting(
         "through",
-        Choice(("through", "back", "selective")),
+        ChoiceKind(("through", "back", "selective")),
         "When a chunk is written to lower tiers: as soon as it is ready, before its eviction, or at its second use.",
     )
     loss: Loss = setting(
         "none",
-        Choice(lambda: ["none", *codecs.lossy_names()]),
+        ChoiceKind(lambda: ["none", *codecs.lossy_names()]),
         "Class of the engine: the lossy codec that its KV in lower tiers may go through. Engines share KV only within "
         "a class; none: KV stays exact.",
     )
     codec: str = setting(
         "auto",
-        Choice(lambda: ["auto", *codecs.names(), *codecs.lossy_names()]),
+        ChoiceKind(lambda: ["auto", *codecs.names(), *codecs.lossy_names()]),
         "Encoding of chunks in lower tiers: lossless, or the codec of store.loss; auto: the codec of store.loss, or "
         "raw without one.",
     )
@@ -140,7 +140,7 @@ class StoreConfig(SettingsSection):
 
     @property
     def loss_notice(self) -> str:
-        """Say what the engine's class means for answers. Empty without one."""
+        """Say what the engine's lossy class means for answers; empty without one."""
         if self.loss == "none":
             return ""
         return (
@@ -151,7 +151,7 @@ class StoreConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig(SettingsSection):
-    """Concurrency and deadlines."""
+    """Settings of concurrency and deadlines."""
 
     section: ClassVar[str] = "limits"
 
@@ -183,7 +183,7 @@ class LimitsConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerConfig(SettingsSection):
-    """The choice between loading and computing."""
+    """Settings of the choice between loading and computing."""
 
     section: ClassVar[str] = "planner"
 
@@ -196,7 +196,7 @@ class PlannerConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig(SettingsSection):
-    """Recordings of requests for `kvtier replay`: lengths, times and identities of blocks."""
+    """Settings of request recordings for `kvtier replay`, which contain lengths, times and identities of blocks."""
 
     section: ClassVar[str] = "trace"
 
@@ -206,7 +206,7 @@ class TraceConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalConfig(SettingsSection):
-    """The journal: a line for each request, and for each object that a tier reads or writes."""
+    """Settings of the journal, which has a line for each request and for each object that a tier reads or writes."""
 
     section: ClassVar[str] = "journal"
 
@@ -216,7 +216,7 @@ class JournalConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlConfig(SettingsSection):
-    """Questions and orders of `kvtier cache` to a running engine."""
+    """Settings for queries and commands that `kvtier cache` sends to a running engine."""
 
     section: ClassVar[str] = "control"
 
@@ -229,7 +229,7 @@ class ControlConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig(SettingsSection):
-    """Behaviour in vLLM."""
+    """Settings for vLLM."""
 
     section: ClassVar[str] = "vllm"
 
@@ -250,7 +250,7 @@ class VllmConfig(SettingsSection):
     )
     weights_names: Literal["digest", "random"] = setting(
         "digest",
-        Choice(("digest", "random")),
+        ChoiceKind(("digest", "random")),
         "How to name weights that vLLM receives while it runs: by digest, or at once by random bytes, for this engine "
         "alone.",
     )
@@ -258,7 +258,7 @@ class VllmConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsConfig(SettingsSection):
-    """KV events for routers, in vLLM."""
+    """Settings of KV events for routers, in vLLM."""
 
     section: ClassVar[str] = "events"
 
@@ -279,26 +279,26 @@ class EventsConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangConfig(SettingsSection):
-    """Behaviour in SGLang."""
+    """Settings for SGLang."""
 
     section: ClassVar[str] = "sglang"
 
     unsupported: Literal["refuse", "allow"] = setting(
         "refuse",
-        Choice(("refuse", "allow")),
+        ChoiceKind(("refuse", "allow")),
         "Untested releases of SGLang; allow: use them. Only the same release finds their KV.",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig(SettingsSection):
-    """Logging in vLLM; elsewhere the host program configures logging."""
+    """Settings of logging in vLLM; elsewhere the host program configures logging."""
 
     section: ClassVar[str] = "log"
 
     level: Literal["engine", "debug", "info", "warning", "error"] = setting(
         "engine",
-        Choice(("engine", "debug", "info", "warning", "error")),
+        ChoiceKind(("engine", "debug", "info", "warning", "error")),
         "Minimum level of kvtier's lines in vLLM's log; engine: the level of vLLM (VLLM_LOGGING_LEVEL).",
     )
 
@@ -308,13 +308,13 @@ class Config:
     """All settings. Constructors take single values from it, never the tree.
 
     Raises:
-        ConfigError: two tiers have the same name, a shared tier has no configured secret, a sealing one no key, or a
-            lossy codec is not that of the engine's class.
+        ConfigError: two tiers have the same name, a shared tier has no configured secret, a sealing tier has no key, or
+            a lossy codec is not that of the engine's class.
     """
 
     host: HostConfig = field(default_factory=HostConfig)
     tiers: tuple[TierSettings, ...] = ()
-    """Lower tiers in the order in which they are asked."""
+    """Lower tiers in lookup order."""
     store: StoreConfig = field(default_factory=StoreConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
@@ -382,7 +382,7 @@ SECTIONS: dict[str, type[SettingsSection]] = {
 
 
 def find_section(section: str, origin: str) -> type[SettingsSection]:
-    """Return the section of that name.
+    """Return the section with that name.
 
     Raises:
         ConfigError: the section is unknown. The message lists the known ones and suggests the nearest.

@@ -1,20 +1,20 @@
-"""The ordered list of tiers while the layers of settings are read, as tables or as strings that look like a URL.
+"""Builds the ordered list of tiers from the layers of settings: from tables, or from strings that look like a URL.
 
     [NAME=]KIND[:WHERE][?key=value&key=value]   disk:/mnt/nvme?capacity=200GiB
     KIND=SIZE[?key=value&key=value]             disk=4TiB, disk=4xpm1753, disk=4x7.68TB, host=64GiB
 
-Every command reads this form. KIND is a kind in the registry, or ``host`` for host memory. WHERE fills the setting that
-the kind names. Without ``NAME=`` the tier has the kind's name. SIZE is short for ``capacity=SIZE``, or for
-``drives=SIZE`` if it is a number of drives or a part of the catalogue. WHERE and values may contain percent-encoded
-characters: ``%3F`` for a question mark, ``%26`` for ``&``, ``%25`` for ``%``. A key may leave out its unit (``_bytes``,
+Every command accepts this form. KIND is a kind in the registry, or ``host`` for host memory. WHERE fills the setting
+that the kind names. Without ``NAME=`` the tier has the kind's name. SIZE is short for ``capacity=SIZE``, or for
+``drives=SIZE`` if it is a number of drives or a catalogue part. WHERE and values may contain percent-encoded
+characters: ``%3F`` for a question mark, ``%26`` for ``&``, ``%25`` for ``%``. A key may omit its unit (``_bytes``,
 ``_s``, ``_bytes_per_s``).
 
-A URL of Redis or Valkey is such a string, too: ``rediss://HOST:PORT/DATABASE?key=value`` stands for
-``valkey:HOST:PORT`` with ``tls=true`` and ``database``. One with a login is refused, because lists of processes and
-logs show such strings.
+A Redis or Valkey URL is also accepted: ``rediss://HOST:PORT/DATABASE?key=value`` stands for
+``valkey:HOST:PORT`` with ``tls=true`` and ``database``. A URL with a login is refused, because process lists and
+logs show it.
 
-Keys are the kind's settings, and figures of a `DescribedTier` for `kvtier plan`, `replay` and `size`. A
-server measures its hardware and ignores them.
+Keys are the kind's settings, and the figures of a `DescribedTier` for `kvtier plan`, `replay` and `size`. A
+server measures its hardware and ignores these figures.
 """
 
 import re
@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 from urllib.parse import quote, unquote
 
 from kvtier.config.schema import Setting, SettingsSection, read, setting, settings, short, unknown
-from kvtier.config.value_types import PrivateText, Rate, Seconds, Size, Text, shown_place
+from kvtier.config.value_types import PrivateText, RateKind, Seconds, Size, Text, shown_place
 from kvtier.errors import ConfigError
 from kvtier.tier import registry
 from kvtier.tier.registry import TierKind, TierSettings
@@ -33,7 +33,7 @@ TIERS_MAX = 16
 FORM = "[NAME=]KIND[:WHERE][?key=value&key=value], or KIND=SIZE[?key=value&key=value]"
 _ITEMS = f"tables [[tiers]], or strings {FORM}"
 HOST = "host"
-"""The word for host memory in a string. It is neither a kind nor a tier of the list."""
+"""The word for host memory in a string. It is neither a kind nor a tier in the list."""
 
 _SPEC = re.compile(
     r"(?:(?P<name>[^=:?/%@&]*)=)?(?P<kind>[^=:?/%,@&]+)(?::(?P<where>[^?]*))?(?:\?(?P<query>.*))?", re.DOTALL
@@ -60,7 +60,7 @@ class SettingOrigin(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribedTier(SettingsSection):
-    """A tier that a string describes, as input to a model. No store is opened. Figures are those of the whole tier."""
+    """A tier that a string describes, as input to a model. No store is opened. Figures are for the whole tier."""
 
     section: ClassVar[str] = "tiers"
 
@@ -68,15 +68,15 @@ class DescribedTier(SettingsSection):
     kind: str
     """A kind in the registry, or `HOST`."""
     is_remote: bool
-    """Whether a lookup costs a round trip and other nodes use the same store."""
+    """Whether other nodes use the same store, and a lookup costs a round trip."""
     is_default: bool
     """Whether the capacity is the kind's default."""
     capacity_bytes: int | None = setting(
         None, Size(0, 2**60), "Bytes of KV that the tier holds; None: the size of its drives."
     )
     drives: str | None = setting(None, Text(1, 100), "Drives: 4xpm1753 of the catalogue, or 4x7.68TB.")
-    read_bytes_per_s: int | None = setting(None, Rate(), "Bandwidth of reads; of host memory to the engine.")
-    write_bytes_per_s: int | None = setting(None, Rate(), "Bandwidth of writes; of host memory from the engine.")
+    read_bytes_per_s: int | None = setting(None, RateKind(), "Bandwidth of reads; of host memory to the engine.")
+    write_bytes_per_s: int | None = setting(None, RateKind(), "Bandwidth of writes; of host memory from the engine.")
     latency_s: float | None = setting(None, Seconds(0, 60), "Time of the smallest read beyond its bytes.")
 
 
@@ -85,7 +85,7 @@ _FIGURES = {each.key: each for each in settings(DescribedTier)}
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """One tier, until all layers are read."""
+    """One tier while the layers are read."""
 
     name: str
     kind: TierKind[Any]
@@ -104,21 +104,21 @@ class _Draft:
 
 
 class TierList:
-    """The tiers from the layers read so far, in the order in which they are asked.
+    """The tiers from the layers read so far, in lookup order.
 
     Args:
-        tiers: tiers to start with.
+        tiers: the initial tiers.
     """
 
     def __init__(self, tiers: Sequence[TierSettings] = ()) -> None:
         self.origin = SettingOrigin("default")
-        """Where the list comes from."""
+        """The source of the list."""
         self._drafts = [_of_settings(tier, self.origin) for tier in tiers]
 
     def replace(self, given: object, origin: SettingOrigin) -> int | None:
         """Replace the whole list with `given`, a list of tables, strings and settings.
 
-        Return the capacity of host memory if a string gives it. Such a string alone replaces no tiers.
+        Return the capacity of host memory if a string gives it. A list of that string alone replaces no tiers.
 
         Raises:
             ConfigError: a tier is malformed, or two have the same name.
@@ -176,7 +176,7 @@ class TierList:
 
 
 def parse(text: str, origin: str = "Python", where: object = None) -> TierSettings:
-    """Read the settings of one tier from a string of the form `FORM`.
+    """Read the settings of one tier from a string in the form `FORM`.
 
     Args:
         text: the tier.
@@ -184,7 +184,7 @@ def parse(text: str, origin: str = "Python", where: object = None) -> TierSettin
         where: replaces WHERE in the text.
 
     Raises:
-        ConfigError: the text has another form, or a value is not allowed.
+        ConfigError: the text does not have this form, or a value is not allowed.
     """
     draft = _of_text(text, SettingOrigin("flag", origin))
     values = draft.values if where is None else {**draft.values, draft.kind.where: where}
@@ -192,12 +192,12 @@ def parse(text: str, origin: str = "Python", where: object = None) -> TierSettin
 
 
 def describe(text: str, origin: SettingOrigin) -> DescribedTier:
-    """Read the hardware of one tier, or of host memory, from a string of the form `FORM`.
+    """Read the hardware of one tier, or of host memory, from a string in the form `FORM`.
 
     The kind's own settings are checked. WHERE may be missing.
 
     Raises:
-        ConfigError: the text has another form or no capacity, or a value is not allowed.
+        ConfigError: the text does not have this form, it has no capacity, or a value is not allowed.
     """
     parts = _cut(text, origin)
     draft = None if parts.kind == HOST else _empty(parts.kind, parts.name, origin)
@@ -221,16 +221,16 @@ def describe(text: str, origin: SettingOrigin) -> DescribedTier:
 
 
 def kind_of(text: str, origin: str) -> TierKind[Any]:
-    """Read the kind of a tier from a string of the form `FORM`.
+    """Read the kind of a tier from a string in the form `FORM`.
 
     Raises:
-        ConfigError: the text has another form, or its kind is unknown.
+        ConfigError: the text does not have this form, or its kind is unknown.
     """
     return registry.by_name(_cut(text, SettingOrigin("flag", origin)).kind, origin)
 
 
 def is_spec(text: str) -> bool:
-    """Whether `text` has the form of a tier with a WHERE, and is not a path."""
+    """Return whether `text` has the form of a tier with a WHERE, and is not a path."""
     found = _SPEC.fullmatch(text)
     return found is not None and found["where"] is not None and bool(registry.NAME.fullmatch(found["kind"]))
 
@@ -244,7 +244,7 @@ def refuse_equal_names(names: Sequence[str], origin: str) -> None:
     """Check that the tiers' names differ.
 
     Raises:
-        ConfigError: two are equal.
+        ConfigError: two names are equal.
     """
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -300,16 +300,16 @@ def _of_text(text: str, origin: SettingOrigin) -> _Draft:
 
 
 class _Parts(NamedTuple):
-    """A text, cut at its marks; nothing is decoded."""
+    """The parts of a text, which are not decoded."""
 
     name: str | None
     kind: str
     where: str
     words: list[str]
-    """Each ``key=value``; first that of SIZE, if any."""
+    """Each ``key=value``; the one for SIZE comes first, if any."""
     origin: SettingOrigin
     shown: str
-    """The text for messages, without values, which may be secret."""
+    """The text for messages, without values because they may be secret."""
 
     def error(self, problem: str, allowed: str = "") -> ConfigError:
         """Return an error about the whole text."""
@@ -333,10 +333,10 @@ def _cut(text: str, origin: SettingOrigin) -> _Parts:
 
 
 def _as_valkey(text: str, whole: _Parts) -> str:
-    """Return a URL of Redis or Valkey as a string of the kind ``valkey``, and any other string as it is.
+    """Return a Redis or Valkey URL as a string of the kind ``valkey``, and any other string unchanged.
 
     Raises:
-        ConfigError: it has a login.
+        ConfigError: the URL has a login.
     """
     found = _REDIS.fullmatch(text)
     if found is None:

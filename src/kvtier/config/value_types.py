@@ -1,4 +1,4 @@
-"""Kinds of settings: how values are read, which are allowed, and how they are shown.
+"""Kinds of settings: each reads, checks and shows values.
 
 Raw values are text (environment, flags) or typed (TOML, Python). A kind also accepts the values that it returns, so
 constructors use the same checks.
@@ -44,12 +44,12 @@ _SIZE_UNITS_FOLDED = COUNT_UNITS | {unit.lower(): factor for unit, factor in SIZ
 _TIME_UNITS_EXACT = {"": Decimal(1)} | {unit: Decimal(str(factor)) for unit, factor in TIME_UNITS.items()}
 COUNT_FORMS = "128k is 128,000 and 128Ki is 131,072"
 _QUANTITY = re.compile(r"((?:[0-9]{1,20}|[0-9]{1,3}(?:[,_][0-9]{3}){1,6})(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", re.ASCII)
-"""Allows separators only between groups of three digits. Elsewhere a comma may be meant as a decimal point."""
+"""Allows separators only between groups of three digits, because elsewhere a comma may stand for a decimal point."""
 _Number = TypeVar("_Number", int, float)
 _SECRET = re.compile(rf"[0-9A-Fa-f]{{{2 * SECRET_BYTES}}}")
 _SETTINGS = re.compile("[?&;#]")
 _NO_KIND = re.compile("(?!/)[^:=?;#@&]*[@&]")
-"""The beginning of a string that may be the end of a secret with a space in it."""
+"""The beginning of a string that may be the end of a secret that contains a space."""
 _VARIABLE = re.compile(r"\$[{(]?([A-Za-z_]\w*)[})]?", re.ASCII)
 """A variable as shells or Kubernetes write it."""
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -60,10 +60,10 @@ def parse_number(
 ) -> Decimal:
     """Read a number such as ``4096``, ``131,072``, ``1.5k`` (1,500) or ``128Ki`` (131,072), with units in any case.
 
-    This is the grammar of every count, size, time and speed. `units` are those of the kind, in lower case.
+    This is the grammar of every count, size, time and speed. The keys of `units` are in lower case.
 
     Raises:
-        ValueError: `text` is not a number of this form. The message is `problem`.
+        ValueError: `text` is not a number in this form. The message is `problem`.
     """
     found = _QUANTITY.fullmatch(text.strip())
     factor = units.get(found[2].lower()) if found else None
@@ -73,7 +73,7 @@ def parse_number(
 
 
 def parse_size(text: str) -> int:
-    """Read the bytes of a size such as ``64GiB``, ``1.5 GB``, ``128Ki`` or ``4096``. Drop fractions of a byte.
+    """Read a size such as ``64GiB``, ``1.5 GB``, ``128Ki`` or ``4096`` as bytes. Drop fractions of a byte.
 
     Raises:
         ValueError: `text` is not a size.
@@ -84,7 +84,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Read the seconds of a duration such as ``500ms``, ``2 min``, ``7d`` or ``0.5`` (seconds).
+    """Read a duration such as ``500ms``, ``2 min``, ``7d`` or ``0.5`` (seconds) as seconds.
 
     Raises:
         ValueError: `text` is not a duration.
@@ -97,7 +97,7 @@ def parse_count(text: str, *, is_signed: bool = False) -> int:
 
     Args:
         text: the number.
-        is_signed: whether to read a number below 0, too, so that a message can name the range.
+        is_signed: whether to accept a negative number, so that the error can give the range.
 
     Raises:
         ValueError: `text` is not a whole number.
@@ -110,7 +110,7 @@ def parse_count(text: str, *, is_signed: bool = False) -> int:
 
 
 def size_text(count: int) -> str:
-    """Return bytes as text in the largest binary unit of which there is at least 1; exact where possible."""
+    """Return `count` bytes as text in the largest binary unit that gives at least 1; exact where possible."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         factor = SIZE_UNITS[unit]
         if abs(count) >= factor:
@@ -146,7 +146,7 @@ def seconds_text(duration_s: float) -> str:
 
 
 class Kind(Protocol):
-    """The type of a setting: allowed values, reading and showing."""
+    """The type of a setting. It defines the allowed values, and reads and shows values."""
 
     @property
     def allowed(self) -> str:
@@ -154,7 +154,7 @@ class Kind(Protocol):
         ...
 
     def read(self, raw: object, *, is_text: bool) -> object:
-        """Return the value of `raw`. `is_text` stands for sources without types (environment, flags).
+        """Return the value of `raw`. `is_text` means that its source has no types (environment, flags).
 
         Raises:
             ValueError: the problem, in a few words.
@@ -162,20 +162,20 @@ class Kind(Protocol):
         ...
 
     def show(self, value: object) -> str:
-        """Return `value` as text for people."""
+        """Return `value` as readable text."""
         return str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bytes: an integer, or a string such as ``64GiB``."""
+    """A number of bytes: an integer, or a string such as ``64GiB``."""
 
     least: int = 0
     most: int = 2**50
 
     @property
     def allowed(self) -> str:
-        """Units and range."""
+        """The units and the range."""
         units = "bytes as an integer, or a number with KiB, MiB, GiB, TiB, kB, MB, GB, TB"
         return f"{units}; from {size_text(self.least)} to {size_text(self.most)}"
 
@@ -202,7 +202,7 @@ class Seconds:
 
     @property
     def allowed(self) -> str:
-        """Units and range."""
+        """The units and the range."""
         span = f"{seconds_text(self.least)} to {seconds_text(self.most)}"
         return f"seconds as a number, or a number with us, ms, s, min, h, d; from {span}"
 
@@ -221,8 +221,8 @@ class Seconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate(Kind):
-    """Bytes per second: a size and ``/s``, such as ``12GB/s``."""
+class RateKind(Kind):
+    """A rate in bytes per second: a size and ``/s``, such as ``12GB/s``."""
 
     @property
     def allowed(self) -> str:
@@ -251,7 +251,7 @@ class Count(Kind):
         return f"a whole number from {self.least} to {self.most}"
 
     def read(self, raw: object, *, is_text: bool) -> int:
-        """Read an integer, or its text where `is_text`."""
+        """Read an integer, or its text if `is_text`."""
         if is_text and isinstance(raw, str):
             raw = parse_count(raw, is_signed=True)
         if not isinstance(raw, int) or isinstance(raw, bool):
@@ -260,8 +260,8 @@ class Count(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Kind):
-    """One of several words, or of the names in a registry."""
+class ChoiceKind(Kind):
+    """One of several words, or one of the names in a registry."""
 
     words: tuple[str, ...] | Callable[[], Sequence[str]]
 
@@ -295,7 +295,7 @@ class Switch:
         return "true or false"
 
     def read(self, raw: object, *, is_text: bool) -> bool:
-        """Read a boolean, or its word where `is_text`."""
+        """Read a boolean, or its word if `is_text`."""
         word = raw.strip().lower() if is_text and isinstance(raw, str) else ""
         if word in _TRUE or raw is True:
             return True
@@ -312,7 +312,7 @@ class Switch:
 class Location:
     """A path, made absolute; empty means none, unless `is_needed`.
 
-    A leading ``~`` is the home directory. Variables are refused, because no shell reads a file or JSON, and the text
+    A leading ``~`` is the home directory. Variables are refused: no shell expands them in a file or JSON, so the text
     itself would name a directory.
     """
 
@@ -349,15 +349,15 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class FileLocation(Location):
-    """The path of a file that must be there. See `tier.machine.tier_file`."""
+    """The path of a file that must exist. See `tier.machine.tier_file`."""
 
     pem: str = ""
-    """What it holds in PEM, such as ``CERTIFICATE``; empty: it may have any form."""
+    """What the file holds in PEM, such as ``CERTIFICATE``; empty allows any form."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecretLocation(Location):
-    """The path of a file with a secret. A text that may be the secret itself is refused."""
+    """The path of a file with a secret. Text that may be the secret itself is refused."""
 
     def read(self, raw: object, *, is_text: bool) -> Path | None:
         """Read a path and make it absolute."""
@@ -368,7 +368,7 @@ class SecretLocation(Location):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text without control characters."""
+    """Text without control characters."""
 
     least: int = 0
     most: int = 1024
@@ -393,13 +393,13 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormedText(Text):
-    """A text of a given form. Empty means none."""
+    """Text in a given form. Empty means none."""
 
     form: str
     is_formed: Callable[[str], object]
-    """Returns a true value for a string of this form, and may raise ValueError for others."""
+    """Returns a true value for a string in this form, and may raise ValueError for others."""
     is_hidden: bool = False
-    """Whether messages hide a wrong text, because it may contain a key."""
+    """Whether messages hide invalid text, because it may contain a key."""
 
     @property
     def allowed(self) -> str:
@@ -407,7 +407,7 @@ class FormedText(Text):
         return f"{self.form}; or empty for none"
 
     def read(self, raw: object, *, is_text: bool) -> str:
-        """Read a string of this form."""
+        """Read a string in this form."""
         text = Text.read(self, raw, is_text=is_text)
         if text and not self.is_formed(text):
             raise ValueError("malformed")
@@ -416,7 +416,7 @@ class FormedText(Text):
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """A secret of 32 bytes, as text 64 hexadecimal digits. It is never shown. Empty means none."""
+    """A secret of 32 bytes, or 64 hexadecimal digits as text. It is never shown. Empty means none."""
 
     @property
     def allowed(self) -> str:
@@ -435,12 +435,12 @@ class Hidden:
         return Secret(bytes.fromhex(raw.strip()))
 
     def show(self, value: object) -> str:
-        """Return ``(set)`` or ``(none)``, and never the secret."""
+        """Return ``(set)`` or ``(none)``, never the secret."""
         return "(set)" if value else "(none)"
 
 
 class PrivateText(str):
-    """A text that `repr` and formatting hide. `reveal` returns it."""
+    """Text that `repr` and formatting hide. `reveal` returns it."""
 
     __slots__ = ()
 
@@ -453,13 +453,13 @@ class PrivateText(str):
         return repr(self)
 
     def reveal(self) -> str:
-        """The text itself."""
+        """Return the text itself."""
         return "".join(self)
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenText(Hidden):
-    """A secret text, such as a password. It is never shown. Empty means none."""
+    """Secret text, such as a password. It is never shown. Empty means none."""
 
     @property
     def allowed(self) -> str:
@@ -473,7 +473,7 @@ class HiddenText(Hidden):
 
 @dataclass(frozen=True, slots=True)
 class HiddenKeys(HiddenText):
-    """Keys of sealed frames, one per line as in `keys.keyring`. A semicolon also ends a line. Empty means none."""
+    """The keys of sealed frames, one per line as in `keys.keyring`. A semicolon also ends a line. Empty means none."""
 
     @property
     def allowed(self) -> str:
@@ -484,7 +484,7 @@ class HiddenKeys(HiddenText):
         """Read lines.
 
         Raises:
-            ConfigError: a line is wrong. The message has its number.
+            ConfigError: a line is invalid. The message gives its number.
         """
         if not isinstance(raw, str):
             raise ValueError("not a string")  # noqa: TRY004 - a user's mistake, not a caller's
@@ -495,7 +495,7 @@ class HiddenKeys(HiddenText):
 
 
 def shown_place(text: str) -> str:
-    """Return the start of a URL or a tier, for messages: no settings, which may be secret, and no part of a login."""
+    """Return the start of a URL or a tier for messages, without any part of a login or settings that may be secret."""
     if _NO_KIND.match(text):
         return "(hidden)"
     name, colon, where = _SETTINGS.split(redacted(text), maxsplit=1)[0].partition(":")
@@ -519,10 +519,10 @@ def through_proxy(url: str) -> str:
 
 
 def within(value: _Number, least: _Number, most: _Number) -> _Number:
-    """Return `value` if it is from `least` to `most`.
+    """Return `value` if it is between `least` and `most`, inclusive.
 
     Raises:
-        ValueError: `value` is outside.
+        ValueError: `value` is outside this range.
     """
     if value < least:
         raise ValueError("too small")

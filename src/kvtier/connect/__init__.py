@@ -1,1 +1,1 @@
-"""One package per engine. Only these packages import an engine or know its data structures."""
+"""Contains one package per engine. Only these packages import an engine or know its data structures."""

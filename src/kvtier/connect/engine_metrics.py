@@ -1,7 +1,7 @@
-"""kvtier's metrics in an engine's `/metrics`. In vLLM one process counts them, and another one exports them.
+"""Exports kvtier's metrics in an engine's `/metrics`. In vLLM one process counts them, and another exports them.
 
-Plain values travel between the two: for each metric of `observe.metric_definitions` and set of label values, the
-increase since the last report. In `/metrics` the names have the engine's prefix, such as ``vllm:``.
+The first process sends plain values to the second: for each metric of `observe.metric_definitions` and set of label
+values, the increase since the last report. In `/metrics` the names have the engine's prefix, such as ``vllm:``.
 """
 
 import time
@@ -14,16 +14,15 @@ from kvtier.observe.metrics import Metrics, Series
 from kvtier.types import Presence
 
 INTERVAL_S = 0.25
-"""Interval of the reports, in seconds. With every step they would be most of the traffic between the processes."""
+"""Interval of the reports. A report per step would be most of the traffic between the processes."""
 
 FIRST_S = 2.0
-"""How long a started engine takes empty steps to report its gauges, in seconds. The session sets them in its first
-second."""
+"""How long a new engine takes empty steps to report its gauges. The session sets them in its first second."""
 
 LABEL_SEPARATOR = "\x1f"
 
 Row = list[float]
-"""A value. For a histogram: the sum, and the number of observations per bucket."""
+"""A value; for a histogram, the sum and then the number of observations per bucket."""
 
 _ADD = {MetricKind.COUNTER: "inc", MetricKind.GAUGE: "set", MetricKind.HISTOGRAM: "observe"}
 """Methods of a metric of `prometheus_client`."""
@@ -50,7 +49,7 @@ class Stats:
         self.data = {}
 
     def is_empty(self) -> bool:
-        """Whether there is no data."""
+        """Return whether there is no data."""
         return not self.data
 
     def aggregate(self, other: "Stats") -> "Stats":
@@ -92,10 +91,10 @@ class StatsReader:
         self._first_until_s: float | None = time.monotonic() + FIRST_S
 
     def hurry(self) -> bool:
-        """Whether an idle engine should take a step to report new metrics. If so, `take` ignores the interval once.
+        """Return whether an idle engine should take a step to report news. If so, the next `take` ignores the interval.
 
-        Otherwise the engine would take hundreds of empty steps until the interval is over. A started engine takes them
-        until the session has set its gauges. Without them `/metrics` would lack the gauges until the first request.
+        Otherwise the engine would take hundreds of empty steps until the interval is over. A new engine takes empty
+        steps until the session has set its gauges. Otherwise `/metrics` would lack the gauges until the first request.
         """
         if self._first_until_s is not None and time.monotonic() > self._first_until_s:
             self._first_until_s = None
@@ -105,7 +104,7 @@ class StatsReader:
         return has_news
 
     def take(self) -> Stats | None:
-        """Return the increase since the last call. None: there is none, or the interval is not over."""
+        """Return the increase since the last call; None if there is none or the interval is not over."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return None
@@ -127,8 +126,8 @@ class StatsReader:
         if row == before:
             return None
         self._before[place] = row
-        # Report a series at zero once. Prometheus does not see the first event of a series that starts with it, and a
-        # tier may be down from the start.
+        # Report each series once at zero. Prometheus misses the first event of a series that starts with that event,
+        # and a tier may be down from the start.
         if before is None or series.metric.kind is MetricKind.GAUGE:
             return row
         return [a - b for a, b in zip(row, before, strict=True)]
@@ -156,7 +155,7 @@ class PromMetrics:
         self._exported = {
             metric.name: _exported(metric, kinds[metric.kind.value], labels, prefix) for metric in METRICS
         }
-        # An engine whose kvtier is off from the start reports nothing. Its lookups are zero, which an alert can see.
+        # An engine whose kvtier is off from the start reports nothing. Export zero lookups, so that an alert can fire.
         for presence, own in product(Presence, values.values()):
             self._exported[LOOKUPS.name].labels(*own, presence.value)
 
@@ -183,9 +182,9 @@ def exported_name(metric: Metric, prefix: str = "vllm:") -> str:
 
 
 def observations(metric: Metric, row: Row) -> list[float]:
-    """Return values with the bucket counts and the sum of `row`: a Prometheus histogram accepts only single values.
+    """Return values with the bucket counts and sum of `row`, because a Prometheus histogram accepts only single values.
 
-    All values lie at the same share of their bucket's width.
+    All values lie at the same fraction of their bucket's width.
     """
     total, counts = row[0], [int(count) for count in row[1:]]
     lows = (0.0, *metric.buckets)
@@ -202,7 +201,7 @@ def observations(metric: Metric, row: Row) -> list[float]:
 def _exported(metric: Metric, made: Any, labels: Sequence[str], prefix: str) -> Any:  # noqa: ANN401 - a metric of prometheus_client
     more: dict[str, Any] = {"buckets": metric.buckets} if metric.kind is MetricKind.HISTOGRAM else {}
     if metric.kind is MetricKind.GAUGE:
-        # A server may have several processes, and an engine reports each change to one of them. The latest one counts.
+        # A server may have several processes, and an engine reports each change to one of them. Use the latest value.
         more = {"multiprocess_mode": "mostrecent"}
     return made(
         name=exported_name(metric, prefix),

@@ -1,13 +1,13 @@
-"""Fields of a Hugging Face model configuration that cannot change KV. All engines use this list.
+"""Lists the fields of a Hugging Face model configuration that cannot change KV. All engines use this list.
 
-All other fields enter the fingerprint. An unknown field may change KV, and then a miss is right.
+All other fields enter the fingerprint. An unknown field may change KV, so a miss is correct.
 """
 
 from collections.abc import Mapping
 from typing import cast
 
 UNRELATED_FIELDS = frozenset({
-    # origin of the file, and name of the model
+    # origin of the file and name of the model
     "transformers_version", "_name_or_path", "architectures", "auto_map", "torchscript", "_commit_hash",
     # form of the output
     "output_hidden_states", "output_attentions", "output_scores", "return_dict", "return_dict_in_generate", "use_cache",
@@ -17,11 +17,11 @@ UNRELATED_FIELDS = frozenset({
     "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "tokenizer_class", "prefix",
     # other heads and tasks
     "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",
-    # training: a model in training mode is not cached at all
+    # training: the KV of a model in training mode is never cached
     "initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout", "dropout", "resid_pdrop",
     "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout",
     "layerdrop", "gradient_checkpointing", "router_aux_loss_coef", "output_router_logits", "classifier_dropout",
-    # how matrices are divided; equal up to rounding
+    # how matrices are divided: results are equal up to rounding
     "chunk_size_feed_forward", "pretraining_tp", "base_model_tp_plan", "base_model_pp_plan",
 })  # fmt: skip
 """Fields that cannot change a token's KV."""
@@ -37,6 +37,6 @@ def plain(value: object, ignored: frozenset[str] = UNRELATED_FIELDS) -> object:
     if isinstance(value, (set, frozenset)):
         return sorted(str(item) for item in cast("set[object]", value))
     if value is None or type(value) in {bool, int, float, str}:
-        # An infinite float has no canonical form.
+        # Infinity has no canonical form.
         return value if not isinstance(value, float) or abs(value) < float("inf") else str(value)
     return str(value)

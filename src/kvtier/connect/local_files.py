@@ -1,4 +1,4 @@
-"""Local files that all engines use: models and adapters, and notes beside stores."""
+"""Handles local files for all engines: models, adapters, and notes next to stores."""
 
 import fcntl
 import importlib
@@ -30,8 +30,8 @@ _TURN_STEP_S = 0.2
 
 
 def local_folder(name: str, revision: str | None, cache_dir: str | None) -> Path | None:
-    """Return a model's or adapter's folder: the path `name`, or its entry in the local hub cache. None: neither."""
-    # A name is not a path if it is too long, in an unknown user's home, or on a file system that is gone.
+    """Return a model's or adapter's folder: the path `name`, or its entry in the local hub cache; None if neither."""
+    # Checking a path fails if it is too long, in an unknown user's home, or on a file system that is gone.
     with suppress(OSError, RuntimeError):
         place = Path(name).expanduser()
         if place.exists():
@@ -48,7 +48,7 @@ def checkpoint_digest(folder: Path, *, is_code_trusted: bool = False) -> Weights
 
     Args:
         folder: the checkpoint's folder, or its file.
-        is_code_trusted: include the checkpoint's Python files.
+        is_code_trusted: whether to include the checkpoint's Python files.
 
     Raises:
         ConfigError: the checkpoint has no weights, or they cannot be read.
@@ -67,11 +67,11 @@ def checkpoint_digest(folder: Path, *, is_code_trusted: bool = False) -> Weights
 
 
 def checkpoint_versions(folder: Path | None, *, is_code_trusted: bool = False) -> dict[Path, FileVersion]:
-    """Return the version of each checkpoint file that an engine may read and that changes numbers.
+    """Return the version of each checkpoint file that an engine may read and that affects the model's output.
 
-    These are the weights and their indexes, all settings (``*.json``, including the model's and the quantisation's),
-    and trusted code. Without a folder there are none. Call this before the engine loads and after. Update the second
-    result with `WeightsDigest.versions`, and pass both to `changed_file`.
+    These are the weights and their indexes, all settings (``*.json``, including those of the model and quantisation),
+    and trusted code. Without a folder the result is empty. Call this before and after the engine loads the model.
+    Update the second result with `WeightsDigest.versions`, and pass both to `changed_file`.
     """
     if folder is None:
         return {}
@@ -92,14 +92,14 @@ def digested_files(folder: Path, *, is_code_trusted: bool = False) -> list[Path]
 
 
 def adapter_files(folder: Path) -> Iterator[Path]:
-    """Yield the weights and the configuration of an adapter."""
+    """Yield the weight and configuration files of an adapter."""
     for file in sorted(folder.iterdir()):
         if file.name.startswith(("adapter_", "new_embeddings")) or file.suffix == ".safetensors":
             yield file
 
 
 def adapter_versions(name: str) -> dict[Path, FileVersion]:
-    """Return the version of each file of an adapter. Empty if it has none, or if they cannot be read."""
+    """Return the version of each file of an adapter; empty if there are no files or they cannot be read."""
     folder = local_folder(name, None, None)
     with suppress(OSError):
         return {} if folder is None else file_versions(adapter_files(folder))
@@ -107,16 +107,16 @@ def adapter_versions(name: str) -> dict[Path, FileVersion]:
 
 
 def private(config: Config) -> Config:
-    """Return the settings without tiers that are shared or outlive the engine: nothing else could identify its KV."""
+    """Return the settings without tiers that are shared or outlive the engine, which alone can identify its KV."""
     kept = [it for it in config.tiers if not (kind_of(it).persists or kind_of(it).is_shared(it))]
     return replace(config, tiers=tuple(kept))
 
 
 def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
-    """Write the fingerprint's ingredients next to each store, so that people and the doctor can name differences.
+    """Write the fingerprint's ingredients next to each store, so that people and the doctor can find differences.
 
-    A store that seals gets no note. The model id names a note, because `kvtier inspect` shows it and paths of shared
-    stores contain it.
+    A store that seals gets no note. The note is named after the model id, which `kvtier inspect` shows and the paths
+    of shared stores contain.
 
     The work runs in its own thread, because a file system may hang. A path that does not exist yet gets its note at
     the next start.
@@ -133,7 +133,7 @@ def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
         for tier in config.tiers:
             folder = None if is_sealed(tier) else kind_of(tier).folder(tier)
             try:
-                # A directory that is damaged or is not a kvtier store stays as it is.
+                # Leave a directory alone if it is damaged or not a kvtier store.
                 if folder is not None and not any(it.level == "error" for it in kind_of(tier).check(tier)):
                     notes.write(folder, model, content)
             except OSError as error:
@@ -144,7 +144,7 @@ def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
 
 @contextmanager
 def _in_turn(cache_file: Path | None) -> Generator[None]:
-    """Lock out other processes on this machine. The first one digests, and the others find its result."""
+    """Lock out other processes on this machine. The first one computes the digest, and the others find it."""
     if cache_file is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""What is installed: versions of packages, and programs with an engine."""
+"""Queries what is installed: versions of packages, and programs that import an engine."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from kvtier.errors import ConfigError
 
 
 def installed_version(*distributions: str) -> str | None:
-    """Return the version of the first of these packages that is installed. None: none is."""
+    """Return the version of the first of these packages that is installed; None if none is."""
     for name in distributions:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -19,20 +19,20 @@ def installed_version(*distributions: str) -> str | None:
 
 
 class NotInTimeError(ConfigError):
-    """A program with an engine did not answer by its deadline."""
+    """A program that imports an engine did not answer by its deadline."""
 
 
 def ask_program(command: Sequence[str], deadline_s: float, allowed: str) -> dict[str, Any]:
-    """Run a program and return the JSON object on its last line of output. The program is ended at its deadline.
+    """Run a program and return the JSON object on its last line of output. It is killed at the deadline.
 
     Args:
         command: the command line.
-        deadline_s: seconds.
+        deadline_s: how long the program may run.
         allowed: what the command may be, for error messages.
 
     Raises:
         NotInTimeError: the deadline has passed.
-        ConfigError: the program cannot be run, or its output has another form.
+        ConfigError: the program cannot be run, it fails, or its last line is not a JSON object.
     """
     try:
         done = subprocess.run(

@@ -1,1 +1,1 @@
-"""Decisions of the cache. Pure and synchronous: calls carry the time, and commands and events come out."""
+"""The decisions of the cache. They are pure and synchronous: the time goes in, and commands and events come out."""

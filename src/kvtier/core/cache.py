@@ -1,8 +1,8 @@
-"""The core: decides what to load, keep and move. Pure and synchronous.
+"""The core decides what to load, keep and move. It is pure and synchronous.
 
-Calls carry the time. `take_commands` and `take_events` return what the core has decided. What follows from completions
-appears after the next `advance` or `tick`. The core has one owner, never blocks, and treats answers of lower tiers as
-hints.
+Callers pass the time. `take_commands` and `take_events` return what the core has decided. The consequences of
+completions appear after the next `advance` or `tick`. The core has one owner, never blocks, and treats answers of lower
+tiers as hints.
 
 - Never lie: an object is readable only when READY or LEAVING, after its transfer was reported DONE. A reader of
   a slot holds a pin. The slot of an overdue promotion is not reused before its thread has ended.
@@ -23,8 +23,8 @@ from kvtier.core.operations import LoadOperation, OpenOperations, StoreOperation
 from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import Present, history_run, longest_boundary, lookup_sources, needed_chunks
-from kvtier.core.probes import ProbeAnswers, Probes
 from kvtier.core.survey import Survey
+from kvtier.core.tier_searches import ProbeAnswers, Probes
 from kvtier.core.tier_state import TierStates
 from kvtier.core.transfer_scheduler import TransferScheduler
 from kvtier.errors import BadCallError
@@ -48,10 +48,10 @@ from kvtier.types import (
 )
 
 _GROUP_AND_CHUNK = itemgetter(0, 1)
-"""Gets group and chunk of a `Place` without running Python code."""
+"""Returns the group and chunk of a `Place` without running Python code."""
 
 TRANSFER_SHARE = 0.25
-"""Largest share of the slots for promotions, and for demotions. If all tiers hang, half of host memory stays usable."""
+"""Maximum share of the slots for promotions, and for demotions. If all tiers hang, half of host memory stays usable."""
 
 
 class Cache:
@@ -61,7 +61,7 @@ class Cache:
         layout: the model's KV groups.
         slots: host slots of each group, at least two each.
         tiers: the lower tiers, fastest first.
-        evictor: makes the evictor of a group in host memory.
+        evictor: creates the evictor of a group in host memory.
         down: tiers that are not open yet.
         stages_only: whether host memory is only a staging area, as in `ObjectCache`.
     """
@@ -78,7 +78,7 @@ class Cache:
         stages_only: bool = False,
     ) -> None:
         if len(slots) != len(layout.groups) or min(slots) < 2:
-            raise ValueError(f"slots must name at least 2 for each of the {len(layout.groups)} groups, got {slots}")
+            raise ValueError(f"each of the {len(layout.groups)} groups needs at least 2 slots, got {slots}")
         self._layout, self._slots, self._rules, self._evictor = layout, slots, tiers, evictor
         self._limits = limits or Limits()
         self._stages_only = stages_only
@@ -86,15 +86,15 @@ class Cache:
         self._begin(down)
 
     def _begin(self, down: Collection[str]) -> None:
-        """Start with empty host memory, and with these tiers down."""
+        """Start with empty host memory, and with the tiers in `down` marked as down."""
         layout, slots, tiers, stages_only = self._layout, self._slots, self._rules, self._stages_only
         self._next_turns: dict[str, NextTurn | None] = {}
-        """Next turns that wait for the stores of their conversations, because evictors see the stores first."""
+        """Next turns that wait for the stores of their conversations, because evictors must see the stores first."""
         self._may_move = False
-        """Whether anything since the last `advance` may let transfers start."""
+        """Whether anything since the last `advance` may allow transfers to start."""
         self._output = Output(counters=self._output.counters, new_id=self._output.new_id)
         self.commands, self.events = self._output.commands, self._output.events
-        """Commands and events since they were last taken."""
+        """Commands and events that have not been taken yet."""
         self.counters = self._output.counters
         has_staging = any(rules.persists for rules in tiers[:-1])
         self.host = HostMemory(slots, self._evictor, layout, has_staging=has_staging, stages_only=stages_only)
@@ -177,9 +177,9 @@ class Cache:
             now_s: the time.
             resident_tokens: leading tokens that the engine holds; the options do not include them.
             compute_s: expected time to compute the rest of the prompt, which bounds how long the request waits for
-                remote tiers. With None it waits until their deadlines.
+                remote tiers. If None, it waits until their deadlines.
             announced_tokens: leading tokens that another engine is storing in a remote tier. The request waits for them
-                while more appear, for at most `Limits.announced_wait_s` and no longer than computing them takes.
+                while more appear, for at most `Limits.announced_wait_s` and no longer than computing them would take.
         """
         self.tick(now_s)
         runs = [self._readable_run(group, prefix.keys) for group in range(len(self._layout.groups))]
@@ -241,7 +241,7 @@ class Cache:
         return self._probes.survey(prefix, now_s)
 
     def host_tokens(self, prefix: Prefix, *, is_retained: bool = False) -> int:
-        """Return how many leading tokens host memory alone can load. With `is_retained`, count what hints keep only."""
+        """Return how many leading tokens host memory alone can load. With `is_retained`, count only what hints keep."""
         entries = self.host.entries
 
         def is_there(group: int, chunk: int) -> bool:
@@ -257,7 +257,7 @@ class Cache:
 
     @property
     def pending_count(self) -> int:
-        """How many objects have pending writes, or wait to be relayed between tiers that are up."""
+        """Number of objects that have pending writes or wait to be relayed between tiers that are up."""
         return self._pending_writes.count
 
     def relays_waiting(self) -> dict[str, int]:
@@ -275,7 +275,7 @@ class Cache:
         return tuple(self._tiers.by_name)
 
     def is_up(self, tier: str, direction: Direction = Direction.PROMOTE) -> bool:
-        """Whether reads of `tier` (writes, if `direction` is DEMOTE) are allowed, not stopped after failures."""
+        """Whether reads of `tier` (writes, if `direction` is DEMOTE) are allowed, and not stopped after failures."""
         return self._tiers.by_name[tier].breakers[direction].is_up()
 
     def check_tiers(self, now_s: float, watched: Callable[[str], tuple[Item, ...]] = lambda _tier: ()) -> None:
@@ -283,7 +283,7 @@ class Cache:
 
         Args:
             now_s: the time.
-            watched: returns the objects that the check of a tier asks for, for observers; none by default.
+            watched: returns the objects that a tier's check asks for on behalf of observers; none by default.
         """
         self._probes.send_health_checks(now_s, watched)
 
@@ -312,7 +312,7 @@ class Cache:
 
         Raises:
             BadCallError: the request has an open load; `tokens` is not a boundary; a place is outside the prefix, past
-                `tokens` or named twice; a needed object is neither resident nor has a place.
+                `tokens` or named twice; a needed object is not resident and has no place.
         """
         self._expire(now_s)  # no `advance`: waiting operations could evict objects of this load
         if request in self._operations.loads:
@@ -347,12 +347,12 @@ class Cache:
         self._operations.end_if_finished(store)
 
     def release(self, request: RequestId, now_s: float) -> None:
-        """Forget `request`, and drop its queued work. Its Done events follow when no transfer of it is in flight."""
+        """Forget `request`, and drop its queued work. Its Done events follow when its last transfer has ended."""
         self._stop(request)
         self._transfers.advance(now_s)
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
-        """Pass the kind of the next turn of `conversation` to evictors of host memory and tiers, in a later `advance`.
+        """In a later `advance`, pass the kind of the conversation's next turn to evictors of host memory and tiers.
 
         Objects that the conversation is storing reach the evictors first.
         """
@@ -374,7 +374,7 @@ class Cache:
         self._transfers.advance(now_s)
 
     def flush(self, now_s: float) -> None:
-        """Queue every pending write, whatever the write policy, and those that tiers missed while they were away."""
+        """Queue every pending write under any write policy, and the writes that tiers missed while they were away."""
         self._pending_writes.flush(now_s)
         self._transfers.advance(now_s)
 
@@ -394,7 +394,7 @@ class Cache:
     # ---- completions -----------------------------------------------------------------------------------------------
 
     def complete(self, transfer_id: int, outcome: Outcome, now_s: float, *, is_fault: bool = False) -> None:
-        """Handle the completion of a transfer. `is_fault`: the tier failed, and did not just refuse or cancel."""
+        """Handle the completion of a transfer. A fault is a failure of the tier, not a refusal or cancellation."""
         self._may_move |= self._transfers.complete(transfer_id, outcome, now_s, is_fault=is_fault)
 
     def probed(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
@@ -411,7 +411,7 @@ class Cache:
             tier_state.was_dropped(item)
 
     def advance(self, now_s: float) -> None:
-        """Start what completions have made possible. Call it once for many completions: the cost is that of one."""
+        """Start what completions have made possible. One call serves many completions at the cost of one."""
         if self._may_move:
             self._may_move = False
             self._transfers.advance(now_s)
@@ -527,7 +527,7 @@ class Cache:
 
 
 def _share(*, stages_only: bool) -> float:
-    """Return the largest share of the slots for promotions, and for demotions, in flight."""
+    """Return the maximum share of the slots for promotions in flight, and for demotions in flight."""
     return WAY_SHARE if stages_only else TRANSFER_SHARE
 
 

@@ -1,15 +1,15 @@
-"""Hints about a prefix: retain it, evict it first, or bring it back by a time. They change speed only.
+"""Hints about a prefix: retain it, evict it first, or bring it back by a given time. They affect only speed.
 
-    retain     what host memory has of the prefix stays there until a time (`retention`)
-    lower      what only one conversation has used of it is evicted first
-    prefetch   what lower tiers have of it is in host memory by a time
+    retain     keeps its objects in host memory until a given time (`retention`)
+    lower      evicts first those objects that only one conversation has used
+    prefetch   brings its objects from lower tiers into host memory by a given time
 
-A hint waits for the open stores of its prefix. Objects that are retained, or that leave for a prefetch, are written to
-the lower tiers whatever the write policy.
+A hint waits for the open stores of its prefix. Objects that are retained, or evicted until a prefetch, are written to
+the lower tiers under any write policy.
 
-Clients choose hints and salts, so no client has a share of its own. A hint has a limit instead, hints that are due
-earlier come first, and the operator's calls do not compete with those of clients. Refused hints of clients are counted.
-The operator's calls return what they reached.
+Clients choose hints and salts, so no client has a share of its own. Instead, each hint has a limit, and hints that are
+due earlier come first. The operator's calls do not compete with those of clients. Refused hints of clients are counted.
+The operator's calls return what they achieved.
 """
 
 from collections.abc import Callable
@@ -22,17 +22,17 @@ from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import OpenOperations, PrefetchOperation, StoreOperation
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import longest_boundary, needed_chunks
-from kvtier.core.probes import ProbeAnswers, Probes
 from kvtier.core.retention import Retention
+from kvtier.core.tier_searches import ProbeAnswers, Probes
 from kvtier.layout import KvLayout
 from kvtier.types import ChunkKey, Place, Prefix, Priority, RequestId
 
 WAITING_HINTS_MAX = 256
-"""Most hints that may wait for stores. Beyond that the oldest are forgotten, and the operator's last."""
+"""Maximum number of hints that may wait for stores. Beyond that, the oldest are forgotten, the operator's last."""
 
 PREFETCHES_MAX = 256
-"""Most prefetches of clients that may be open or due later, and as many of the operator. Beyond that, those due latest
-that have not begun are ignored."""
+"""Maximum number of prefetches of clients that may be open or due later; the operator may have as many. Beyond that,
+those due latest that have not begun are ignored."""
 
 LEAD_S = 1.0
 """A prefetch begins this long before its time, plus twice the expected time of its transfers."""
@@ -54,7 +54,7 @@ class Wish(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DuePrefetch:
-    """A prefetch that has not begun, because it is due later or its probes are open."""
+    """A prefetch that has not begun, because it is due later or its probes are still open."""
 
     request: RequestId
     prefix: Prefix
@@ -63,7 +63,7 @@ class DuePrefetch:
     start_s: float
     deadline_s: float
     until_s: float
-    """What the prefetch brings is retained until then."""
+    """Time until which the objects that it brings are retained."""
     priority: Priority
     has_started: bool = field(default=False, init=False)
 
@@ -103,24 +103,24 @@ class Hints:
         self._wishes: list[Wish] = []
         self._due: dict[RequestId, DuePrefetch] = {}
         self.are_given = False
-        """Whether a hint has been given. Until then no call is needed."""
+        """Whether any hint has been given. Until then, no other call is needed."""
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     def retain(self, prefix: Prefix, until_s: float, now_s: float, priority: Priority = Priority.NORMAL) -> None:
-        """Keep what host memory has of `prefix` there until `until_s`, within the shares of `Limits` and `retain_s`.
+        """Keep the objects of `prefix` in host memory until `until_s`, within the shares and `retain_s` of `Limits`.
 
-        Beyond the share the oldest retention of the lowest priority ends. Lower tiers get the objects, too.
+        Beyond the share, the oldest retention of the lowest priority ends. Lower tiers get the objects, too.
         """
         until_s = min(until_s, now_s + self._limits.retain_s)
         self._wish(prefix, lambda at_s: self._retain(prefix, until_s, at_s, priority), priority)
 
     def end(self, prefix: Prefix) -> None:
-        """Let what host memory has of `prefix` be evicted again, whichever hint retained it."""
+        """Let the objects of `prefix` in host memory be evicted again, whichever hint retained them."""
         self._wish(prefix, lambda _at_s: self.retention.end(prefix), Priority.OPERATOR)
 
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
-        """Evict first what only `conversation` has used of `prefix`; without it, what only one operation has used."""
+        """Evict first the objects of `prefix` that only `conversation` (if None, only one operation) has used."""
         self._wish(prefix, lambda at_s: self._lower(prefix, conversation, at_s, is_kept=False))
 
     def prefetch(
@@ -136,8 +136,9 @@ class Hints:
     ) -> None:
         """Bring what lower tiers hold of `prefix` into host memory by `at_s`, and retain it there for a while.
 
-        Until then, what only `conversation` has used of it is written to lower tiers and evicted first. A prefetch ends
-        without an event, after `Cache.release` of its `request` at the latest. It may be late by `wait_s` or `KEEP_S`.
+        Until then, objects that only `conversation` has used are written to lower tiers and evicted first. A prefetch
+        ends without an event, at the latest after `Cache.release` of its `request`. It may be late by `wait_s` or
+        `KEEP_S`, whichever is longer.
         """
         prefix = self._bounded(prefix, priority)
         if not prefix.keys or request in self._due or request in self._operations.prefetches:
@@ -146,7 +147,7 @@ class Hints:
         if not self._has_place(at_s, priority):
             return
         until_s = min(at_s + max(wait_s, at_s - now_s) + KEEP_S, now_s + self._limits.retain_s)
-        # A prefetch that has begun keeps its place, so it may not be late for as long as its objects would stay.
+        # A prefetch that has begun keeps its place, so its deadline is not extended to the end of the retention.
         deadline_s = min(at_s + max(wait_s, KEEP_S), until_s)
         start_s = max(now_s, at_s - self._lead_s(prefix, now_s))
         self.are_given = True
@@ -200,7 +201,7 @@ class Hints:
         """Assert that retentions, waiting hints and prefetches are consistent.
 
         Raises:
-            AssertionError: they are not, which is a bug in the core.
+            AssertionError: they are inconsistent, which is a bug in the core.
         """
         self.retention.check()
         assert len(self._wishes) <= WAITING_HINTS_MAX, "too many hints wait"
@@ -219,7 +220,7 @@ class Hints:
             self._refused["waiting"] += dropped.priority is not Priority.OPERATOR
 
     def _has_place(self, at_s: float, priority: Priority) -> bool:
-        """Whether a prefetch that is due at `at_s` gets a place, perhaps that of the one due latest."""
+        """Whether a prefetch that is due at `at_s` gets a place. It may take that of the one due latest."""
         is_operators = priority is Priority.OPERATOR
         due = [it for it in self._due.values() if (it.priority is Priority.OPERATOR) is is_operators]
         begun = [it.priority is Priority.OPERATOR for it in self._operations.prefetches.values()]
@@ -263,7 +264,7 @@ class Hints:
         return LEAD_S + 2 * max((it.seconds(size_bytes, 0, now_s)[1] for it in links if it.is_known), default=0.0)
 
     def _begin(self, due: DuePrefetch, now_s: float) -> bool:
-        """Ask the tiers, or begin once they have answered. Return whether it has begun or is over."""
+        """Ask the tiers, or begin the prefetch once they have answered. Return whether it has begun or is over."""
         due.has_started = True
         prefix = due.prefix
         known = self._probes.search(due.request, prefix, None, now_s) if now_s < due.deadline_s else None

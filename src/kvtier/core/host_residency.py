@@ -1,7 +1,7 @@
 """Host memory: which object is in which slot, which can be evicted, and the life of a copy as a state machine.
 
-No other module changes slots or states. A transition that is not in `TRANSITIONS` raises, so no other code has to
-forbid it. The table contains no pins, limits or waiting items.
+No other module changes slots or states. A transition that is not in `TRANSITIONS` raises AssertionError, so no other
+code has to forbid it. The table contains no pins, limits or waiting items.
 
     ABSENT --gather begins--> GATHERING --done--> READY --evicted--> ABSENT
     ABSENT --promote begins-> PROMOTING --done--> READY --leaves---> LEAVING --written--> ABSENT
@@ -14,8 +14,8 @@ whose thread may still write to the slot. The object cannot be found, and the sl
 a tier that hangs causes a miss and never wrong bytes. RELAYING and STAGED objects are in the staging area, on their way
 from one lower tier to another, and cannot be found.
 
-If objects only pass through host memory (`object_cache`), each is LEAVING as soon as it has arrived. It goes when its
-last pin and its last write have ended.
+If objects only pass through host memory (`object_cache`), each is LEAVING as soon as it has arrived. It is evicted when
+its last pin and its last write have ended.
 
 An object also has a state for its write to each lower tier (`WRITE_STEPS`), which `pending_writes` changes:
 
@@ -39,13 +39,13 @@ from kvtier.types import ChunkKey, NextTurn, Presence
 HOST = "host"
 
 Item = tuple[ChunkKey, int]
-"""(key, group): one object."""
+"""One object, as (key, group)."""
 
 STAGING_SLOTS_MIN = 8
 """In a group with fewer slots, objects that have left host memory are not relayed."""
 STAGING_SLOTS_MAX = 8
-"""Most slots of a group's staging area. They suffice for a slow tier's writes in flight; more would be missing
-elsewhere."""
+"""Maximum number of slots of a group's staging area. They suffice for a slow tier's writes in flight. More would only
+be missing elsewhere."""
 STAGING_SHARE = 32
 """The staging area takes at most one in this many slots."""
 
@@ -117,10 +117,10 @@ TRANSITIONS: dict[tuple[Residency, Change], Residency] = {
 }
 
 READABLE = (READY, LEAVING)
-"""The copy is complete and can be scattered and demoted."""
+"""States in which the copy is complete and can be scattered and demoted."""
 
 COMING = (Residency.GATHERING, Residency.PROMOTING)
-"""A transfer into the slot is in flight; loads may wait for it."""
+"""States in which a transfer into the slot is in flight; loads may wait for it."""
 
 PRESENCE: dict[Residency, Presence] = {
     Residency.ABSENT: Presence.ABSENT,
@@ -142,7 +142,7 @@ class WriteState(Enum):
     """The next use or flush decides."""
     PENDING = auto()
     QUEUED = auto()
-    """In the tier's queue."""
+    """It is in the tier's queue."""
     WRITING = auto()
     """Its demotion is in flight."""
     CLOSED = auto()
@@ -195,9 +195,9 @@ class HostEntry:
     is_staged: bool = False
     """Whether it is in the staging area, on its way from one lower tier to another."""
     pins: int = 0
-    """Queued or running scatters, and running demotions."""
+    """Number of queued or running scatters, and of running demotions."""
     stuck: int = 0
-    """Overdue demotions among the pins."""
+    """Number of overdue demotions among the pins."""
     writes: dict[str, WriteState] = field(default_factory=dict[str, WriteState])
     """State of the write to each lower tier, except UNDECIDED ones."""
     pending: int = 0
@@ -209,13 +209,13 @@ class HostEntry:
     is_retained: bool = False
     """Whether a hint keeps it in host memory (`retention`)."""
     is_low: bool = False
-    """Whether a hint has it evicted before others, until its next use."""
+    """Whether it is evicted before others because of a hint, until its next use."""
     is_read: bool = False
-    """Whether a read took its slot. This field and those below are used only if objects pass through."""
+    """Whether a read took its slot. This field and those below are used only if objects just pass through."""
     is_in_tier: bool = False
     """Whether a tier has it."""
     kept_by: str = ""
-    """A tier that persists and has it; empty if there is none."""
+    """A persistent tier that has it; empty if none does."""
     awaited: int = 0
     """How many puts wait until a tier has it."""
 
@@ -225,7 +225,7 @@ class HostMemory:
 
     Args:
         slots: number of slots of each group.
-        evictor: makes one `Evictor` for each group.
+        evictor: creates one `Evictor` for each group.
         layout: the model's KV groups.
         has_staging: whether objects on their way between lower tiers may take slots.
         stages_only: whether host memory is only a staging area: objects pass through and do not stay.
@@ -256,17 +256,17 @@ class HostMemory:
         if stages_only and has_staging:
             self.staging = [RELAY_SLOTS] * len(slots)
         self.staging_slots = tuple(self.staging)
-        """The most slots of each group that the staging area may take."""
+        """Maximum number of slots of each group that the staging area may take."""
         self.relayed: dict[HostEntry, None] = {}
         """Objects in the staging area."""
         self.entries: list[dict[ChunkKey, HostEntry]] = [{} for _ in slots]
         self.readable: list[set[ChunkKey]] = [set() for _ in slots]
         self.lost: list[HostEntry] = []
         self.leaving = [0] * len(self.slots)
-        """How many objects of each group are LEAVING, so that their slots become free soon."""
+        """How many objects of each group are LEAVING. Their slots become free soon."""
         self.evictions = 0
         self.removals = 0
-        """How many objects have become unfindable, for whatever reason."""
+        """How many objects have been removed from `entries`, for whatever reason."""
         self._left: deque[Item] = deque(maxlen=LEFT_MAX)
         self._free = [list(range(count - 1, -1, -1)) for count in slots]
         self._evictors = [evictor() for _ in slots]
@@ -279,8 +279,8 @@ class HostMemory:
         # Counts of evictable objects, so that a full host memory is not searched for a victim that cannot exist.
         self._idle_clean = [0] * len(self.slots)
         self._idle_pending = [0] * len(self.slots)
-        # After a search without a result, none is made until an object may have become evictable. Otherwise each of
-        # many stores that wait for slow demotions would search at every step.
+        # After a search without a result, no other is made until an object may have become evictable. Otherwise each
+        # of many stores that wait for slow demotions would search at every step.
         self._has_no_victim = [False] * len(self.slots)
 
     def entry(self, key: ChunkKey, group: int) -> HostEntry | None:
@@ -441,9 +441,9 @@ class HostMemory:
         return True
 
     def take_slot(self, group: int, *, is_read: bool = False) -> int | None:
-        """Take a free slot, or that of an evicted object without pins and pending writes; None if there is none.
+        """Take a free slot, or evict an object without pins and pending writes for its slot. Otherwise return None.
 
-        If objects only pass through, none is evicted, and reads and writes have a share each.
+        If objects only pass through, none is evicted, and reads and writes each have a share.
         """
         if self.stages_only:
             if not self._free[group] or not self.has_share(group, is_read=is_read):
@@ -464,7 +464,7 @@ class HostMemory:
         return self.take_slot(group) if self.staging[group] else None
 
     def clear(self) -> int:
-        """Evict every object without pins and pending writes, whatever the policy. Return how many there were."""
+        """Evict every object without pins and pending writes, under any policy. Return how many there were."""
         victims = [it for entries in self.entries for it in entries.values() if _is_idle(it, may_be_pending=False)]
         for victim in victims:
             self._evict(victim)
@@ -491,7 +491,7 @@ class HostMemory:
         self._leave_evictor(entry)
 
     def stuck(self, entry: HostEntry) -> None:
-        """Record an overdue demotion of the object. It may last long, so the evictor need not protect its parents."""
+        """Record an overdue demotion of the object. It may take long, so the evictor need not protect its parents."""
         entry.stuck += 1
         if entry.awaited:
             self.unkept.append(entry)
@@ -505,7 +505,7 @@ class HostMemory:
             self._add_candidate(entry, entry.conversation)
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
-        """Pass the kind of the conversation's next turn to evictors that use it."""
+        """Pass the kind of the conversation's next turn to the evictors that use such hints."""
         for evictor in self._evictors:
             if isinstance(evictor, Hinted):
                 evictor.expects(conversation, next_turn)
@@ -523,7 +523,7 @@ class HostMemory:
         """Assert that slots, sets, pins and counts are consistent.
 
         Raises:
-            AssertionError: they are not, which is a bug in the core.
+            AssertionError: they are inconsistent, which is a bug in the core.
         """
         for group, entries in enumerate(self.entries):
             slots = list(self._free[group])
@@ -613,7 +613,7 @@ class HostMemory:
         self._left.append((entry.key, entry.group))
 
     def left_since(self, removals: int) -> list[Item]:
-        """Return what left host memory since `removals` had this value, at most the last `LEFT_MAX` objects."""
+        """Return the objects that left host memory since `removals` had this value, at most the last `LEFT_MAX`."""
         return list(islice(reversed(self._left), self.removals - removals))
 
     def _give_back(self, entry: HostEntry) -> None:

@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class WritePolicy(Enum):
-    """When a copy from the engine is demoted to the lower tiers."""
+    """When an object from the engine is written to the lower tiers."""
 
     THROUGH = "through"  # as soon as it is ready
     BACK = "back"  # before it is evicted from host memory, and at close
@@ -20,21 +20,21 @@ class TierRules:
     persists: bool = True
     """Whether its objects survive this process. If so, they need not stay in host memory for slower tiers."""
     is_remote: bool = False
-    """Whether an answer costs a round trip. If so, it is asked for few names, in rounds, and requests need not wait."""
+    """Whether an answer costs a round trip. Such a tier is asked for few names, in rounds; requests need not wait."""
     loads_in_flight: int = 16
-    """Most promotions in flight. All tiers share a quarter of the slots of the smallest group."""
+    """Maximum number of promotions in flight. All tiers share a quarter of the slots of the smallest group."""
     writes_in_flight: int = 8
-    """Most demotions in flight. All tiers share a quarter of the slots of the smallest group."""
+    """Maximum number of demotions in flight. All tiers share a quarter of the slots of the smallest group."""
     small_bytes_in_flight: int = 0
-    """Most bytes of small objects in flight per direction, beyond the counts but within the quarter of the slots. Small
-    objects travel in batches, and a batch holds only objects in flight.
+    """Up to this many bytes in flight per direction, small objects may exceed the counts above, within the quarter of
+    the slots. They travel in batches, and a batch holds only objects in flight.
     """
     probe_deadline_s: float = 0.5
     transfer_deadline_s: float = 10.0
     failures: int = 3
     """Consecutive failures that open a circuit breaker."""
     retry_s: float = 5.0
-    """Delay before a trial. It doubles up to a minute."""
+    """Delay before a trial. It doubles with each failed trial, up to a minute."""
 
     def __post_init__(self) -> None:
         for name in ("loads_in_flight", "writes_in_flight", "failures"):
@@ -55,11 +55,11 @@ class Limits:
     load_deadline_s: float = 30.0
     store_deadline_s: float = 10.0
     announced_wait_s: float = 5.0
-    """Longest wait of a request for chunks that another engine has announced."""
+    """Longest time that a request waits for chunks that another engine has announced."""
     retained_share: float = 0.5
     """Share of each group's host slots that hints may retain."""
     hint_share: float = 1.0
-    """Share of each group's host slots that one hint of a request may retain, within `retained_share`."""
+    """Share of each group's host slots that a request's hint may retain, within `retained_share`."""
     retain_s: float = 3600.0
     """Longest time for which a hint retains objects."""
     publishes: bool = False

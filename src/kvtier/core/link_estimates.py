@@ -8,12 +8,11 @@ slower periods, and one good measurement recovers half of the difference.
 
 The longest pause between arrivals is estimated as well. It decays with each burst and with each better measurement. A
 link with a quota (a throttled control group, a cloud volume) passes some objects at once and then none until its next
-period. A pause longer than the estimate may be a single hiccup, so it counts in the bandwidth only from the second one
-on.
+period. A pause longer than the estimate may be a single hiccup, so it lowers the bandwidth only if it recurs.
 
 Sizes are those of raw objects, and times include decoding. So the bandwidth of a tier with a codec is that of its usual
 mix of raw and coded objects. The core does not know which objects are coded. So it misjudges a load of one kind after
-loads of the other, by up to the ratio of both.
+loads of the other, by up to the ratio of their bandwidths.
 
 A link without measurements is assumed to be fast, since only a transfer can show otherwise.
 """
@@ -52,7 +51,7 @@ class LinkEstimator:
     """Bytes of the transfers in flight."""
     _has_bandwidth: bool = field(default=False, init=False)
     _is_waiting: bool = field(default=False, init=False)
-    """Whether nothing of this burst has arrived."""
+    """Whether nothing of this burst has arrived yet."""
     _moved_s: float = field(default=0.0, init=False)
     """Time of the last arrival, or of the start of the burst."""
     _batch_until_s: float = field(default=0.0, init=False)
@@ -60,7 +59,7 @@ class LinkEstimator:
     _flow_since_s: float = field(default=0.0, init=False)
     _flow_bytes: int = field(default=0, init=False)
     _round_s: float = field(default=0.0, init=False)
-    """End of the last whole round. Threads that read one object each deliver together: a sample ends with a round."""
+    """End of the last whole round. Threads that read one object each deliver together, so samples end with a round."""
     _round_bytes: int = field(default=0, init=False)
     """Bytes of the flow up to `_round_s`."""
     _flow_pause_s: float = field(default=0.0, init=False)
@@ -95,7 +94,7 @@ class LinkEstimator:
 
         Args:
             size_bytes: bytes that would be added.
-            queue_bytes: bytes that are transferred before, in flight or queued.
+            queue_bytes: bytes that are ahead of them, in flight or queued.
             now_s: the time.
         """
         first_s = self.first_s
@@ -135,7 +134,7 @@ class LinkEstimator:
             self._flow_pause_s = max(self._flow_pause_s, pause_s)
             self.pause_s = max(self.pause_s, pause_s)
             self._flow_bytes += size_bytes
-            self.first_bytes = self._batch_bytes  # not more, although more was in flight
+            self.first_bytes = self._batch_bytes  # no more than that, although more was in flight
             if not self.out:
                 self._end_burst(now_s)
             elif now_s - self._flow_since_s >= 2 * SAMPLE_S:
@@ -144,10 +143,10 @@ class LinkEstimator:
         self._moved_s = now_s
 
     def _end_burst(self, now_s: float) -> None:
-        if not self._round_bytes:  # else the last round may not be whole
+        if not self._round_bytes:  # otherwise the last round may be incomplete
             self._round_s, self._round_bytes = now_s, self._flow_bytes
         if self._is_sampled:
-            self._sample(SAMPLE_S)  # the rest of the burst may be less than a period of its quota
+            self._sample(SAMPLE_S)  # the rest of the burst may be shorter than a period of the quota
             return
         # Apart from a hiccup, the link was not faster than this, even if a whole batch was about to arrive.
         hiccup_s = max(0.0, self._flow_pause_s - self._usual_pause_s) if self._has_bandwidth else 0.0

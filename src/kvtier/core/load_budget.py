@@ -1,11 +1,11 @@
 """Decides how long a load may continue: as long as it pays.
 
-The regret of a running load is its elapsed time minus the computing time that the delivered tokens save. That is the
-loss, compared with computing everything, if the load stopped now. The load is cut when its regret exceeds its minimum
-so far by `allowance_s`. Until `free_s` the engine computes for other requests, so that time does not count, and ending
-earlier would gain nothing. Compared with the best possible stop, or with not loading at all, the request is late by at
-most the allowance and the time of the cut, whatever the links do. (Page's test for a change of drift, Biometrika 1954,
-used as a stopping rule.)
+The regret of a running load is its elapsed time minus the computing time that the delivered tokens save. That would be
+the loss, compared with computing everything, if the load stopped now. The load is cut when its regret exceeds its
+lowest value so far by `allowance_s`. Until `free_s` the engine computes for other requests, so that time does not
+count, and ending earlier would gain nothing. Compared with the best possible stop, or with not loading at all, the
+request is late by at most the allowance and the time that the cut takes, whatever the links do. (Page's test for a
+change of drift, Biometrika 1954, used as a stopping rule.)
 """
 
 from typing import NamedTuple
@@ -15,20 +15,20 @@ class LoadBudget(NamedTuple):
     """What a load is worth. The planner sets it, and the core applies it."""
 
     allowance_s: float
-    """Seconds that may be lost."""
+    """Seconds that the load may lose."""
     per_token_s: float
-    """Computing time of a token, without attention."""
+    """Computing time per token, without attention."""
     per_pair_s: float = 0.0
     """Attention time for one pair of tokens."""
     free_s: float = 0.0
-    """Seconds from the start of the load in which the engine computes for other requests."""
+    """Seconds from the start of the load during which the engine computes for other requests."""
 
     def regret_s(self, elapsed_s: float, saved_s: float) -> float:
         """Return the loss if the load ends after `elapsed_s` with tokens that save `saved_s`; a gain is negative."""
         return max(0.0, elapsed_s - self.free_s) - saved_s
 
     def cut_s(self, lowest_s: float, saved_s: float) -> float:
-        """Return when to cut a load whose tokens save `saved_s` and whose least regret was `lowest_s`."""
+        """Return when to cut a load whose tokens save `saved_s` and whose lowest regret was `lowest_s`."""
         return self.free_s + lowest_s + saved_s + self.allowance_s
 
     def saved_s(self, start: int, end: int) -> float:

@@ -1,7 +1,7 @@
-"""Lists load options: everything, everything except the slowest source, except the two slowest, and so on.
+"""Lists load options: all sources, all but the slowest, all but the two slowest, and so on.
 
-Optimal cut points lie only at boundaries between sources. Within one source the time of a load grows linearly with its
-tokens, while later tokens cost more to compute. So if the first chunk of a source pays, all of its chunks do.
+Optimal cut points lie only at boundaries between sources. Within one source, load time grows linearly with tokens,
+while later tokens cost more to compute. So if the first chunk of a source is worth loading, all of its chunks are.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,13 +16,13 @@ from kvtier.types import LoadOption, Prefix
 
 
 class LookupQuery(NamedTuple):
-    """The lookup that options are made for."""
+    """The lookup for which options are listed."""
 
     prefix: Prefix
     resident_tokens: int
     """Leading tokens that the engine holds."""
     source_of: Callable[[int, int], str | None]
-    """(group, chunk) -> the source of that object; None when it is not available."""
+    """Takes (group, chunk) and returns the source of that object; None if unavailable."""
     runs: Sequence[int]
     """Leading chunks of each group that are readable in host memory."""
 
@@ -33,9 +33,9 @@ class CostModel:
     Args:
         layout: the model's KV groups.
         host: host memory.
-        estimators: one for each source, fastest first. Host memory's is for the link from there to the engine.
+        estimators: one for each source, fastest first. That of host memory describes its link to the engine.
         loads: a live view of the open loads.
-        scatters: returns how many objects wait for their scatter.
+        scatters: returns how many objects wait to be scattered.
         first_tier: returns the first tier to try for the next promotion of an open load.
     """
 
@@ -93,12 +93,12 @@ class CostModel:
         # Scatters overlap with promotions, except for the last scatter.
         seconds = max(scatter_s, promote_s + scatter_first_s)
         if not self._has_history_only:
-            wait_s = seconds  # other groups are valid only at the whole boundary
+            wait_s = seconds  # groups of other kinds are valid only at the full boundary
         chunk_tokens = query.prefix.chunk_tokens if self._has_history_only else 0
         return LoadOption(end, slowest, seconds, wait_s, is_known, chunk_tokens)
 
     def _bytes(self, query: LookupQuery, end: int) -> tuple[int, dict[str, int]]:
-        """Return the bytes of a load up to `end`, and those that it adds to the queue of each tier it waits for."""
+        """Return the bytes of a load up to `end`, and how many it adds to the queue of each tier that it waits for."""
         prefix, resident = query.prefix, query.resident_tokens // query.prefix.chunk_tokens
         shared = self._shared_chunks(prefix)
         total = 0

@@ -1,10 +1,10 @@
 """The core for engines that own host memory: lookups, gets and puts of objects, without a session.
 
-It is the same core, but objects only pass through host memory: one that has arrived is LEAVING. There is no eviction,
-no prefix and no boundary, and each object has an outcome of its own. The caller executes the gathers and scatters of
-its own calls. A put ends when a tier has its objects.
+It is the same core, but objects only pass through host memory: an object is LEAVING as soon as it has arrived. There is
+no eviction, no prefix and no boundary, and each object has an outcome of its own. The caller executes the gathers and
+scatters of its own calls. A put ends when a tier has its objects.
 
-A write to a slower tier keeps its slot while no other operation needs the slot. Then it becomes a relay.
+A write to a slower tier keeps its slot until another operation needs the slot. Then the write becomes a relay.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,13 +18,13 @@ from kvtier.policy.fifo import Fifo
 from kvtier.types import ObjectId, Origin, Place, Prefix, RequestId, Transfer
 
 COPIES_MAX = 1 << 30
-"""No limit, because the slots limit the copies. Callers execute them, and a slow one must not delay others."""
+"""In effect no limit: the slots limit the copies. Callers execute them, and a slow caller must not delay others."""
 
 
 class ObjectCache(Cache):
-    """The state of the lower tiers, and of the objects on their way.
+    """The state of the lower tiers, and of the objects on their way to and from them.
 
-    Each operation has a request name of its own, and ends with one ObjectsDone, which comes early after `release`.
+    Each operation has a request name of its own, and ends with one ObjectsDone. `release` ends it early.
 
     Args:
         layout: the KV groups.
@@ -50,7 +50,7 @@ class ObjectCache(Cache):
         self._probes.search_objects(request, objects, now_s, is_run=False, is_for_put=True)
 
     def get(self, request: RequestId, objects: Sequence[ObjectId], origins: Sequence[Origin], now_s: float) -> None:
-        """Load objects. The position in the list is the number of the chunk, and the block of its scatter."""
+        """Load objects. An object's position in the list serves as its chunk, and as the block to scatter it to."""
         prefix, places = _listed(objects)
         load = LoadOperation(
             request=request,
@@ -65,11 +65,11 @@ class ObjectCache(Cache):
         self._transfers.advance(now_s)
 
     def put(self, request: RequestId, objects: Sequence[ObjectId], origins: Sequence[Origin], now_s: float) -> None:
-        """Store objects. The position in the list is the number of the chunk, and the block of its gather."""
+        """Store objects. An object's position in the list serves as its chunk, and as the block to gather it from."""
         prefix, places = _listed(objects)
         for each in objects:
             entry = self.host.entry(*each)
-            if entry is not None:  # it is on its way already, and the first tier lacks it, perhaps again
+            if entry is not None:  # the object is on its way already, and the first tier lacks it, perhaps again
                 self._pending_writes.put_again(entry, now_s)
         store = StoreOperation(request=request, prefix=prefix, conversation=None, deadline_s=inf, origins=origins)
         self._operations.begin_store(store, places, now_s)
@@ -82,7 +82,7 @@ class ObjectCache(Cache):
         return [*self._probes.object_searches(), *self._operations.loads, *stores]
 
     def copies_of(self, request: RequestId) -> list[Transfer]:
-        """Return the gathers and scatters of `request` in flight."""
+        """Return the gathers and scatters of `request` that are in flight."""
         return [it.transfer for it in self._transfers.flights.values() if it.transfer.request == request]
 
     def stop(self, now_s: float) -> None:

@@ -1,7 +1,7 @@
 """Open loads and stores: the life of each of their objects, and how they end.
 
-An object of a load or store is a `WorkItem`. A step that is not in `LOAD_STEPS` or `STORE_STEPS` raises. This module
-starts no transfers; it fills the queues that `transfer_scheduler` takes from.
+An object of a load or store is a `WorkItem`. A step outside `LOAD_STEPS` and `STORE_STEPS` raises AssertionError. This
+module starts no transfers; it fills the queues that `transfer_scheduler` takes from.
 
     load:   WANTED --promotion begins--> WAITING --readable--> QUEUED --scatter begins--> COPYING --> DELIVERED
     store:  WANTED --gather begins--> COPYING --> STORED          WANTED --another transfer--> WAITING --> STORED
@@ -50,14 +50,14 @@ class ItemState(Enum):
     WAITING = auto()
     """A transfer into its slot is in flight, for this operation or another."""
     QUEUED = auto()
-    """Readable and pinned; waits for its scatter."""
+    """It is readable and pinned, and waits for its scatter."""
     COPYING = auto()
     """Its scatter or gather is in flight."""
     DELIVERED = auto()
     FAILED = auto()
     """It will not be delivered."""
     KEEPING = auto()
-    """In a slot, and waits for its first tier."""
+    """It is in a slot, and waits until a tier has it."""
     STORED = auto()
     DROPPED = auto()
     """It is not stored."""
@@ -71,7 +71,7 @@ DELIVERED, FAILED, STORED, DROPPED = ItemState.DELIVERED, ItemState.FAILED, Item
 KEEPING = ItemState.KEEPING
 
 WAITING_MAX = 4096
-"""Most objects of all stores that may wait for a slot. Further ones are dropped."""
+"""Maximum number of objects of all stores that may wait for a slot. Further ones are dropped."""
 
 Steps = dict[ItemState, tuple[ItemState, ...]]
 
@@ -108,7 +108,7 @@ class WorkItem:
     key: ChunkKey
     state: ItemState = WANTED
     entry: HostEntry | None = None
-    """Its copy in host memory, which it waits for or reads."""
+    """The copy in host memory that it waits for or reads."""
     source: str = HOST
     """Where the bytes of a DELIVERED object came from."""
     tried: frozenset[str] = frozenset()
@@ -141,13 +141,13 @@ class Operation:
     todo: deque[WorkItem] = field(default_factory=deque[WorkItem])
     """Items that are WANTED, in order."""
     aside: dict[str, deque[WorkItem]] = field(default_factory=dict[str, deque[WorkItem]])
-    """A get's other WANTED items by the tier to ask next, so that a tier without room does not delay the others."""
+    """A get's other WANTED items, by the tier to ask next, so that a tier without room does not delay the others."""
     unfinished: int = 0
-    """Items without a result."""
+    """Number of items without a result."""
     is_over: bool = False
     """Whether it was released or is overdue, so that queued work is dropped."""
     origins: Sequence[Origin] = ()
-    """Origin of each object of a get or put. The `prefix` of these is only the list of their keys."""
+    """Origin of each object of a get or put, whose `prefix` is only the list of its keys."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -167,7 +167,7 @@ class LoadOperation(Operation):
     run: int = 0
     """Leading chunks that are resident or delivered, in every group."""
     undelivered: dict[int, int] = field(default_factory=dict[int, int])
-    """How many objects of each chunk are not delivered."""
+    """How many objects of each chunk have not been delivered yet."""
     cut_s: float = inf
     """Time at which the load is cut, unless more chunks arrive."""
     was_cut: bool = False
@@ -187,7 +187,7 @@ class LoadOperation(Operation):
             self.cut_s = now_s + budget.cut_s(0.0, 0.0)
 
     def advanced(self, chunk: int, now_s: float) -> None:
-        """Record the delivery of an object of `chunk`, in a load that has history groups only."""
+        """Record the delivery of an object of `chunk`, in a load that has only history groups."""
         self.undelivered[chunk] -= 1
         before = self.run
         while self.undelivered.get(self.run) == 0:
@@ -207,7 +207,7 @@ class PrefetchOperation(LoadOperation):
 
     priority: Priority = Priority.NORMAL
     until_s: float = 0.0
-    """What the prefetch brings is retained until then."""
+    """Time until which the objects that it brings are retained."""
     STEPS: ClassVar[Steps] = PREFETCH_STEPS
 
 
@@ -295,7 +295,7 @@ class OpenOperations:
                 self._pending_writes.use(item.entry, now_s, work.conversation)
 
     def must_write(self, work: LoadOperation | StoreOperation) -> bool:
-        """Whether `work` is a put. A put writes even what a get has in a slot, because its tier may have lost it."""
+        """Whether `work` is a put. A put writes even what a get is reading, because the tier may have lost it."""
         return self._host.stages_only and isinstance(work, StoreOperation)
 
     # ---- steps of an item ------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class OpenOperations:
 
     def _want(self, item: WorkItem) -> None:
         """Queue a store's object that needs a slot, or drop it if too many wait."""
-        if self.wanted < WAITING_MAX or self._host.stages_only:  # there, limits on calls bound their objects
+        if self.wanted < WAITING_MAX or self._host.stages_only:  # there, limits on calls bound the number
             item.work.todo.append(item)
             self.wanted += 1
         else:
@@ -382,7 +382,7 @@ class OpenOperations:
             self._finish(item, STORED if is_stored else DROPPED)
 
     def written(self, entry: HostEntry) -> None:
-        """Finish the puts of an object, if its writes that have ended or are overdue decide their result."""
+        """Finish the puts of an object if its ended and overdue writes decide their result."""
         is_stored = _has_tier(entry)
         if is_stored is not None:
             entry.awaited = 0
@@ -414,7 +414,7 @@ class OpenOperations:
         self.end_if_finished(load)
 
     def _finish(self, item: WorkItem, state: ItemState) -> None:
-        """Give an item its result."""
+        """Record the result of an item."""
         if state is DROPPED and item.state is not WANTED:
             item.outcome = Outcome.FAILED
         item.become(state)
@@ -425,7 +425,7 @@ class OpenOperations:
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def stop(self, work: LoadOperation | StoreOperation) -> None:
-        """Drop the queued work of `work`. In a store, what another operation has brought meanwhile counts as STORED."""
+        """Drop what `work` has queued. A store's objects that another operation has brought meanwhile are STORED."""
         work.is_over = True
         is_store = isinstance(work, StoreOperation)
         result = DROPPED if is_store else FAILED
@@ -434,7 +434,7 @@ class OpenOperations:
         work.aside.clear()
         for item in work.items:
             if item.state in (WAITING, WANTED) and not is_store and item.outcome is not Outcome.CORRUPT:
-                item.outcome = Outcome.CANCELLED  # some tier was not asked yet
+                item.outcome = Outcome.CANCELLED  # some tier has not been asked yet
             if item.state is WAITING and item.entry is not None:
                 self.waiters[item.entry].remove(item)
                 self._finish(item, result)
@@ -515,15 +515,15 @@ class OpenOperations:
         return overdue
 
     def deadlines(self) -> list[float]:
-        """Return deadlines of open operations, the earliest among them."""
+        """Return deadlines of open operations, including the earliest."""
         ends = [load.end_s for load in (*self.loads.values(), *self.prefetches.values()) if not load.is_over]
         return ends + list(islice((store.deadline_s for store in self.stores if not store.is_over), 1))
 
     def check(self, copying: set[WorkItem]) -> None:
-        """Assert that each item is where its state says. `copying` are the items of gathers and scatters in flight.
+        """Assert that each item is where its state says. `copying` holds those of gathers and scatters in flight.
 
         Raises:
-            AssertionError: one is not, which is a bug in the core.
+            AssertionError: an item is elsewhere, which is a bug in the core.
         """
         by_state: dict[ItemState, set[WorkItem]] = {
             state: set() for state in (WANTED, WAITING, QUEUED, COPYING, KEEPING)
@@ -554,10 +554,10 @@ class OpenOperations:
 
 
 def _has_tier(entry: HostEntry) -> bool | None:
-    """Return whether a put of the object has succeeded.
+    """Return whether a put of the object has succeeded; None if this is not decided yet.
 
-    A persistent tier must have it, or, once the last write has ended, any tier. None: this is not decided yet. An
-    overdue write may yet succeed, but no put waits for it.
+    A persistent tier must have the object or, once its last write has ended, any tier. An overdue write may yet
+    succeed, but no put waits for it.
     """
     if entry.kept_by:
         return True

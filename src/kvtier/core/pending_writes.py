@@ -1,10 +1,10 @@
 """Decides which lower tiers should get each object, by the write policy, and which write is next.
 
-This module starts no transfers. `transfer_scheduler` takes its objects one by one.
+This module starts no transfers. `transfer_scheduler` asks it for one object at a time.
 
-An object from the engine goes to every tier. Once a faster tier that persists has it, it is relayed to slower tiers,
-so its writes to them no longer take host memory. An object that a load brought from a slower tier fills the faster ones
-at its second use.
+An object from the engine goes to every tier. Once a persistent tier has it, slower tiers get it by relay from there, so
+their pending writes no longer take host memory. An object that a load brought from a slower tier is written to the
+faster ones at its second use.
 """
 
 from collections import OrderedDict, deque
@@ -31,16 +31,16 @@ from kvtier.core.tier_state import TierState, TierStates
 from kvtier.types import Direction
 
 FILL_USES = 2
-"""Uses after which an object from a slower tier enters the faster ones."""
+"""Number of uses at which an object from a slower tier is written to the faster ones."""
 
 PROMOTED_MAX = 1 << 16
-"""Objects from slower tiers whose first use is remembered after they have left host memory."""
+"""Maximum number of objects from slower tiers whose first use is remembered after they have left host memory."""
 
 PUBLISHED_PART = 4
-"""One in this many slots may hold an object that waits for a remote tier, if other engines wait for it."""
+"""If other engines wait for stores, one slot in this many may hold an object that waits for a remote tier."""
 
 RELAYS_MAX = 1 << 14
-"""Most objects that wait to be relayed to one tier. Beyond that the oldest are dropped."""
+"""Maximum number of objects that wait to be relayed to one tier. Beyond that, the oldest are dropped."""
 
 # Constants for hot paths, as in `host_residency`.
 DEMOTE, PROMOTE = Direction.DEMOTE, Direction.PROMOTE
@@ -51,7 +51,7 @@ class WriteQueue:
     """Objects that wait to be written to one tier."""
 
     queued: OrderedDict[HostEntry, None] = field(default_factory=OrderedDict[HostEntry, None])
-    """Objects in host memory whose write is QUEUED, in order."""
+    """Objects in host memory whose write is QUEUED, oldest first."""
     relays: OrderedDict[Item, tuple[HostEntry, str]] = field(default_factory=OrderedDict[Item, tuple[HostEntry, str]])
     """Objects that a faster tier holds, with that tier's name. They take no host memory."""
     staged: deque[HostEntry] = field(default_factory=deque[HostEntry])
@@ -59,7 +59,7 @@ class WriteQueue:
 
 
 class PendingWrites:
-    """Marks and queues pending writes. An object stays in host memory until its writes end, are dropped or relayed."""
+    """Marks and queues pending writes. An object stays in host memory until they end or are dropped or relayed."""
 
     def __init__(self, host: HostMemory, tiers: TierStates, limits: Limits, output: Output) -> None:
         self._host = host
@@ -70,12 +70,12 @@ class PendingWrites:
         self._first_uses = limits.selective_uses if limits.write_policy is WritePolicy.SELECTIVE else 1
         order = list(tiers.by_name)
         self._from = {name: dict.fromkeys(order[number:], CLOSED) for number, name in enumerate(order)}
-        """For each tier, the tier and all slower ones. They get no write of what was loaded from it."""
+        """For each tier, itself and all slower ones: these need no write of an object that was loaded from it."""
         self._promoted: OrderedDict[Item, None] = OrderedDict()
         self.queues = {it.name: WriteQueue() for it in tiers.all}
         """The queue of each tier."""
         self._can_wait: list[dict[HostEntry, None]] = [{} for _ in host.slots]
-        """Passing objects of each group that have queued writes only, and for which no put waits; oldest first."""
+        """Passing objects of each group that have only queued writes and no put that waits for them, oldest first."""
 
     def use(self, entry: HostEntry, now_s: float, conversation: str | None) -> None:
         """Count a use by a request of `conversation`, which may make writes pending."""
@@ -103,7 +103,7 @@ class PendingWrites:
                 self._promoted.popitem(last=False)
 
     def mark_pending(self, entry: HostEntry, now_s: float) -> None:
-        """Make writes pending to each tier that should get the object, if it has been used often enough."""
+        """Mark a write as pending for each tier that should get the object, if it has been used often enough."""
         if len(entry.writes) == len(self.queues) or entry.uses < (
             self._first_uses if entry.origin == HOST else max(FILL_USES, self._first_uses)
         ):
@@ -113,7 +113,7 @@ class PendingWrites:
             if tier_state.name in entry.writes or not tier_state.can_write(now_s):
                 continue
             queue = self.queues[tier_state.name]
-            # A put promises that a tier has the object, and a remembered answer may be old.
+            # A put promises that a tier has the object, and a remembered answer may be stale.
             is_there = tier_state.remembered(item, now_s) and not self._host.stages_only
             state = CLOSED if is_there else self._first_state
             if state is not CLOSED:
@@ -123,7 +123,7 @@ class PendingWrites:
             self._host.write_becomes(entry, tier_state.name, state)
 
     def keep(self, entry: HostEntry, now_s: float) -> None:
-        """Queue the writes of an object whatever the write policy, because a hint says that it is needed again."""
+        """Queue the writes of an object under any write policy, because a hint says that it will be needed again."""
         entry.uses = max(entry.uses, self._first_uses)
         if entry.residency is READY:
             self.mark_pending(entry, now_s)
@@ -139,7 +139,7 @@ class PendingWrites:
             self.mark_pending(entry, now_s)
 
     def flush(self, now_s: float) -> None:
-        """Queue every pending write, and those that tiers missed."""
+        """Queue every pending write, including the writes that tiers missed."""
         for entries in self._host.entries:
             for entry in entries.values():
                 if entry.residency is READY:
@@ -149,7 +149,7 @@ class PendingWrites:
 
     @property
     def count(self) -> int:
-        """How many objects have pending writes, or wait to be relayed between tiers that are up."""
+        """Number of objects that have pending writes or wait to be relayed between tiers that are up."""
         relays = 0
         for tier_state in self._tiers.all:
             waiting = self.queues[tier_state.name].relays
@@ -164,7 +164,7 @@ class PendingWrites:
     # ---- the next write of a tier ----------------------------------------------------------------------------------
 
     def next_write(self, tier_state: TierState, now_s: float) -> HostEntry | None:
-        """Take the next queued object, with a pin. Writes to a tier that cannot be written are dropped."""
+        """Take the next queued object and pin it. If the tier cannot be written, drop its queued writes."""
         queued = self.queues[tier_state.name].queued
         if tier_state.breakers[DEMOTE].trial:  # the rest waits for the result of a trial
             return None
@@ -192,7 +192,7 @@ class PendingWrites:
     def next_relay(
         self, tier_state: TierState, now_s: float, *, is_loading: bool
     ) -> tuple[HostEntry, TierState | None] | None:
-        """Take the next object to be relayed to `tier_state`, from host memory if it is still there.
+        """Take the next object to relay to `tier_state`, from host memory if it is still there.
 
         Args:
             tier_state: the slower tier.
@@ -238,7 +238,7 @@ class PendingWrites:
         return staged, faster
 
     def _drop_stranded(self, queue: WriteQueue, now_s: float) -> None:
-        """Drop leading relays that left host memory and cannot be staged or read, so that they delay no others."""
+        """Drop leading relays of objects that left host memory and cannot be staged or read; they delay the others."""
         while queue.relays:
             item, (_, source) = next(iter(queue.relays.items()))
             can_stage = self._host.staging_slots[item[1]] and not self._tiers.by_name[source].is_left_alone(item, now_s)
@@ -258,7 +258,7 @@ class PendingWrites:
         self._host.unstage(entry, change)
 
     def lost(self, item: Item, tier: str) -> None:
-        """Record that `tier` has no good copy. If host memory has the object, its next use or flush decides again."""
+        """Record that `tier` has no good copy. The next use or flush of an object in host memory may write it again."""
         entry = self._host.entry(*item)
         if entry is not None and entry.writes.get(tier) is CLOSED:
             self._host.write_becomes(entry, tier, UNDECIDED)
@@ -266,7 +266,7 @@ class PendingWrites:
     def ended(
         self, entry: HostEntry, tier_state: TierState, now_s: float, *, is_done: bool, is_late: bool, is_fault: bool
     ) -> None:
-        """Record the end of a write. If the tier has the object and persists, relay the writes to slower tiers."""
+        """Record the end of a write. If it reached a persistent tier, relay the object to slower tiers from there."""
         self._output.counters.demotions_dropped += not is_done
         if is_done:
             tier_state.remember((entry.key, entry.group), now_s, is_present=True)
@@ -288,7 +288,7 @@ class PendingWrites:
         self._host.unpin(entry)
 
     def _note_in_tier(self, entry: HostEntry, tier_state: TierState, *, is_done: bool) -> None:
-        """Note that a tier has a passing object, unless its copy is suspect, which a tier does not overwrite."""
+        """Note that a tier has a passing object, unless its copy is suspect: tiers do not overwrite a copy."""
         if is_done and not tier_state.is_suspect((entry.key, entry.group)):
             entry.is_in_tier = True
             keeper = self._tiers.by_name.get(entry.kept_by)
@@ -296,28 +296,28 @@ class PendingWrites:
                 entry.kept_by = tier_state.name
 
     def can_wait(self, entry: HostEntry) -> None:
-        """Check again whether this passing object's queued writes may wait, after a transfer or put of it has ended."""
+        """Check again whether this passing object's queued writes may wait, after a transfer or put of it ended."""
         self._can_wait[entry.group].pop(entry, None)
         if entry.pending and not (entry.pins or entry.awaited):
             self._can_wait[entry.group][entry] = None
 
     def relay_missed(self, entry: HostEntry) -> None:
-        """Relay a passing object that leaves to slower tiers that were away, which get it later from its keeper."""
+        """Queue relays of a passing object that leaves, from its keeper to the slower tiers that missed it."""
         if entry.kept_by and not (entry.pins or entry.pending):
             for slower in self._tiers.all[self._tiers.by_name[entry.kept_by].number + 1 :]:
                 if slower.name not in entry.writes:
                     self._relay(entry, entry.kept_by, slower.name)
 
     def _publishes(self, tier_state: TierState, queue: WriteQueue) -> bool:
-        """Whether objects keep their places in the queue of `tier_state`, and a part of host memory meanwhile.
+        """Whether objects stay in the queue of `tier_state`, and so in host memory, instead of being relayed.
 
-        Relays begin after the queue, so a later object would arrive before an earlier one.
+        Relays begin after the queue, so a relayed object could arrive after objects that were stored later.
         """
         is_short = PUBLISHED_PART * len(queue.queued) <= sum(self._host.slots)
         return self._limits.publishes and tier_state.rules.is_remote and is_short
 
     def _relay(self, entry: HostEntry, source: str, tier: str) -> None:
-        """Queue a relay of an object from `source` to `tier`, unless host memory still has it to write to `tier`."""
+        """Queue a relay of an object from `source` to `tier`, unless host memory still has to write it to `tier`."""
         queue, current = self.queues[tier], self._host.entry(entry.key, entry.group)
         if current is not None and current.writes.get(tier) in UNWRITTEN:
             return
@@ -330,14 +330,14 @@ class PendingWrites:
     # ---- slots -----------------------------------------------------------------------------------------------------
 
     def slot_for_store(self, group: int, wanted: int) -> int | None:
-        """Take a free slot of `group`; None if there is none. The caller could use `wanted` of them."""
+        """Take a free slot of `group`, or return None. The caller could use `wanted` slots."""
         slot = self._host.take_slot(group)
         if slot is None and (self._relay_one(group) if self._host.stages_only else self._write_victims(group, wanted)):
             slot = self._host.take_slot(group)  # an object that is LEAVING no longer protects its parents
         return slot
 
     def slot_for_load(self, group: int, wanted: int) -> int | None:
-        """Take a free slot of `group`; None if there is none. Drop a pending write for it, except under write-back."""
+        """Take a free slot of `group`, or return None. Except under write-back, this may drop a pending write."""
         slot = self._host.take_slot(group, is_read=True)
         if slot is not None:
             return slot
@@ -358,13 +358,13 @@ class PendingWrites:
         while waiting:
             entry = next(iter(waiting))
             del waiting[entry]
-            if not (entry.pins or entry.awaited or self._owes_faster(entry)):  # else it is back after its next transfer
+            if not (entry.pins or entry.awaited or self._owes_faster(entry)):  # else its next transfer adds it again
                 self._relay_later(entry)
                 return True
         return False
 
     def _owes_faster(self, entry: HostEntry) -> bool:
-        """Whether a tier faster than the keeper has yet to get a put object. No relay would bring it there."""
+        """Whether a tier faster than the keeper has yet to get an object of a put. No relay would bring it there."""
         keeper = self._tiers.by_name.get(entry.kept_by)
         if keeper is None or entry.origin != HOST:
             return False
@@ -383,7 +383,7 @@ class PendingWrites:
                     self._output.counters.relays_dropped += 1
 
     def _write_victims(self, group: int, wanted: int) -> bool:
-        """Under write-back, queue the writes of the next victims: as many as are `wanted` and the tiers take at once.
+        """Under write-back, queue the writes of the next victims, up to `wanted` and to what the tiers take at once.
 
         Returns:
             Whether more objects are leaving than before.
@@ -415,10 +415,10 @@ class PendingWrites:
                 self._host.write_becomes(entry, tier, CLOSED)
 
     def check(self, writing: set[tuple[HostEntry, str]]) -> None:
-        """Assert that each write is where its state says. `writing` are those in flight from host memory.
+        """Assert that each write is where its state says. `writing` holds the writes in flight from host memory.
 
         Raises:
-            AssertionError: one is not, which is a bug in the core.
+            AssertionError: a write is elsewhere, which is a bug in the core.
         """
         entries = [entry for entries in self._host.entries for entry in entries.values()]
         for name, queue in self.queues.items():

@@ -1,7 +1,7 @@
 """Chooses how many tokens of a request to load and how many to compute, and bounds the cost of wrong estimates.
 
-The core estimates what loads take (`Lookup.options`), and `prefill_estimator` what computing takes. The plan is the
-option with the least sum. Estimates of links may be wrong, so these rules bound the loss:
+The core estimates how long loads take (`Lookup.options`), and `prefill_estimator` how long computing takes. The plan is
+the option with the smallest sum. Estimates of links may be wrong, so these rules bound the loss:
 
 - A load is cut when it no longer pays (`load_budget`). Time in which the engine computes for other requests is free. A
   load may lose `SLACK` of the time that computing the whole prompt takes.
@@ -10,18 +10,21 @@ option with the least sum. Estimates of links may be wrong, so these rules bound
   `COMPUTED_SHARE` of the time spent computing and `SAVED_SHARE` of the time that loads saved. Losses reduce it. A wait
   behind other loads does not, up to the time that those loads save. So the total loss is bounded by the initial loss
   budget, its gains, and the allowances of loads open when it ran out. A load over a known link gets no extra time for
-  such a wait: its option includes it, and a stalled link must not stall the engine.
-- A link that cost a load goes into back-off, and doubles it with each further failure, from a second to half a minute.
+  such a wait: its option includes the wait, and a stalled link must not stall the engine.
+- A link that made a load lose time goes into back-off, which doubles with each further failure, from a second to half a
+  minute.
 - A link that is estimated to be slower than computing is tried when it is not in back-off. A trial may cost `SLACK`,
   if the trial budget covers that. The trial budget gains `TRIAL_SHARE` of the time spent loading and computing, and
-  pays for what trials take longer than the best other plan. So trials cost no more than that share and one overrun,
+  pays for the time that trials take beyond the best other plan. So trials cost no more than that share and one overrun,
   whatever links do. (Conservative bandits, Wu et al., ICML 2016: explore within a share of what the known choice
-  gives.) Back-off alone is no such bound. If requests are rare, each may be a trial, and `SLACK` of computing
-  everything is a lot for a prompt of which little is computed. A trial loads a chunk more than the best plan. The next
-  one is twice as long if all of it arrived, else half. What a cut load has begun to read occupies link and slots.
+  gives.) Back-off alone sets no such bound. If requests are rare, each may be a trial, and `SLACK` of computing
+  everything is a lot for a prompt of which little is computed. A first trial loads one chunk more than the best plan.
+  The next one is twice as long if all of it arrived, otherwise half as long. Reads that a cut load has begun still
+  occupy the link and slots.
 
 Prompts that arrive together share the engine. While it computes one prompt, others whose loads have ended wait. A plan
-includes the longest of these waits, up to what open loads save. So no request finishes later than without any loads.
+includes the longest of these waits, up to the time that open loads save. So no request finishes later than without any
+loads.
 """
 
 from collections.abc import Sequence
@@ -37,7 +40,7 @@ __all__ = ["LoadPlan", "Piece", "Planner"]
 
 SLACK = 0.03
 COMPUTED_SHARE = 0.02
-"""Share of computing time that may be lost in addition. With `SLACK` it makes the documented bound of 5 %."""
+"""Share of computing time that may be lost in addition. With `SLACK` it gives the documented bound of 5 %."""
 SLACK_S_MIN = 0.005
 """Smaller losses do not matter, and threads wake up late."""
 LOSS_BUDGET_START_S = 1.0
@@ -45,7 +48,7 @@ LOSS_BUDGET_MAX_S = 10.0
 SAVED_SHARE = 0.1
 """Share of saved time that may be lost again."""
 TRIAL_SHARE = 0.01
-"""Share of the time of loading and computing that trials may lose."""
+"""Share of loading and computing time that trials may lose."""
 TRIAL_CHUNKS_MAX = 1 << 20
 RISK_FACTOR = 2.0
 """A load may lose this many times its expected loss, if it may save as much."""
@@ -81,7 +84,7 @@ class LoadPlan:
     load_s: float = 0.0
     """Expected time of the load, excluding time in which the engine is busy with other requests."""
     budget: LoadBudget | None = None
-    """Budget of the load. Without one it runs to its end."""
+    """Budget of the load. Without one, the load runs to its end."""
     is_trial: bool = False
     """Whether the load tries a slow link and is not expected to pay."""
     source: str = ""
@@ -99,7 +102,7 @@ class LoadPlan:
 
     @property
     def saved_s(self) -> float:
-        """Expected gain. For a trial it is the gain if it arrives in time."""
+        """Expected gain in seconds. That of a trial assumes that it arrives in time."""
         return self.recompute_s - self.compute_s - self.load_s
 
 
@@ -122,8 +125,8 @@ class Planner:
     """Plans the loads of one engine. It has no clock, thread or lock, and one owner.
 
     Args:
-        step_tokens: most tokens that the engine computes in one step; 0 means no limit.
-        is_on: whether to plan. False loads everything available, to the end.
+        step_tokens: maximum tokens that the engine computes in one step; 0 means no limit.
+        is_on: whether to plan. If False, every load takes all that is available and runs to its end.
     """
 
     def __init__(self, *, step_tokens: int = 0, is_on: bool = True) -> None:
@@ -161,7 +164,7 @@ class Planner:
         return steps * costs.per_step_s + tokens * costs.per_token_s + pairs * costs.per_pair_s
 
     def waits_for_s(self, tokens: int, context_tokens: int) -> float | None:
-        """Return `seconds` for `Cache.lookup`; None if it is unknown, or if every load is wanted."""
+        """Return `seconds` for `Cache.lookup`; None if unknown or if planning is off."""
         return (self.seconds(tokens, context_tokens) or None) if self._is_on else None
 
     @property
@@ -182,10 +185,10 @@ class Planner:
         beside_s: float = inf,
         now_s: float,
     ) -> LoadPlan:
-        """Make a plan for a prompt, without any effect.
+        """Make a plan for a prompt, without side effects.
 
         Args:
-            lookup: what can be loaded, and what that takes.
+            lookup: what can be loaded, and how long that takes.
             total_tokens: tokens of the prompt.
             resident_tokens: leading tokens that the engine holds.
             ahead_s: how long the engine computes for other requests before this one.
@@ -214,9 +217,9 @@ class Planner:
         return self._trial(candidates, options, best, now_s) or best
 
     def offers(self, lookup: Lookup, plan: LoadPlan) -> list[tuple[int, float]]:
-        """Return the loads that `plan` was chosen among, for reports and without any effect.
+        """Return the loads among which `plan` was chosen, for reports and without side effects.
 
-        Each has its leading tokens, and its expected seconds including those of computing the rest.
+        Each is (leading tokens, expected seconds including computing the rest).
         """
         options = (it for it in lookup.options if plan.resident_tokens < it.tokens <= plan.total_tokens)
         loads = (self._loading(plan, option) for option in options)
@@ -262,7 +265,7 @@ class Planner:
         self._overhead_s = sqrt(self._overhead_s * seconds) if self._overhead_s else seconds
 
     def snapshot(self) -> dict[str, float]:
-        """Return figures for reports."""
+        """Return statistics for reports."""
         costs = self._prefill.costs
         return {
             **{f"{name}_s": value for name, value in zip(("per_step", "per_token", "per_pair"), costs, strict=True)},
@@ -291,7 +294,7 @@ class Planner:
         return replace(plan, risk_s=risk_s, budget=self._budget(_slack_s(plan) + granted_s, plan.ahead_s))
 
     def _risk_s(self, start: int, option: LoadOption) -> float:
-        """Return the expected loss at the worst moment: after the first wait, or after tokens cheaper to compute."""
+        """Return the expected loss at the worst moment: after the wait, or after the tokens cheaper to compute."""
         pace_s = (option.seconds - option.wait_s) / (option.tokens - start)
         cheap_s, per_pair_s = self.seconds_per_token, self._prefill.costs.per_pair_s
         if pace_s <= cheap_s + per_pair_s * start:
@@ -321,7 +324,7 @@ class Planner:
     ) -> LoadPlan | None:
         """Return a trial of the fastest source past `best`, if no load is open and the trial budget covers its loss.
 
-        A source in back-off is not tried, nor are slower ones, because their loads may need it, too.
+        Neither a source in back-off nor slower ones are tried, because loads from slower ones may need it, too.
         """
         slack_s = _slack_s(best)
         if self._open or slack_s > self._trial_budget_s:
@@ -332,7 +335,7 @@ class Planner:
             backoff = self._backoffs.get(plan.source, NO_BACKOFF)
             if now_s < backoff.until_s:
                 return None
-            # However fast the source is, the faster sources before it take their time, too.
+            # However fast the source is, the faster sources before it take time, too.
             gain_s = best.load_s + best.compute_s - plan.compute_s - max(best.load_s, self._overhead_s)
             if gain_s > slack_s:
                 tokens = plan.tokens

@@ -1,7 +1,7 @@
 """Estimates how long computing a prompt takes, from the engine's steps.
 
-A step costs `a` (weights are read, kernels launched), `b` for each token and `c` for each pair of tokens (attention).
-The three are fitted to measured steps and are not negative. Steps of about the same size are kept as one moving
+A step costs `a` (reading weights, launching kernels), `b` for each token and `c` for each pair of tokens (attention).
+The three costs are fitted to measured steps and are never negative. Steps of about the same size are kept as one moving
 average. That bounds memory, and a thousand small steps do not outweigh one large step.
 """
 
@@ -11,8 +11,8 @@ from math import sqrt
 from typing import NamedTuple
 
 PRIOR_PER_TOKEN_S = 4e-4
-"""Estimate before the first measurement: 2,500 tokens per second. It is slow, so that the first load of a process gets
-enough time. Its possible loss is bounded anyway.
+"""Estimate before the first measurement: 2,500 tokens per second. It is slow so that the first load of a process gets
+enough time. The loss of that load is bounded anyway.
 """
 PRIOR_STEP_TOKENS = 100
 """A step is assumed to cost as much as this many tokens. Unlike speed, this differs little between machines."""
@@ -21,7 +21,7 @@ PRIOR_WEIGHT = 1e-6
 NEWEST_SHARE = 0.25
 """Weight of the newest step in the average of its size."""
 OUTLIER_FACTOR = 3.0
-"""A step that takes longer than this many times the average of its size is clipped to it."""
+"""The time of a step is clipped to this many times the average for its size."""
 SIZES_MAX = 64
 FIT_STEPS = 16
 """Steps of known sizes between two fits. A fit takes about 0.2 ms."""
@@ -36,16 +36,16 @@ class Piece(NamedTuple):
     tokens: int
     """Tokens computed."""
     context_tokens: int
-    """Tokens before them, which they attend to."""
+    """Earlier tokens, to which they attend."""
 
     @property
     def pairs(self) -> float:
-        """Pairs of tokens in attention."""
+        """Number of token pairs in attention."""
         return self.tokens * (self.context_tokens + self.tokens / 2)
 
 
 class PrefillCosts(NamedTuple):
-    """Seconds for each step, token and pair."""
+    """Seconds per step, per token and per pair of tokens."""
 
     per_step_s: float = PRIOR_STEP_TOKENS * PRIOR_PER_TOKEN_S
     per_token_s: float = PRIOR_PER_TOKEN_S
@@ -59,7 +59,7 @@ class _Average(NamedTuple):
 
 
 class PrefillEstimator:
-    """The speed of one engine."""
+    """Estimates the prefill speed of one engine."""
 
     def __init__(self) -> None:
         self._averages: dict[tuple[int, int], _Average] = {}
@@ -97,11 +97,11 @@ Matrix = list[list[float]]
 
 
 def _fitted(averages: Collection[_Average]) -> PrefillCosts:
-    """Fit the costs by non-negative least squares: try every subset of the three that may be positive.
+    """Fit the costs by non-negative least squares: try every subset of the three costs as the positive ones.
 
-    Each size gives an equation `terms . costs = 1`, the estimate divided by the measurement, so all sizes weigh the
-    same. If steps of few sizes leave the costs open, two steps with the default ratio of costs, at this engine's speed,
-    determine them.
+    Each size gives an equation `terms . costs = 1`. Its left side is the estimate divided by the measurement, so all
+    sizes have equal weight. If steps of few sizes do not determine the costs, two made-up steps do: they have the
+    default ratio of costs and this engine's speed.
     """
     largest = max(averages, key=lambda one: one.tokens)
     per_token_s = largest.seconds / (PRIOR_STEP_TOKENS + largest.tokens)

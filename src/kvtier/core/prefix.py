@@ -1,6 +1,6 @@
 """Arithmetic over the chunks and groups of a prefix: how many leading tokens can be restored, and from which sources.
 
-A boundary is a token count at which the engine may resume: a multiple of the chunk at which every group is valid.
+A boundary is a token count at which the engine may resume: a multiple of the chunk size at which every group is valid.
 History needs all chunks before it, a window the chunks over its last tokens, and a state the chunk that ends there.
 """
 
@@ -11,22 +11,22 @@ from kvtier.layout import GroupLayout, History, Window
 from kvtier.types import Prefix
 
 Present = Callable[[int, int], bool]
-"""(group, chunk) -> whether that object is available."""
+"""Takes (group, chunk) and returns whether that object is available."""
 
 Sources = tuple[tuple[str, int], ...]
-"""(source, tokens), host memory first. Sources without tokens are left out."""
+"""Pairs of (source, tokens), host memory first. Sources without tokens are left out."""
 
 
 def needed_chunks(group: GroupLayout, prefix: Prefix, tokens: int) -> range:
     """Return the chunks of `group` that a load of the leading `tokens` needs.
 
     Raises:
-        ValueError: `tokens` is not a multiple of the chunk within the prefix.
+        ValueError: `tokens` is not a multiple of the chunk size, or exceeds the prefix.
     """
     full, rest = divmod(tokens, prefix.chunk_tokens)
     if rest or full > len(prefix.keys):
         size = prefix.chunk_tokens
-        raise ValueError(f"{tokens} tokens is not a boundary: allowed are multiples of {size} up to {prefix.tokens}")
+        raise ValueError(f"{tokens} tokens is not a boundary: multiples of {size} up to {prefix.tokens} are allowed")
     if isinstance(group.validity, History):
         return range(full)
     if isinstance(group.validity, Window):
@@ -37,7 +37,7 @@ def needed_chunks(group: GroupLayout, prefix: Prefix, tokens: int) -> range:
 def history_run(
     groups: Sequence[GroupLayout], prefix: Prefix, present: Present, runs: Sequence[int] | None = None
 ) -> int:
-    """Return how many leading chunks are present in every history group: all of them if there is no such group.
+    """Return how many leading chunks are present in every history group; all chunks if there is no such group.
 
     Args:
         groups: the KV groups.
@@ -91,8 +91,8 @@ def load_sources(
 ) -> Sources:
     """Split the leading `tokens` past `resident_tokens` by source. `sources` maps (group, chunk) to its source.
 
-    A chunk counts for the slowest source among its groups. A chunk that no group moves (before a sliding window) counts
-    like the next chunk that is moved.
+    A chunk counts towards the slowest source among its groups. A chunk that no group moves (before a sliding window)
+    counts like the next chunk that is moved.
     """
     slowness = {source: number for number, source in enumerate(order)}
     by_chunk: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Decides when to ask a rank for the chunks that tiers hold, once when each tier is up. Pure."""
+"""Decides when to ask a rank for the chunks that each tier holds: once, when the tier is up. The module is pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from kvtier.types import Outcome, Recall
 
 POLL_S = 0.5
-"""Interval between questions while the rank is still reading."""
+"""Interval between commands while the rank is still reading."""
 
 RETRY_S = 30.0
-"""Pause after a failure, doubled with each further one."""
+"""Pause after a failure. It doubles with each further failure."""
 
 ATTEMPTS_MAX = 4
-"""After this many failures without further records between them, a tier is not asked again."""
+"""After this many failures without new records in between, a tier is not asked again."""
 
 
 @dataclass(slots=True)
@@ -21,21 +21,21 @@ class _TierRecall:
 
     number: int = 1
     position: int = 0
-    """How many records were taken."""
+    """Number of records that have been taken."""
     furthest: int = 0
-    """The most records that one attempt has brought."""
+    """Largest number of records that an attempt has brought."""
     failures: int = 0
     next_s: float = 0.0
     is_wanted: bool = True
     is_asked: bool = False
-    """Whether a command has no answer yet."""
+    """Whether a command is waiting for its answer."""
 
 
 class Recalls:
-    """Recalls of all tiers that may hold texts of chunks.
+    """The recalls of all tiers that may hold texts of chunks.
 
     Args:
-        tiers: their names.
+        tiers: names of these tiers.
         group: index of the KV group.
     """
 
@@ -55,11 +55,11 @@ class Recalls:
         """Record that a command completed with `taken` records, and return the commands to send next.
 
         Args:
-            command: from `due`, or from an earlier call of this method.
+            command: a command from `due`, or from an earlier call of this method.
             outcome: its outcome.
             taken: number of its records.
             now_s: the time.
-            is_last: whether no records follow.
+            is_last: whether no more records follow.
         """
         it = self._tiers[command.tier]
         it.is_asked = False

@@ -1,11 +1,11 @@
-"""Objects that hints keep in host memory until a time, within a share of its slots.
+"""Objects that hints keep in host memory until a given time, within a share of its slots.
 
 A retained object is READY, and no evictor has it. When its retention ends, it is a candidate for eviction again. When
-the share is used up, the oldest retention of the lowest priority ends early, its deepest chunk first. One hint of a
-request retains at most a share of its own.
+the share is used up, the oldest retention of the lowest priority ends early, its deepest chunk first. A request's hint
+also has a share of its own, which it cannot exceed.
 
 If several hints retain an object, only the one of the highest priority counts, and among equals the longest. So a
-client cannot prolong what the operator retains for a time.
+client cannot prolong a retention by the operator.
 """
 
 from collections import OrderedDict
@@ -16,7 +16,7 @@ from kvtier.core.host_residency import READABLE, HostEntry, HostMemory
 from kvtier.types import Prefix, Priority
 
 SLACK = 64
-"""Ends without a retention that are tolerated before a clean-up."""
+"""Number of stale end times that are tolerated before a clean-up."""
 
 
 class Retention:
@@ -25,8 +25,8 @@ class Retention:
     Args:
         host: host memory.
         share: share of each group's slots that may be retained, at least 0 and less than 1.
-        hint_share: the same for one hint of a request; at least one object, if any may be retained.
-        refused: counts the hints of requests that did not retain all that they named, as ``retained``.
+        hint_share: the same for one hint of a request, but at least one object if any may be retained.
+        refused: counts, as ``retained``, the hints of requests that did not retain every object they named.
     """
 
     def __init__(self, host: HostMemory, share: float, hint_share: float, refused: dict[str, int]) -> None:
@@ -39,20 +39,20 @@ class Retention:
         self.counts = [0] * len(host.slots)
         """How many objects of each group are retained."""
         self._ends: dict[HostEntry, tuple[Priority, float]] = {}
-        """Each retained object's priority and end."""
+        """Priority and end time of each retained object."""
         self._by_age = [[OrderedDict[HostEntry, None]() for _ in Priority] for _ in host.slots]
-        """Retained objects of each group and priority: the oldest retention first, and in it children before parents.
-        If several hints retain an object, the newest sets its age, and the highest their priority."""
+        """Retained objects of each group and priority, the oldest retention first, and within it children before
+        parents. If several hints retain an object, its age is that of the newest, and the highest priority counts."""
         self._by_end: dict[float, dict[HostEntry, None]] = {}
         self._deadlines: list[float] = []
-        """Ends, as a heap."""
+        """Heap of end times."""
 
     def most_of(self, priority: Priority) -> list[int]:
         """Return how many objects of each group one hint may retain."""
         return self.most if priority is Priority.OPERATOR else self._most_of_hint
 
     def retain(self, prefix: Prefix, until_s: float, priority: Priority) -> list[HostEntry]:
-        """Retain what host memory has of `prefix`, its start first. Return the objects that are retained now."""
+        """Retain what host memory has of `prefix`, leading chunks first. Return the objects that are retained now."""
         if len(self._deadlines) > 2 * len(self._ends) + SLACK:
             self._deadlines = sorted(self._by_end)
         kept: dict[HostEntry, None] = {}
@@ -115,7 +115,7 @@ class Retention:
             self.expire(max(self._deadlines))
 
     def _end_oldest(self, group: int, kept: Collection[HostEntry], priority: Priority) -> bool:
-        """End the oldest retention of no higher priority and outside `kept`. Return whether there was one."""
+        """End the oldest retention outside `kept` that has no higher priority. Return whether there was one."""
         for by_age in self._by_age[group][: 1 + priority]:
             oldest = next(iter(by_age), None)
             if oldest is not None and oldest not in kept:
@@ -139,7 +139,7 @@ class Retention:
         """Assert that host memory retains exactly the objects with an end, and that counts are right.
 
         Raises:
-            AssertionError: it does not, which is a bug in the core.
+            AssertionError: a retention or count is wrong, which is a bug in the core.
         """
         retained = {entry for entries in self._host.entries for entry in entries.values() if entry.is_retained}
         assert retained == set(self._ends), "a retained object has no end"

@@ -1,7 +1,8 @@
 """Finds where the objects of a prompt are. It reads host memory, and asks every tier for every chunk.
 
 A lookup asks a tier only for what faster ones lack, and a remote tier for few names. A survey is for people, and names
-every place. `probes` sends its probes. A survey changes no decision, but a tier that fails it has failed a probe.
+every place. `tier_searches` sends its probes. A survey changes no decision, but a tier that does not answer it has
+failed a probe.
 """
 
 from collections.abc import Sequence
@@ -13,15 +14,15 @@ from kvtier.layout import GroupLayout, History
 from kvtier.types import Prefix
 
 CHUNKS_MAX = 1024
-"""Most chunks of a survey: 262,144 tokens with chunks of 256."""
+"""Maximum number of chunks in a survey: 262,144 tokens with chunks of 256."""
 
 REMOTE_NAMES = 24
-"""Most names in one probe of a remote tier, about as many as in a round of a lookup."""
+"""Maximum number of names in one probe of a remote tier, about as many as in a round of a lookup."""
 
 
 @dataclass(slots=True, eq=False)
 class Survey:
-    """The places of a prompt's objects, so far."""
+    """The places of a prompt's objects that are known so far."""
 
     prefix: Prefix
     groups: Sequence[GroupLayout]
@@ -32,11 +33,11 @@ class Survey:
     found: dict[str, set[Item]] = field(default_factory=dict[str, set[Item]])
     """Objects that each tier reported as present."""
     silent: dict[str, str] = field(default_factory=dict[str, str])
-    """Why a tier was not asked, or not for everything."""
+    """Why a tier did not answer for every object."""
     unasked: dict[str, list[Item]] = field(default_factory=dict[str, list[Item]])
-    """Objects that each tier has not answered for: its open probe or a later one asks for them."""
+    """Objects that each tier has not answered for. Its open probe or a later one asks for them."""
     is_wanted: bool = True
-    """Whether answers are still taken."""
+    """Whether answers are still accepted."""
 
     @classmethod
     def of(cls, prefix: Prefix, groups: Sequence[GroupLayout], host: HostMemory) -> "Survey":
@@ -54,7 +55,7 @@ class Survey:
 
     @property
     def tokens(self) -> int:
-        """Leading tokens that can be loaded."""
+        """Number of leading tokens that can be loaded."""
         return self.tokens_within(self.prefix.tokens)
 
     def tokens_within(self, most: int) -> int:
@@ -64,11 +65,11 @@ class Survey:
 
     @property
     def history_chunks(self) -> int:
-        """Leading chunks that every history group has. Windows and states may end a hit earlier."""
+        """Number of leading chunks present in every history group. Windows and states may end a hit earlier."""
         return history_run(self.groups, self.prefix, self._is_somewhere)
 
     def places(self, chunk: int) -> dict[str, str]:
-        """Return the places that hold a chunk: ``all`` of its history groups, or a ``part`` of them."""
+        """Return the places that hold a chunk, each with ``all`` or ``part`` of its history groups."""
         history = [number for number, group in enumerate(self.groups) if isinstance(group.validity, History)]
         items = {(self.prefix.keys[chunk], group) for group in history or range(len(self.groups))}
         found = {place: len(items & present) for place, present in ((HOST, self.host), *self.found.items())}
@@ -79,7 +80,7 @@ class Survey:
         return any((self.prefix.keys[chunk], group) in self.left for group in range(len(self.groups)))
 
     def answered(self, tier: str, objects: Sequence[Item], present: Sequence[bool] | None) -> None:
-        """Take the answer of a probe; None means that the tier failed."""
+        """Record the answer to a probe; None means that the tier failed."""
         if not self.is_wanted:
             return
         if present is None:
@@ -92,7 +93,7 @@ class Survey:
             del self.unasked[tier]
 
     def stop(self) -> None:
-        """Take no further answers."""
+        """Accept no further answers."""
         self.is_wanted = False
         self.silent |= dict.fromkeys(self.unasked, "did not answer in time")
 

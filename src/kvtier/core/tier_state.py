@@ -15,7 +15,7 @@ DEMOTE, PROMOTE = Direction.DEMOTE, Direction.PROMOTE
 WAYS: dict[Direction, Way] = {PROMOTE: "read", DEMOTE: "write"}
 
 SUSPECT_MAX = 1 << 16
-"""Most suspect objects per tier. Beyond that the oldest are trusted again."""
+"""Maximum number of suspect objects per tier. Beyond that, the oldest are trusted again."""
 
 PAUSE_S_MIN = 5.0
 PAUSE_S_MAX = 300.0
@@ -26,9 +26,9 @@ ANSWER_WEIGHT = 0.1
 
 REMEMBERED_MAX = 1 << 16
 ABSENT_S = 5.0
-"""How long the answer "absent" of a remote tier is remembered. Other nodes may write the object meanwhile."""
+"""How long a remote tier's answer "absent" is remembered. Other nodes may write the object meanwhile."""
 PRESENT_S = 60.0
-"""How long the answer "present" is remembered. A wrong one costs a failed read."""
+"""How long the answer "present" is remembered. A wrong answer costs a failed read."""
 
 OPENING_RETRY_S = 0.5
 """Delay between trials of a tier that was never open. Trials are free, and the first success puts the tier to use."""
@@ -113,7 +113,7 @@ class FailedReads:
     until_s: float = 0.0
     """The object is left alone until then; infinite while a read of it is stuck."""
     is_replaced: bool = False
-    """Whether a write has replaced the copy. A second one does not end the pause, so that useless ones stop."""
+    """Whether a write has replaced the copy. A second write does not end the pause, so that useless writes stop."""
 
 
 class TierState:
@@ -131,7 +131,7 @@ class TierState:
         self.rules = rules
         self.number = number
         self.breakers = {direction: CircuitBreaker(rules.failures, rules.retry_s) for direction in WAYS}
-        """PROMOTE is for promotions and probes, DEMOTE for demotions, as a tier on a full disk can still be read."""
+        """PROMOTE is for promotions and probes, DEMOTE for demotions: a tier on a full disk can still be read."""
         self.out = {PROMOTE: 0, DEMOTE: 0}
         self.out_bytes = {PROMOTE: 0, DEMOTE: 0}
         self.late = {PROMOTE: 0, DEMOTE: 0}
@@ -143,7 +143,7 @@ class TierState:
         self.answer_s = 0.0
         """Moving average of how long its probes take."""
         self.has_doubts = False
-        """Whether some object is suspect, or reads of it have failed. An attribute, as every promotion reads it."""
+        """Whether any object is suspect or has failed reads. It is an attribute because every promotion reads it."""
         self._suspect: dict[Item, bool] = {}
         """Suspect objects, and whether the next write must drop the copy first."""
         self._failed: OrderedDict[Item, FailedReads] = OrderedDict()
@@ -189,12 +189,12 @@ class TierState:
         return item in self._suspect
 
     def was_dropped(self, item: Item) -> None:
-        """Record that the copy of `item` was dropped. It stays suspect: a probe may have been answered before."""
+        """Record that the copy of `item` was dropped. It stays suspect: an earlier probe may have reported it."""
         if item in self._suspect:
             self._suspect[item] = False
 
     def clear_suspect(self, item: Item) -> bool:
-        """Trust `item` again, as its copy was read or will be replaced. Return whether it must be dropped first."""
+        """Trust `item` again: its copy was read or will be replaced. Return whether the copy must be dropped first."""
         return bool(self._suspect) and self._suspect.pop(item, False)
 
     def read_failed(self, item: Item, now_s: float, *, is_stuck: bool) -> None:
@@ -233,7 +233,7 @@ class TierState:
         return failed is not None and now_s < failed.until_s
 
     def answered(self, items: Sequence[Item], present: Sequence[bool], now_s: float) -> Sequence[bool]:
-        """Remember the tier's answers for `items`, and return them with objects that are left alone as absent."""
+        """Remember the tier's answers for `items`. Return them, with objects that are left alone marked absent."""
         if self.rules.is_remote:
             for item, is_there in zip(items, present, strict=True):
                 self.remember(item, now_s, is_present=is_there)
@@ -242,7 +242,7 @@ class TierState:
         return [it and not self.is_left_alone(item, now_s) for item, it in zip(items, present, strict=True)]
 
     def remember(self, item: Item, now_s: float, *, is_present: bool) -> None:
-        """Keep the answer of a remote tier for other requests, for a bounded time. Tiers with an index answer anew.
+        """Keep the answer of a remote tier for other requests, for a bounded time. Other tiers are asked again.
 
         The answer that a suspect object is present is not kept, so that the next store replaces the object.
         """
@@ -286,7 +286,7 @@ class TierState:
     def ended(self, transfer: Transfer, size_bytes: int, now_s: float, *, is_late: bool, is_fault: bool | None) -> None:
         """Record that a transfer has ended. `is_fault` is None if it was cancelled, which proves nothing.
 
-        A late transfer that ends after its deadline proves nothing more, because it was recorded then.
+        A late transfer that ends after its deadline proves nothing more, because its lateness was already recorded.
         """
         direction = transfer.direction
         self.out[direction] -= 1
@@ -302,7 +302,7 @@ class TierState:
     def record(
         self, direction: Direction, operation: int, now_s: float, *, is_fault: bool, is_late: bool = False
     ) -> None:
-        """Record the result of a read (PROMOTE) or write (DEMOTE). A change of the breaker emits a notice.
+        """Record the result of a read (PROMOTE) or write (DEMOTE). If the breaker opens or closes, emit a notice.
 
         Args:
             direction: PROMOTE or DEMOTE.
@@ -315,21 +315,21 @@ class TierState:
         if is_fault:
             if breaker.failed(now_s, operation):
                 detail = (
-                    f"{way}s failed {breaker.failures} times in a row{', the last by its deadline' * is_late}; "
-                    f"the next try is in {breaker.retry_delay_s:g} s"
+                    f"{way}s failed {breaker.failures} times in a row{', the last by timeout' * is_late}; "
+                    f"the next attempt is in {breaker.retry_delay_s:g} s"
                 )
                 self._output.events.append(TierNotice(self.name, way, is_up=False, detail=detail, is_late=is_late))
                 self._pool.has_stopped |= direction is PROMOTE
         elif breaker.succeeded():
             self._output.events.append(TierNotice(self.name, way, is_up=True, detail=f"{way}s succeed again"))
-            self._remembered.clear()  # it may have come back empty
+            self._remembered.clear()  # the tier may have come back empty
             if direction is PROMOTE:
                 self._end_first_pauses()
             for other in self.breakers.values():
-                other.retry_now(now_s)  # the other way may have had the same cause
+                other.retry_now(now_s)  # the other direction may have failed for the same reason
 
     def _end_first_pauses(self) -> None:
-        """End first pauses, because the tier was away, which may have made reads fail. Longer pauses stay."""
+        """End first pauses, because the reads may have failed while the tier was away. Longer pauses stay."""
         for failed in self._failed.values():
             if failed.pause_s <= PAUSE_S_MIN and failed.until_s != inf:
                 failed.until_s = 0.0
@@ -346,7 +346,7 @@ class TierState:
         """Assert that the limits hold.
 
         Raises:
-            AssertionError: they do not, which is a bug in the core.
+            AssertionError: a limit is exceeded, which is a bug in the core.
         """
         for direction, limit in self.limit.items():
             out, out_bytes = self.out[direction], self.out_bytes[direction]
@@ -361,8 +361,8 @@ class TierState:
 class TierStates:
     """All lower tiers, fastest first.
 
-    A quarter of the slots is for promotions of all tiers, and a quarter for demotions. If all tiers hang, half of host
-    memory is still usable. A tier may use the whole quarter except for what is reserved for the others.
+    Promotions of all tiers share a quarter of the slots, and demotions another quarter. If all tiers hang, half of host
+    memory is still usable. A tier may use the whole quarter except for the slots reserved for the others.
 
     Args:
         tiers: their rules, fastest first.
@@ -379,7 +379,7 @@ class TierStates:
         """How many slots one tier may use in each direction."""
         self.is_single = count == 1
         self.has_stopped = False
-        """Whether reads of a tier have stopped while operations may still wait for some."""
+        """Whether reads of a tier have stopped while operations may still wait for them."""
         self.by_name = {rules.name: TierState(rules, number, self, output) for number, rules in enumerate(tiers)}
         self.all = tuple(self.by_name.values())
         for name in down:
@@ -404,7 +404,7 @@ class TierStates:
         """Assert that the limits hold. `out` counts transfers in flight by direction.
 
         Raises:
-            AssertionError: they do not, which is a bug in the core.
+            AssertionError: a limit is exceeded, which is a bug in the core.
         """
         for direction in (PROMOTE, DEMOTE):
             assert out[direction] == sum([tier_state.out[direction] for tier_state in self.all]), (

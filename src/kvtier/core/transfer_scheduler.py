@@ -2,7 +2,7 @@
 
 Deadlock cannot occur because no operation holds a slot while it waits for another slot. Readable objects are scattered
 at once, in any order. A promotion needs one slot and frees it after its scatters. Stores use the slots that loads do
-not need, and wait for a bounded time. A relay has a slot of the staging area.
+not need, and wait for a bounded time. A relay uses a slot of the staging area.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import COPYING, LoadOperation, OpenOperations, StoreOperation, WorkItem
 from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
-from kvtier.core.probes import Probes
+from kvtier.core.tier_searches import Probes
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.types import SEVERITY, Cancel, Direction, Drop, Outcome, Transfer
 
@@ -37,18 +37,18 @@ class InFlightTransfer:
     transfer: Transfer
     entry: HostEntry
     item: WorkItem | None = None
-    """The item of a store that is gathered, or of a load that is scattered."""
+    """The item that is gathered for a store or scattered for a load."""
     relay_to: str = ""
-    """The tier to which a relayed object is on its way."""
+    """The tier to which the object is relayed."""
     outcome: Outcome = Outcome.DONE
     is_fault: bool = False
     is_late: bool = False
     is_cancelled: bool = False
     """Whether a Cancel was sent. It may come too late."""
     is_blamed: bool = False
-    """Whether it is a promotion past its deadline, whose object is left alone."""
+    """Whether it is a promotion past its deadline, so that its object is left alone for a time."""
     is_doubted: bool = False
-    """Whether that alone made the copy suspect."""
+    """Whether this promotion alone made the copy suspect."""
 
 
 class TransferScheduler:
@@ -77,10 +77,10 @@ class TransferScheduler:
         self._estimators = estimators
         self._out = {GATHER: 0, SCATTER: 0}
         self._deadlines: list[tuple[float, int]] = []
-        """(time, transfer) as a heap."""
+        """Heap of (time, transfer)."""
 
     def stop(self, work: LoadOperation | StoreOperation) -> None:
-        """Stop `work`, which ends when none of its transfers is in flight. Cancel what only a stopped load needs."""
+        """Stop `work`, which ends when no transfer of it is in flight. Cancel those that only a stopped load needs."""
         self._operations.stop(work)
         if isinstance(work, StoreOperation):
             return
@@ -227,7 +227,7 @@ class TransferScheduler:
         if flight.outcome is CORRUPT:
             self._output.counters.corrupt += 1
             self._output.commands.append(Drop(tier_state.name, entry.key, entry.group))
-            if self._host.stages_only:  # the tier may report or keep the copy until it is written again
+            if self._host.stages_only:  # the tier may report or keep the copy until the object is written again
                 tier_state.mark_suspect([item])
             for waiter in waiters:
                 if isinstance(waiter.work, LoadOperation):
@@ -239,10 +239,10 @@ class TransferScheduler:
             self._pending_writes.lost(item, tier_state.name)
 
     def _judge_read(self, flight: InFlightTransfer, tier_state: TierState, now_s: float) -> None:
-        """Note whether the tier's copy can be read, and how long it is left alone otherwise."""
+        """Note whether the tier's copy can be read. If not, leave it alone for a time."""
         item, outcome = (flight.entry.key, flight.entry.group), flight.outcome
         if outcome is DONE or outcome is CORRUPT or (flight.is_doubted and outcome is CANCELLED):
-            tier_state.clear_suspect(item)  # a late one that was cancelled has waited behind others and read nothing
+            tier_state.clear_suspect(item)  # a late read that was cancelled waited behind others and read nothing
         elif flight.is_fault and not flight.is_blamed:
             self._read_failed(flight, now_s)  # the tier has a copy that cannot be read, as on a bad block
         if flight.is_blamed and outcome is not CANCELLED:
@@ -251,7 +251,7 @@ class TransferScheduler:
             tier_state.read_answered(item)
 
     def _read_failed(self, flight: InFlightTransfer, now_s: float) -> None:
-        """Leave alone, for a time, the copy that a promotion reads, even for requests that found it before."""
+        """For a time, leave alone the copy that a promotion reads, even for requests that found it before."""
         item, tier_state = (flight.entry.key, flight.entry.group), self._tiers.by_name[flight.transfer.tier]
         flight.is_doubted = not tier_state.is_suspect(item)
         tier_state.read_failed(item, now_s, is_stuck=flight.is_blamed)
@@ -285,7 +285,7 @@ class TransferScheduler:
         return next(iter(self._probes.tiers_for(load.request, (key, 0))), HOST)
 
     def _overdue(self, flight: InFlightTransfer, now_s: float) -> None:
-        """Let operations go on without a transfer that is overdue or given up. Its thread may still run."""
+        """Let operations continue without a transfer that is overdue or given up. Its thread may still be running."""
         flight.is_late = True
         self._output.counters.late += 1
         transfer, entry = flight.transfer, flight.entry
@@ -304,7 +304,7 @@ class TransferScheduler:
     # ---- starting transfers ----------------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> None:
-        """Start what limits and slots allow: scatters first, then promotions, gathers and demotions."""
+        """Start the transfers that limits and slots allow: scatters first, then promotions, gathers and demotions."""
         if self._tiers.has_stopped:
             self._give_up(now_s)
         if self._operations.scatters:
@@ -318,7 +318,7 @@ class TransferScheduler:
             has_gathered = may_gather and self._advance_stores(now_s)
             has_dropped = self._advance_demotions(now_s)
             has_relayed = self._host.has_staging and self._advance_relays(now_s)
-            # A get may name an object twice, in the queues of two tiers. A relay may take the slot of a get.
+            # A get may name an object twice, in the queues of two tiers. A relay may take a slot that a get needs.
             is_again = self._host.stages_only and (has_promoted or has_relayed)
             is_again |= has_dropped or (has_promoted and len(loads) > 1)
             may_start_more = is_again or (has_gathered and bool(loads))
@@ -376,7 +376,7 @@ class TransferScheduler:
     def _advance_prefetches(self, now_s: float) -> bool:
         """Promote objects of prefetches while no load wants promotions. Return whether a promotion started.
 
-        The operator's come first. Prefetches use up to half of a tier's limit in flight, and drop no pending writes.
+        Those of the operator come first. Prefetches use up to half of a tier's limit and drop no pending writes.
         """
         if any(load.todo for load in self._operations.loads.values()):
             return False
@@ -432,7 +432,7 @@ class TransferScheduler:
         """Promote objects of a get from one tier, and add groups without a slot to `full`.
 
         Returns:
-            Whether a promotion started, or an object that is now left alone in this tier must go to the next one.
+            Whether a promotion started, or an object must go to the next tier because this one leaves it alone.
         """
         items, has_promoted = get.aside[tier_state.name], False
         while items:
@@ -559,7 +559,7 @@ class TransferScheduler:
         self._send(DEMOTE, entry, now_s, tier=tier_state.name)
 
     def _advance_relays(self, now_s: float) -> bool:
-        """Write objects that a faster tier holds to slower ones. Return whether a relay started."""
+        """Relay objects from faster tiers to slower ones. Return whether a relay started."""
         has_started = False
         is_loading = any(load.todo or any(load.aside.values()) for load in self._operations.loads.values())
         is_loading |= self._host.stages_only and self._operations.wanted > 0  # puts want slots, too
@@ -596,7 +596,7 @@ class TransferScheduler:
         output = self._output
         tier_state = self._tiers.by_name[tier] if tier else None
         limit_s = COPY_DEADLINE_S if tier_state is None else tier_state.rules.transfer_deadline_s
-        transfer = Transfer(  # positional: this runs for every object, and keywords cost half as much again
+        transfer = Transfer(  # positional: this runs for every object, and keywords take half as long again
             output.new_id(),
             direction,
             entry.key,
@@ -623,7 +623,7 @@ class TransferScheduler:
         """Assert that pins and limits match the transfers in flight.
 
         Raises:
-            AssertionError: they do not, which is a bug in the core.
+            AssertionError: they do not match, which is a bug in the core.
         """
         pins: dict[HostEntry, int] = {}
         writing: set[tuple[HostEntry, str]] = set()

@@ -1,1 +1,1 @@
-"""The interface of a copier between an engine's blocks and host slots, and the page lock of host memory."""
+"""The interface of copiers between an engine's blocks and host slots, and page locks on host memory."""

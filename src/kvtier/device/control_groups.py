@@ -8,18 +8,18 @@ OWN = Path("/proc/self/cgroup")
 
 
 def control_groups(text: str) -> list[tuple[str, str]]:
-    """Return (controllers, path) of each line of /proc/self/cgroup. Version 2 has no controllers there."""
+    """Return (controllers, path) for each line of /proc/self/cgroup. Version 2 lists no controllers there."""
     rows = [line.split(":", 2) for line in text.splitlines()]
     return [(row[1], row[2]) for row in rows if len(row) == 3]
 
 
 def levels(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of each group that may limit `controller`, innermost first, and whether it is of version 2.
+    """Yield the folder of each group that may limit `controller`, innermost first, and whether it is version 2.
 
-    The root is among them even if the process is in a deeper group: a container sees its own group there.
+    The root is always included, because a container sees its own group there.
 
     Args:
-        controller: its name in version 1.
+        controller: the name of the controller in version 1.
         root: where the hierarchies are mounted.
         own: a file like /proc/self/cgroup.
     """
@@ -32,7 +32,7 @@ def levels(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[tupl
 
 
 def memory_limit(root: Path = ROOT, own: Path = OWN) -> tuple[int, Path] | None:
-    """Return the smallest memory limit of this process's groups, and its file. Every group above a process counts."""
+    """Return the smallest memory limit of this process's groups, including their ancestors, and its file."""
     files = [
         folder / ("memory.max" if is_version_2 else "memory.limit_in_bytes")
         for folder, is_version_2 in levels("memory", root, own)
@@ -42,7 +42,7 @@ def memory_limit(root: Path = ROOT, own: Path = OWN) -> tuple[int, Path] | None:
 
 
 def text_of(path: Path) -> str:
-    """Return the content of one of the kernel's files; empty if it cannot be read."""
+    """Return the contents of a kernel file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:

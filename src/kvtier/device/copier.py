@@ -13,8 +13,8 @@ class Copier(Protocol):
     """Copies one chunk of one KV group. Mover threads call it concurrently for different slots.
 
     `payload` is the slot's payload: a writable, page-aligned view of `GroupLayout.payload_bytes` bytes. A copier fills
-    each layer's part and leaves padding alone. `blocks` is an address that only the copier interprets. It may raise any
-    exception; the mover turns it into a failed transfer.
+    each layer's part and leaves padding alone. `blocks` is an address that only the copier interprets. A copier may
+    raise any exception; the mover turns it into a failed transfer.
     """
 
     def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
@@ -26,5 +26,5 @@ class Copier(Protocol):
         ...
 
     def done(self, fence: Fence) -> bool:
-        """Whether the copy of `fence` is complete. Never blocks."""
+        """Return whether the copy of `fence` is complete. Never block."""
         ...

@@ -1,12 +1,12 @@
-"""Page-locks host memory for copies to and from a CUDA device. Imports torch.
+"""Page-locks host memory for copies to and from a CUDA device. This module imports torch.
 
 Locking a few GB takes about a second, because the kernel must fault in each page. So a thread does it after the start;
-until then copies run at the speed of pageable memory. It locks parts of whole slots: the driver rejects a copy that
-crosses the edge of a locked range, and blocks its other calls while it locks. All calls are made in that thread,
-because CUDA keeps an error for the calling thread, where torch would raise it.
+until then copies run at the speed of pageable memory. The thread locks ranges of whole slots, because the driver
+rejects a copy that crosses the edge of a locked range. While it locks a range, the driver blocks its other calls.
+Only this thread makes these calls: CUDA keeps an error for the calling thread, where torch would raise it.
 
-At the same time a starting engine captures CUDA graphs. By default the driver then refuses to lock in any thread
-(error 900), and the capture fails with it. So the thread first declares that captures do not concern it.
+Meanwhile a starting engine captures CUDA graphs. By default the driver then refuses to lock in any thread
+(error 900), and the capture fails, too. So the thread first declares that captures do not affect its calls.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ from kvtier.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 256 << 20
-"""Approximate bytes that one call locks; the driver blocks other calls for about 50 ms meanwhile."""
+"""Approximate bytes that one call locks. During the call, the driver blocks other calls for about 50 ms."""
 STOP_DEADLINE_S = 2.0
-"""How long `unlock` waits for a call that locks. After that the memory stays mapped until the process ends."""
+"""How long `unlock` waits for a locking call to return. After that the memory stays mapped until the process ends."""
 UNLOCK_DEADLINE_S = 10.0
-"""How long `unlock` waits for each call that unlocks."""
+"""How long `unlock` waits for each unlocking call."""
 WORD_S = 10.0
-"""With mode ``on``, a start that waits longer logs what it waits for."""
+"""In mode ``on``, a start that waits longer than this logs the reason."""
 
 _MEANINGS = {
     1: "invalid value",
@@ -43,10 +43,10 @@ _MEANINGS = {
 
 _NOT_SUPPORTED = 801
 _RELAXED = 2
-"""The capture mode of a thread whose calls no capture forbids."""
+"""The capture mode in which captures do not restrict a thread's calls."""
 
 _told: set[str] = set()
-"""Failures that this process has logged, for any mapping."""
+"""Failures that this process has already logged, for any mapping."""
 _telling = threading.Lock()
 
 
@@ -54,7 +54,7 @@ class CudaRegistrar:
     """The two calls of the CUDA runtime. Each returns 0 or an error code.
 
     Args:
-        device: the CUDA device that the calling thread uses from then on; None leaves it as it is. A new thread starts
+        device: the CUDA device that the calling thread uses from then on; None leaves it unchanged. A new thread starts
             on device 0, where the first call would take a few hundred MiB for a context.
     """
 
@@ -65,7 +65,7 @@ class CudaRegistrar:
 
     def register(self, address: int, size_bytes: int) -> int:
         """Page-lock `size_bytes` bytes at `address`, for all devices."""
-        runtime = self._runtime()  # the driver is initialized before its mode is set
+        runtime = self._runtime()  # initializes the driver before its mode is set
         return _relaxed() or int(runtime.cudaHostRegister(address, size_bytes, self._PORTABLE))
 
     def unregister(self, address: int) -> int:
@@ -106,8 +106,8 @@ class Lock:
     Args:
         registrar: makes the driver calls.
         address: start of the mapping.
-        size_bytes: its length.
-        unit_bytes: size of a slot; no copy crosses a multiple of it. 0 locks the mapping in one call.
+        size_bytes: length of the mapping.
+        unit_bytes: size of a slot; no copy crosses a slot boundary. 0 locks the mapping in one call.
         is_required: whether the caller raises an error after a failure. Otherwise the failure is logged.
     """
 
@@ -122,9 +122,9 @@ class Lock:
         self.size_bytes = size_bytes
         self.locked_bytes = 0
         self.error = 0
-        """CUDA error code that stopped the locking; -1 after an exception."""
+        """The CUDA error code that stopped the locking; -1 after an exception."""
         self.failure = ""
-        """The error in words; empty if there is none."""
+        """A description of the error; empty if there is none."""
         self.ended = threading.Event()
         """Set when nothing more will be locked."""
         self._refusal = ""
@@ -172,7 +172,7 @@ class Lock:
                     return
                 self._locked.append(address)
                 self.locked_bytes += size_bytes
-        except Exception as error:  # noqa: BLE001 - torch raises it without a usable device
+        except Exception as error:  # noqa: BLE001 - torch raises one if no device is usable
             self.error, self.failure = -1, repr(error)
 
     def _unlock_all(self) -> None:
@@ -211,10 +211,10 @@ def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callabl
                     "With auto the start does not wait",
                     *(made.locked_bytes >> 20, size_bytes >> 20, WORD_S),
                 )
-            # No deadline: "on" asks to wait for as long as the kernel faults in pages.
+            # There is no deadline: "on" means to wait until the kernel has faulted in all pages.
             made.ended.wait(timeout=None)
             if made.failure:
-                with suppress(RuntimeError):  # what is raised here says more
+                with suppress(RuntimeError):  # the error raised below says more
                     made.unlock()
                 raise ConfigError(
                     f"host.page_lock = on: {explained(made)} Allowed: a smaller host.capacity_bytes, or auto"
@@ -225,7 +225,7 @@ def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callabl
 
 
 def explained(lock: Lock) -> str:
-    """Describe how much is locked, what stopped the locking, and the limits of this host."""
+    """Describe how much memory is locked, what stopped the locking, and the limits of this host."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limits = [f"locked memory {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit >> 10} KiB'} (ulimit -l)"]
     if (bound := memory_limit()) is not None:

@@ -1,4 +1,4 @@
-"""Inspect and repair stores from outside the process that uses them."""
+"""Inspects and repairs stores from outside the process that uses them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -26,8 +26,8 @@ def open_store(where: str | Path | TierSettings, settings: Callable[[], Loaded] 
     """Return the inspector of a store.
 
     Args:
-        where: a store's directory, a tier as `--tier` takes it, or a configured tier.
-        settings: loads the settings, which hold the secret of a shared tier.
+        where: a store's directory, a tier in the form of `--tier`, or a configured tier.
+        settings: loads the settings, which contain the secret of a shared tier.
 
     Raises:
         ConfigError: `where` holds no store of a known kind and version.
@@ -51,14 +51,14 @@ def open_store(where: str | Path | TierSettings, settings: Callable[[], Loaded] 
             raise ConfigError(f"{place}: a shared tier needs its secret; set store.secret_file")
         context = TierContext(layout=layout, key_id=None if secret is None else key_id(secret))
         views = [ScannedTier(kind.open(tier, context), place)]
-    if not views and not kind.is_shared(tier):  # a shared one is empty until the first store
+    if not views and not kind.is_shared(tier):  # a shared tier is empty until the first store
         raise ConfigError(f"{place} holds no store of kind {kind.name}")
     folder = kind.folder(tier)
     return StoreInspector(views, place, {} if folder is None else _classes(folder))
 
 
 def _classes(root: Path) -> dict[str, str]:
-    """Return the class of the engines of each model that has a note in `root`, as `StoreInspector` takes it."""
+    """Return the lossy class for each model that has a note in `root`, in the form for `StoreInspector`."""
     found: dict[str, str] = {}
     for note in notes.read(root):
         match note:
@@ -72,7 +72,7 @@ def _classes(root: Path) -> dict[str, str]:
 
 
 def health_of(where: str | Path | TierSettings) -> Health:
-    """Return the health of the store in a directory, or of a tier's only store. `where` is as in `open_store`.
+    """Return the health of the store in a directory, or of a tier's only store. See `open_store` for `where`.
 
     Raises:
         ConfigError: there is no such store, a tier has several, or the store records no health.
@@ -91,13 +91,13 @@ def health_of(where: str | Path | TierSettings) -> Health:
 
 
 def is_sealed_store(where: str | Path | TierSettings) -> bool:
-    """Return whether `where` (as in `open_store`) is a tier that seals. False for a directory, which does not tell."""
+    """Return whether `where` (see `open_store`) is a tier that seals. False for a directory, which does not say."""
     tier = named_tier(where)
     return tier is not None and registry.is_sealed(tier)
 
 
 def keys_of(file: Path | None, settings: Callable[[], Loaded]) -> Keyring | None:
-    """Return the keys of sealed frames in `file`, or else those of the settings. None: there are none.
+    """Return the keys of sealed frames from `file`, or else from the settings; None if there are none.
 
     Raises:
         ConfigError: the keys cannot be read.
@@ -119,7 +119,7 @@ def keys_of(file: Path | None, settings: Callable[[], Loaded]) -> Keyring | None
 
 
 def named_tier(where: str | Path | TierSettings) -> TierSettings | None:
-    """Return the tier that settings or a string name. None: `where` is a path."""
+    """Return the tier that `where` names; None if `where` is a path."""
     if isinstance(where, TierSettings):
         return where
     text = str(where)
@@ -128,12 +128,12 @@ def named_tier(where: str | Path | TierSettings) -> TierSettings | None:
 
 
 def repair_store(where: str | Path | TierSettings) -> list[str]:
-    """Mend what keeps a store from opening, such as a missing marker. `where` is as in `open_store`.
+    """Repair defects that prevent a store from opening, such as a missing marker. See `open_store` for `where`.
 
-    Returns what was done, in sentences. It is empty if nothing was wrong.
+    Return the repairs in sentences; empty if nothing was wrong.
 
     Raises:
-        ConfigError: nothing can be mended, there are foreign files, or a process has the store open.
+        ConfigError: nothing can be repaired, there are foreign files, or a process has the store open.
         TierError: the store cannot be read or written.
         OSError: the store cannot be read or written.
     """

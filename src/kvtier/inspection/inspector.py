@@ -1,6 +1,6 @@
-"""The operations of `kvtier inspect` on stores of any kind, through `tier.store_view.StoreView`.
+"""Implements the operations of `kvtier inspect` on stores of any kind, through `tier.store_view.StoreView`.
 
-Inspection takes no lock and writes nothing, so it may run while other processes use the store. It leaves out objects
+Inspection takes no lock and writes nothing, so it may run while other processes use the store. It skips objects
 that disappear meanwhile. Only operations that remove or rewrite objects open the store.
 """
 
@@ -46,9 +46,9 @@ _THREADS = 4
 _BATCH = 16 * _THREADS
 _PAGE = 1000
 _WRITES = 3
-"""Attempts to write an object that was sealed anew."""
+"""Number of attempts to write a resealed object."""
 _BAD = {"damaged", "forged", "unsealed"}
-"""Outcomes that a repair removes. It keeps other tenants' objects, although inspection sees their names."""
+"""Outcomes of objects that a repair removes. It keeps other tenants' objects, although inspection sees their names."""
 
 
 def _ignore(_amount: float) -> None:
@@ -60,8 +60,8 @@ class StoreInspector:
 
     Args:
         views: the stores.
-        place: where the stores are, for people.
-        classes: the class (`store.loss`) of each model's engines, by the first digits of its id, if a note tells it.
+        place: the location of the stores, for messages.
+        classes: the class (`store.loss`) of each model's engines from its note, by the first digits of the model's id.
     """
 
     def __init__(self, views: Sequence[StoreView], place: str, classes: Mapping[str, str] = _NO_CLASSES) -> None:
@@ -71,7 +71,7 @@ class StoreInspector:
         self._local = threading.local()
 
     def objects(self, advance: Callable[[float], None] = _ignore) -> list[ObjectFile]:
-        """Return all objects, sorted by name. Call `advance` with the number found since the last call."""
+        """Return all objects, sorted by name. Call `advance` with the number of objects found since the last call."""
         found: list[ObjectFile] = []
         for at, view in enumerate(self.views):
             listed = (stored._replace(store=at) for stored in view.objects())
@@ -81,7 +81,7 @@ class StoreInspector:
         return sorted(found, key=lambda stored: (stored.name, stored.store))
 
     def purge(self, *, force: bool) -> Purge:
-        """Remove the stores, each as `StoreView.purge` does."""
+        """Remove the stores; see `StoreView.purge`."""
         result = Purge(directory=self.place)
         for view in self.views:
             one = view.purge(force=force)
@@ -92,7 +92,7 @@ class StoreInspector:
         return result
 
     def listing(self, *, limit: int, after: str = "", advance: Callable[[float], None] = _ignore) -> Listing:
-        """List at most `limit` objects with names after `after` (hexadecimal digits). `advance` is as in `objects`."""
+        """List at most `limit` objects with names after `after` (hexadecimal digits). See `objects` for `advance`."""
         found = self.objects(advance)
         start = bisect_right(found, after.lower(), key=lambda stored: stored.name.hex())
         page = found[start : start + limit]
@@ -108,7 +108,7 @@ class StoreInspector:
         Args:
             found: objects that `objects` returned.
             advance: see above.
-            reads_heads: False reads a head only if the object's path does not name its model.
+            reads_heads: whether to read every head. If False, read a head only if the object's path names no model.
         """
 
         def row_of(stored: ObjectFile) -> ObjectRow | None:
@@ -152,7 +152,7 @@ class StoreInspector:
         """Return the head and the section table of one object.
 
         Raises:
-            ConfigError: the object disappeared.
+            ConfigError: the object has disappeared.
         """
         row = self.row(stored)
         if row is None:
@@ -183,7 +183,7 @@ class StoreInspector:
         Args:
             found: objects that `objects` returned.
             advance: see above.
-            seals: the known keys. If a frame's key is not among them, only its checksums are verified.
+            seals: the known keys. Without a frame's key, only its checksums are verified.
 
         Raises:
             ConfigError: the package for the seal is missing.
@@ -205,7 +205,7 @@ class StoreInspector:
 
         Raises:
             ConfigError: the store cannot be opened.
-            TierError: another process has it open, and it is not shared.
+            TierError: another process has the store open, and it is not shared.
         """
         bad = {item.name for item in result.bad_objects}
         suspects = [stored for stored in found if stored.name.hex() in bad]
@@ -225,23 +225,23 @@ class StoreInspector:
     def free(
         self, wanted: Sequence[ObjectFile], is_wanted: Callable[[ObjectFile], bool], advance: Callable[[float], None]
     ) -> ObjectCount:
-        """Remove the objects that `selected` returned. Call `advance` with 1 after each. Raises as `repair` does."""
+        """Remove the objects that `selected` returned. Call `advance` with 1 after each. See `repair` for errors."""
         removed = self._removed(wanted, is_wanted, advance)
         return ObjectCount(objects=len(removed), bytes=sum(stored.size_bytes for stored in removed))
 
     def is_old(self, stored: ObjectFile) -> bool:
-        """Whether an object's frame has an earlier format. Reads its head.
+        """Read an object's head and return whether its frame has an earlier format.
 
-        A frame of the present format whose version is damaged does not count as old.
+        A frame in the current format whose version is damaged does not count as old.
         """
         row = self.row(stored)
         return row is not None and row.version is not None and row.version < VERSION
 
     def is_of(self, model: str, age_s: float | None, stored: ObjectFile) -> bool:
-        """Whether an object belongs to a model and has not been used for `age_s` seconds.
+        """Return whether an object belongs to a model and has not been used for `age_s` seconds.
 
         Args:
-            model: first hexadecimal digits of the model id; empty accepts any. Reads the head if the path names no
+            model: first hexadecimal digits of the model id; empty accepts any. The head is read if the path names no
                 model.
             age_s: None accepts any age. An object whose last use is unknown is never old enough.
             stored: the object.
@@ -253,7 +253,7 @@ class StoreInspector:
         return known is not None and (known.model or "").startswith(model.lower())
 
     def row(self, stored: ObjectFile) -> ObjectRow | None:
-        """Return the row of one object. None: it disappeared."""
+        """Return the row of one object; None if the object has disappeared."""
         bare = _bare(stored)
         try:
             with self._opened(stored) as reader:
@@ -281,7 +281,7 @@ class StoreInspector:
         )
 
     def check(self, stored: ObjectFile, seals: Seals | None) -> ReadResult | None:
-        """Read and verify one object. `seals` is as in `verify`. None: the object disappeared."""
+        """Read and verify one object; None if it has disappeared. See `verify` for `seals`."""
 
         def verified(reader: ObjectReader, head: Head) -> ReadResult:
             outcome = self._verify_sections(reader, head, seals)
@@ -291,7 +291,7 @@ class StoreInspector:
         return self._found(stored, verified)
 
     def _found(self, stored: ObjectFile, act: Callable[[ObjectReader, Head], ReadResult]) -> ReadResult | None:
-        """Return what `act` finds in an object of the right length, or why it cannot. None: the object disappeared."""
+        """Return the result of `act` on an object of the right length, or its error; None if it has disappeared."""
         try:
             with self._opened(stored) as reader:
                 head = _head(stored, reader)
@@ -310,18 +310,18 @@ class StoreInspector:
     def reseal(
         self, found: Sequence[ObjectFile], seals: Seals, advance: Callable[[float], None], *, plain_too: bool = False
     ) -> Outcomes:
-        """Seal frames of earlier epochs anew, with the present key of their tenant.
+        """Reseal frames of earlier epochs with the current key of their tenant.
 
-        A writer never replaces an object. So each object is read, sealed, deleted and written. If writing fails after
-        deleting, the object is a miss, and no further object is touched.
+        A writer never replaces an object. So each object is read, sealed, deleted and written. If the write fails after
+        the deletion, the object is a miss, and no further object is changed.
 
-        Outcomes: `resealed`; `current` (already sealed with the present key of its tenant); `left` (no seal, or a key
-        or tenant that was not asked for); `lost` (deleted and not written again); or an outcome of `BadObject`.
+        Outcomes: `resealed`; `current` (already sealed with the current key of its tenant); `left` (no seal, or another
+        key or tenant than requested); `lost` (deleted and not written again); or an outcome of `BadObject`.
         `bad_objects` lists lost, damaged, forged and unreadable objects. `bytes` counts resealed frames.
 
         Args:
             found: objects that `objects` returned.
-            seals: the keys, and the tenant whose frames are sealed anew. None: all tenants that have keys.
+            seals: the keys, and the tenant whose frames are resealed; None means all tenants that have keys.
             advance: called with the bytes of each of `found`.
             plain_too: also seal frames that have no seal, for `seals.tenant`.
 
@@ -347,7 +347,7 @@ class StoreInspector:
         is_doomed: Callable[[ObjectFile], bool],
         advance: Callable[[float], None] = _ignore,
     ) -> list[ObjectFile]:
-        """Remove those of `suspects` that `is_doomed` still accepts."""
+        """Remove the `suspects` that `is_doomed` still accepts."""
 
         def remove(tier: Tier, stored: ObjectFile) -> bool:
             if is_gone := is_doomed(stored):
@@ -362,7 +362,7 @@ class StoreInspector:
         found: Sequence[ObjectFile],
         advance: Callable[[float], None] = _ignore,
     ) -> Iterator[tuple[ObjectFile, _Answer]]:
-        """Run `act` on each of `found`, with its store as a tier. Open only stores that have some."""
+        """Run `act` on each of `found`, with its store as a tier. Open only stores that hold some of them."""
         for at, view in enumerate(self.views):
             if mine := [stored for stored in found if stored.store == at]:
                 with view.opened_tier() as tier:
@@ -387,7 +387,7 @@ class StoreInspector:
         return self.views[stored.store].opened(stored)
 
     def _verify_sections(self, reader: ObjectReader, head: Head, seals: Seals | None) -> str:
-        """Verify tags if the key is known, else checksums. Return `good`, `sealed` or `plain`.
+        """Verify tags if the key is known, and checksums otherwise. Return `good`, `sealed` or `plain`.
 
         Raises:
             CorruptChunkError: the object is damaged or forged, or lacks the seal that is required.
@@ -412,10 +412,10 @@ class StoreInspector:
 
 
 class _Renewal:
-    """Seals objects anew until one is lost. Thread-safe.
+    """Reseals objects until one is lost. Thread-safe.
 
     Args:
-        seals: the keys, and the tenant whose frames are sealed anew. None: all tenants that have keys.
+        seals: the keys, and the tenant whose frames are resealed; None means all tenants that have keys.
         plain_too: also seal frames that have no seal, for `seals.tenant`.
     """
 
@@ -427,7 +427,7 @@ class _Renewal:
         """Read, seal, delete and write one object.
 
         Raises:
-            CorruptChunkError: the object is damaged, forged, or another tenant's. It stays as it is.
+            CorruptChunkError: the object is damaged, forged, or another tenant's. It is left unchanged.
             TierError: the object cannot be deleted.
         """
         key = self._key(head)
@@ -451,7 +451,7 @@ class _Renewal:
         return ReadResult("lost", f"deleted, and not written again: {why}")
 
     def _key(self, head: Head) -> SealKey | None:
-        """Return the present key of the frame's tenant. None: leave the frame as it is."""
+        """Return the current key of the frame's tenant; None to leave the frame unchanged."""
         keyring, tenant, _ = self._seals
         if not head.seal:
             return keyring.sealing(tenant or "") if self._plain_too else None
@@ -463,7 +463,7 @@ class _Renewal:
 
 
 def _bare(stored: ObjectFile) -> ObjectRow:
-    """Return what is known of an object without reading it."""
+    """Return the row of an object with the fields known without reading it."""
     age_s = None if stored.used_s is None else max(time.time() - stored.used_s, 0.0)
     return ObjectRow(
         name=stored.name.hex(),
@@ -483,13 +483,13 @@ def _head(stored: ObjectFile, reader: ObjectReader) -> Head:
 
 
 def _read(reader: ObjectReader, count: int) -> memoryview:
-    """Return the first `count` bytes, or all of a shorter object."""
+    """Return the first `count` bytes, or the whole object if it is shorter."""
     into = memoryview(bytearray(count))
     return into[: reader.read(into)]
 
 
 def _counts(rows: list[ObjectRow], of: Callable[[ObjectRow], str | None]) -> dict[str, ObjectCount]:
-    """Count the rows by the value of `of`. Leave out rows without one."""
+    """Count the rows by the value of `of`, and skip rows without one."""
     counts: dict[str, ObjectCount] = defaultdict(ObjectCount)
     for row in rows:
         if (what := of(row)) is not None:
@@ -535,7 +535,7 @@ def _codec_name(number: int) -> str:
 
 
 def _has_token_ids(head: Head, seals: Seals | None) -> bool:
-    """Whether the sealed head of a verified frame has token ids. False if it cannot be opened here."""
+    """Return whether the sealed head of a verified frame has token ids. False if it cannot be opened here."""
     try:
         return bool(head.seal) and bool(opened_identity(head, open_seal(head, seals)[1]).text)
     except (CorruptChunkError, UnreadableChunkError):

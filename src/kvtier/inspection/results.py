@@ -1,4 +1,4 @@
-"""What the operations of `inspection.inspector` return; `kvtier inspect --json` prints them."""
+"""Results of the operations in `inspection.inspector`. `kvtier inspect --json` prints them."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,28 +8,28 @@ from kvtier.tier.store_view import ObjectFile, Usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectRow:
-    """One object, as its file and the head of its frame describe it."""
+    """One object, as described by its file and the head of its frame."""
 
     name: str
     size_bytes: int
     used: float | None
-    """Last known use, in seconds since 1970. Other processes record theirs about once a minute. None: unknown."""
+    """Last known use, in seconds since 1970; None if unknown. Other processes record uses about once a minute."""
     age_s: float | None
     group: int | None = None
     """This field, part, depth, tokens and parent are None if the frame is sealed."""
     part: str | None = None
-    """Layers and heads of the group, or the rank if the heads are unknown."""
+    """The layers and heads of the group, or the rank if the heads are unknown."""
     depth: int | None = None
     tokens: int | None = None
     model: str | None = None
-    """The model id, in hexadecimal digits."""
+    """The model id in hexadecimal digits."""
     parent: str | None = None
     version: int | None = None
-    """Format of the frame. None: the head is damaged or was not read."""
+    """Format version of the frame; None if the head is damaged or was not read."""
     codec: str | None = None
-    """Names of its sections' codecs, separated by commas. None as for `version`."""
+    """Names of its sections' codecs, separated by commas; None under the same conditions as `version`."""
     state: str | None = None
-    """`plain`, `sealed`, or why the head cannot be read: `other_version`, `damaged`, `io_error`. None: it was not
+    """`plain`, `sealed`, or why the head cannot be read: `other_version`, `damaged`, `io_error`; None if it was not
     read."""
     problem: str | None = None
     """Why the head is damaged or cannot be read. The head's fields are then None."""
@@ -48,7 +48,7 @@ class Listing:
 
 @dataclass(slots=True, kw_only=True)
 class ObjectCount:
-    """Number of objects, and the bytes of their frames."""
+    """A number of objects, and the bytes of their frames."""
 
     objects: int = 0
     bytes: int = 0
@@ -56,7 +56,7 @@ class ObjectCount:
 
 @dataclass(slots=True, kw_only=True)
 class ModelShare:
-    """Objects of one model (weights, revision, attention and RoPE settings, dtype) under one secret in a store."""
+    """A store's objects of one model (weights, revision, attention and RoPE settings, dtype) under one secret."""
 
     objects: int = 0
     bytes: int = 0
@@ -64,9 +64,9 @@ class ModelShare:
     groups: list[int] = field(default_factory=list[int])
     parts: list[str] = field(default_factory=list[str])
     lengths: list[int] = field(default_factory=list[int])
-    """The numbers of tokens that objects have, each once. Empty if all objects are sealed."""
+    """The distinct numbers of tokens per object; empty if all objects are sealed."""
     loss: str | None = None
-    """Class of the engines, `store.loss`. None: no note beside the store tells it, and no lossy codec was found."""
+    """The engines' class (`store.loss`); None if no note next to the store gives it and no lossy codec was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +76,17 @@ class StoreStat(Usage):
     directory: str
     objects: int
     bytes: int
-    """Sum of the objects' frames."""
+    """Total bytes of the objects' frames."""
     unreadable: int
     """Objects whose head is damaged or cannot be read."""
     formats: dict[str, ObjectCount]
-    """Objects by version of the frame, if their head was read and is not damaged."""
+    """Objects whose head was read and is not damaged, by version of the frame."""
     states: dict[str, ObjectCount]
-    """Objects by `ObjectRow.state`, if their head was read."""
+    """Objects whose head was read, by `ObjectRow.state`."""
     oldest_age_s: float | None
     newest_age_s: float | None
     models: dict[str, ModelShare]
-    """Share of each model, by the first digits of its id."""
+    """The share of each model, by the first digits of its id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class ObjectView:
     version: int | None = None
     codec: str | None = None
     loss: str | None = None
-    """Class of the engine, as in `ModelShare`."""
+    """The engine's class; see `ModelShare`."""
     header_bytes: int | None = None
     frame_bytes: int | None = None
     raw_bytes: int | None = None
@@ -110,13 +110,13 @@ class ObjectView:
 
 
 class ReadResult(NamedTuple):
-    """What reading one whole object found."""
+    """The result of reading one whole object."""
 
     outcome: str
     """`good`, `sealed` (intact, but without the key it may be forged), or an outcome of `BadObject`."""
     reason: str = ""
     has_token_ids: bool = False
-    """Whether its sealed head contains the token ids of its chunk."""
+    """Whether the sealed head contains the token ids of the chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class Outcomes:
 
 @dataclass(slots=True, kw_only=True)
 class Verification(Outcomes):
-    """The result of verifying all objects. Any reader of one of `bad_objects` gets a miss and drops the object."""
+    """The result of verifying all objects. For any reader, one of `bad_objects` is a miss and is dropped."""
 
     checked: int = 0
     with_token_ids: int = 0
@@ -164,5 +164,5 @@ class Verification(Outcomes):
     """Bad objects removed by a repair."""
     unreadable: int = 0
     unreadable_objects: list[BadObject] = field(default_factory=list[BadObject])
-    """Objects that are kept. Their codec or frame version is unknown, or another tenant owns them. Readers of this
-    tenant never ask for another's names."""
+    """Objects that are kept. Their codec or frame version is unknown, or another tenant owns them. Readers of one
+    tenant never look up another's names."""

@@ -7,7 +7,7 @@ no key. FORMAT.md specifies the bytes. Equal keys mean equal tokens, extras, fin
 token on.
 
 The KV of a draft layer (EAGLE, MTP) at a position also depends on the next token. A chain that looks ahead covers the
-token after each chunk: as an extra `NEXT`, and with the extras that start at it.
+token after each chunk as an extra `NEXT`, together with the extras that start at that token.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from kvtier.types import ChunkKey, Prefix
 
@@ -26,7 +26,7 @@ NEXT = "next"
 """Kind of the extra that holds the token after a chunk, as u32."""
 
 TOKEN_MAX = (1 << 32) - 1
-"""Largest token: tokens are four bytes."""
+"""Largest token id. A token id has four bytes."""
 
 _U32 = struct.Struct("<I")
 _ARRAY_CODE = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
@@ -34,7 +34,7 @@ _ARRAY_CODE = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extra:
-    """Something besides tokens that changes the numbers of a request.
+    """Something besides tokens that changes the KV of a request.
 
     Args:
         kind: such as ``adapter``, ``image`` or ``salt``; not empty.
@@ -68,7 +68,7 @@ class Chain:
     Args:
         root: 32-byte keyed root (`kvtier.keys.fingerprint.root_key`).
         chunk_tokens: tokens in a full chunk, the same as in the root.
-        extras: in any order; an offset may lie beyond the tokens.
+        extras: the extras, in any order; an offset may lie beyond the tokens.
         looks_ahead: each key also covers the token after its chunk. A full chunk has no key until that token is known.
     """
 
@@ -94,12 +94,20 @@ class Chain:
         return tuple(self._keys)
 
     @property
+    def extras(self) -> frozenset[tuple[int, bytes]]:
+        """Position and digest of everything besides tokens that enters the keys."""
+        return frozenset(
+            (it.offset, hashlib.sha256(self._root + canonical_extras([it], it.offset)).digest())
+            for it in chain.from_iterable(self._extras.values())
+        )
+
+    @property
     def tokens(self) -> int:
-        """Tokens in the chain."""
+        """Number of tokens in the chain."""
         return len(self._keys) * self._chunk_tokens + len(self._tail) // TOKEN_BYTES
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens`. The cost depends on the new tokens only.
+        """Append `tokens`. The cost depends only on the new tokens.
 
         Args:
             tokens: a list or tuple of integers in 0 .. 2**32 - 1.
@@ -110,7 +118,7 @@ class Chain:
         self._append(token_words(tokens))
 
     def prefix(self, tokens: int | None = None) -> Prefix:
-        """The full chunks with a key within the leading `tokens`; all of them by default.
+        """Return the full chunks with a key within the leading `tokens`; all of them by default.
 
         Raises:
             ValueError: the chain has fewer tokens.
@@ -145,7 +153,7 @@ class Chain:
 def chunk_keys(
     root: bytes, tokens: Sequence[int], chunk_tokens: int, extras: Iterable[Extra] = ()
 ) -> tuple[ChunkKey, ...]:
-    """The keys of all full chunks of `tokens`.
+    """Return the keys of all full chunks of `tokens`.
 
     More tokens, or extras that start later, never change an earlier key. Extras after the last full chunk enter no key.
 
@@ -153,7 +161,7 @@ def chunk_keys(
         root: 32-byte keyed root.
         tokens: integers in 0 .. 2**32 - 1.
         chunk_tokens: tokens in a full chunk.
-        extras: in any order.
+        extras: the extras, in any order.
 
     Raises:
         ValueError: as in `Chain`.
@@ -164,7 +172,7 @@ def chunk_keys(
 
 
 def canonical_extras(extras: Sequence[Extra], start: int) -> bytes:
-    """The extras of a chunk that starts at token `start`, as bytes; their order does not matter."""
+    """Return the extras of a chunk that starts at token `start`, as bytes. Their order does not matter."""
     fields = sorted((extra.offset - start, extra.kind.encode(), extra.value) for extra in extras)
     parts = [_U32.pack(len(fields))]
     for position, kind, value in fields:
@@ -176,13 +184,13 @@ _NO_EXTRAS = canonical_extras((), 0)
 
 
 def token_words(tokens: Sequence[int]) -> memoryview:
-    """The tokens as little-endian u32 bytes.
+    """Return the tokens as little-endian u32 bytes.
 
     Raises:
         ValueError: as in `Chain.extend`.
     """
     if not isinstance(tokens, list | tuple):
-        # Strings and bytes are sequences too. Accepting them would give keys of something else.
+        # Strings and bytes are sequences too. Accepting them would produce keys of something else.
         raise ValueError(f"tokens must be a list or tuple of integers, got {type(tokens).__name__}")  # noqa: TRY004
     try:
         words = array(_ARRAY_CODE, tokens)

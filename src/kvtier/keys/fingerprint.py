@@ -1,4 +1,4 @@
-r"""The fingerprint of everything besides tokens that determines the numbers, and the root key derived from it.
+r"""The fingerprint of everything besides tokens that determines the KV, and the root key derived from it.
 
     digest = SHA-256( "kvtier.fingerprint\0" | canonical JSON )
     digest of a class = SHA-256( "kvtier.class\0" | digest | canonical JSON of the class )
@@ -38,18 +38,18 @@ _NOTHING: Mapping[str, object] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Everything besides tokens that determines the numbers. Two fingerprints are equal when their digests are.
+    """Everything besides tokens that determines the KV. Two fingerprints are equal when their digests are.
 
-    The digest is computed at construction; later changes of a mapping do not change it.
+    The digest is computed at construction; later changes to a mapping do not change it.
 
     Args:
         weights: 32-byte digest of the weights (`kvtier.keys.weights`).
         revision: name of the weights, such as a commit of a model repository; may be empty.
-        attention: settings of attention, such as its implementation, scale, window, soft cap.
-        rope: settings of the position encoding: base, scaling, factors.
+        attention: settings of attention, such as its implementation, scale, window and soft cap.
+        rope: settings of the position encoding: base, scaling and factors.
         dtype: type of the numbers in the KV cache, such as ``bfloat16``.
-        epoch: counts in-place updates of the weights, which no file shows.
-        other: anything else that changes the numbers, by name.
+        epoch: number of in-place updates of the weights, which no file shows.
+        other: anything else that changes the KV, by name.
 
     Raises:
         ConfigError: a value is out of range or has no canonical JSON form; the message gives its path.
@@ -65,7 +65,7 @@ class Fingerprint:
     digest: bytes = field(init=False, repr=False)
     """32 bytes."""
     canonical: bytes = field(init=False, repr=False, compare=False)
-    """Canonical JSON, the digest's input after its domain."""
+    """The canonical JSON, which is the digest's input after its domain."""
 
     def __post_init__(self) -> None:
         if len(self.weights) != DIGEST_BYTES:
@@ -88,7 +88,7 @@ class Fingerprint:
 
 
 def digest_of_class(fingerprint_digest: bytes, loss: Mapping[str, object]) -> bytes:
-    """Return the digest of an engine with a lossy class, or the same digest without one.
+    """Return the digest for an engine with a lossy class; the same digest if it has none.
 
     Args:
         fingerprint_digest: `Fingerprint.digest`.
@@ -100,7 +100,7 @@ def digest_of_class(fingerprint_digest: bytes, loss: Mapping[str, object]) -> by
 
 
 def ingredients(fingerprint: Fingerprint, loss: Mapping[str, object]) -> dict[str, object]:
-    """Return everything behind `digest_of_class`, as in JSON. The class is a member ``loss``."""
+    """Return everything that `digest_of_class` covers, as in JSON. The class is the member ``loss``."""
     return json.loads(fingerprint.canonical) | ({"loss": dict(loss)} if loss else {})
 
 
@@ -108,7 +108,7 @@ def canonical_json(value: object, where: str = "value") -> bytes:
     """Return `value` in the canonical form that the module's docstring defines.
 
     Args:
-        value: None, booleans, finite numbers, strings, lists and tuples, mappings with string names; at most 32 deep.
+        value: None, booleans, finite numbers, strings, lists, tuples, mappings with string names; nested up to 32 deep.
         where: name of the value in errors.
 
     Raises:

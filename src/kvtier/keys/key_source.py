@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 EVERY_S: Final = 60.0
 READING_S: Final = 15.0
-"""A reading that takes longer has failed. The next one starts after it has ended. A command has a shorter deadline."""
+"""A reading that takes longer has failed. The next one waits until it has ended. A command has a shorter deadline."""
 First = Callable[[Callable[[], Keyring]], Keyring]
 WARN_EVERY_S: Final = 600.0
-"""Shortest time between two warnings about one kind of failure."""
+"""Minimum time between two warnings about one kind of failure."""
 
 _COMMAND = "store.keys_command"
 _TOLD = "; it wrote: "
@@ -44,14 +44,14 @@ def read_file(path: Path) -> Keyring:
 
 
 def _parsed(content: bytes, origin: str) -> Keyring:
-    """Parse `content`. Empty content is an error: it is being rewritten. A comment alone stands for no keys."""
+    """Parse `content`. Empty content is an error: it is probably being rewritten. A comment alone means no keys."""
     if not content.strip():
         raise ConfigError("there is no key", setting=origin, allowed=FORM)
     return parse(content, origin)
 
 
 def _with_keys(read: Callable[[], Keyring], origin: str) -> Keyring:
-    """Return what `read` returns; raise ConfigError if that has no key."""
+    """Return the keys from `read`; raise ConfigError if there is none."""
     found = read()
     if not found.keys:
         raise ConfigError("there is no key", setting=origin, allowed=FORM)
@@ -62,8 +62,8 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
     """Read the keys that a program writes to its standard output.
 
     Args:
-        words: the program and its arguments. No shell runs. Process lists show them, so they must hold no secret.
-        deadline_s: after this time the program, and what it started, is killed.
+        words: the program and its arguments, run without a shell. Process lists show them, so they must hold no secret.
+        deadline_s: time after which the program, and everything that it started, is killed.
 
     Raises:
         ConfigError: the program cannot be started, fails, exceeds its deadline or `BYTES_MAX`, or writes a wrong line;
@@ -71,7 +71,7 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
             standard output.
     """
     ends_s = time.monotonic() + deadline_s
-    # Files in memory, because pipes would have to wait for any process that outlives the program and keeps them open.
+    # Files in memory, because reading a pipe would wait for any process that outlives the program and keeps it open.
     with os.fdopen(os.memfd_create("keys"), "rb") as output, os.fdopen(os.memfd_create("errors"), "rb") as errors:
         try:
             child = subprocess.Popen(
@@ -94,17 +94,17 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
 
 
 class KeySource:
-    """The keys now in use. A thread reads them again at intervals. Thread-safe.
+    """The keys now in use. A thread reads them again at intervals. The class is thread-safe.
 
     A reading that fails, or finds nothing at all, keeps the last keys. One that succeeds replaces them: a removed line
-    removes its key, and a comment alone removes all keys.
-    A process that is forked from this one keeps the keys of that moment.
+    removes its key, and a comment alone removes all keys. A process that is forked from this one keeps the keys of that
+    moment.
 
     Args:
         read: reads the keys, or raises ConfigError.
         origin: where the keys come from, for messages.
-        every_s: seconds between two readings; with None only `refresh` reads again. A longer reading has failed.
-        first: does the first reading, perhaps within a deadline. Its function raises ConfigError without a key.
+        every_s: seconds between two readings; if None, only `refresh` reads again. A longer reading has failed.
+        first: does the first reading, perhaps within a deadline. Its argument raises ConfigError if there is no key.
         clock: returns seconds.
 
     Raises:
@@ -121,9 +121,9 @@ class KeySource:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.keyring = first(partial(_with_keys, read, origin))
-        """The keys in use now. For several answers from the same keys, take the object once."""
+        """The keys in use now. To get several answers from the same keys, read this attribute once."""
         self.failures = 0
-        """Readings that failed."""
+        """Number of failed readings."""
         self._read, self._clock = read, clock
         self._warned: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -165,7 +165,7 @@ class KeySource:
             reading = threading.Thread(target=self.refresh, name="kvtier keys", daemon=True)
             reading.start()
             while reading.join(max(every_s, READING_S)) or reading.is_alive():
-                self._failed("it takes too long")
+                self._failed("the new reading takes too long")
 
 
 def open_keys(
@@ -178,7 +178,7 @@ def open_keys(
     every_s: float = EVERY_S,
     first: First = lambda read: read(),
 ) -> KeySource | None:
-    """Return the source that the settings give; None if they give none.
+    """Return the source that the settings name; None if they name none.
 
     Args:
         file: ``store.keys_file``.

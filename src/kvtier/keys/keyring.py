@@ -1,7 +1,7 @@
 """Keys of sealed frames: for each tenant one key per epoch, from lines ``EPOCH TENANT|- HEX64 [open]``.
 
-A tenant's highest epoch that is not marked `open` seals, and every listed epoch opens. No message or `repr` shows a
-key.
+A tenant's key of the highest epoch that is not marked `open` seals frames, and every listed key opens them. No message
+or `repr` shows a key.
 """
 
 import hmac
@@ -28,7 +28,7 @@ _LINE = re.compile(rf"([0-9]{{1,10}})[ \t]+(-|{TENANT.pattern})[ \t]+([0-9A-Fa-f
 
 
 def hkdf(material: bytes, info: bytes, salt: bytes = b"") -> bytes:
-    """Derive 32 bytes with HKDF-SHA-256 (RFC 5869, sections 2.2 and 2.3). Shorter outputs are its first bytes."""
+    """Derive 32 bytes with HKDF-SHA-256 (RFC 5869, sections 2.2 and 2.3). A shorter output is its first bytes."""
     return hmac.digest(hmac.digest(salt, material, "sha256"), info + b"\1", "sha256")
 
 
@@ -59,7 +59,7 @@ class SealKey:
 
 
 class Keyring:
-    """Keys of any number of tenants. Immutable."""
+    """The keys of any number of tenants. A keyring is immutable."""
 
     __slots__ = ("_by_check", "_sealing", "keys")
 
@@ -70,9 +70,9 @@ class Keyring:
         self._sealing = {key.tenant: key for key in sorted(sealing, key=lambda key: key.epoch)}
 
     def sealing(self, tenant: str) -> SealKey | None:
-        """Return the key with which `tenant` seals, of its highest epoch that is not marked `open`.
+        """Return the key with which `tenant` seals: that of its highest epoch that is not marked `open`.
 
-        None if there is no such key. Another tenant's is never used.
+        Return None if there is no such key. Another tenant's key is never used.
         """
         return self._sealing.get(tenant)
 
@@ -89,8 +89,8 @@ def parse(content: bytes, origin: str) -> Keyring:
         origin: the source of `content`, for messages.
 
     Raises:
-        ConfigError: a line does not have this form, or repeats an epoch of a tenant. The message has the origin and
-            the line's number, and nothing of its content: a field may be a key in the wrong place.
+        ConfigError: a line does not have the form `FORM`, or repeats an epoch of a tenant. The message has the origin
+            and the line's number, and nothing of its content: a field may be a key in the wrong place.
     """
     # An exception of the decoder would contain the content.
     lines = content.decode("utf-8-sig", errors="replace").rstrip().split("\n")

@@ -21,7 +21,7 @@ from kvtier.errors import UnusablePathError
 SECRET_BYTES: Final = 32
 ANY_OWNER: Final = "the tier's setting any_owner = true"
 BYTES_MAX: Final = 1 << 20
-"""Longest private file that is read whole."""
+"""Maximum size of a private file that is read whole."""
 _MODE_FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
 _WHAT = "secret file"
 
@@ -48,10 +48,10 @@ class Secret(bytes):
 
 
 def redacted(text: str) -> str:
-    """Return `text` for messages, without likely secrets. It may be a URL, a tier, or what a program wrote.
+    """Return `text` for messages, without likely secrets. It may be a URL, a tier, or the output of a program.
 
-    It hides what is between a colon and the last ``@``, unless that is the start of a path; everything after a word
-    such as ``password=``; and long hexadecimal numbers.
+    The result hides the text between a colon and the last ``@``, unless that is the start of a path; everything after a
+    word such as ``password=``; and long hexadecimal numbers.
     """
     head, colon, rest = text.partition(":")
     at = max(rest.rfind("@"), rest.rfind("%40"))
@@ -74,7 +74,7 @@ def model_id(secret: bytes | None, fingerprint: bytes) -> bytes:
     model an id stands for.
 
     Args:
-        secret: the configured secret; None if none is configured. The key is then empty, and the id hides nothing.
+        secret: the configured secret; None if none is configured. The HMAC key is then empty, and the id hides nothing.
             Only stores of one machine have no configured secret, and their directories hold the secret anyway.
         fingerprint: 32 bytes, `Fingerprint.digest`.
     """
@@ -91,8 +91,8 @@ def private_file(
         path: the file; links are followed, such as those of Kubernetes' secrets.
         what: the file's role or its setting, for messages.
         is_inside: whether the file is in a store's directory, where links are refused.
-        any_owner: whether it may belong to another ordinary user, who can then read and replace it. None forbids it,
-            too, and the message names no setting that permits it.
+        any_owner: whether it may belong to another ordinary user, who can then read and replace it. None also forbids
+            that, and the message then names no setting that permits it.
         any_reader: whether others may read it.
 
     Raises:
@@ -157,7 +157,7 @@ def owner_hint(path: Path, owner: int) -> str:
 
 
 def load(path: str | os.PathLike[str], *, is_inside: bool = False, any_owner: bool | None = None) -> Secret | None:
-    """Return the secret in the file `path`; None without such a file. Arguments and errors as in `load_or_create`."""
+    """Return the secret in the file `path`; None if there is no file. For arguments and errors see `load_or_create`."""
     path = Path(path)
     try:
         with private_file(path, _WHAT, is_inside=is_inside, any_owner=any_owner) as handle:

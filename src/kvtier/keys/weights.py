@@ -1,6 +1,6 @@
 r"""Digest of a model's weights, from the files of a checkpoint or from tensors in memory.
 
-Both hash fixed pieces of 8 MiB in parallel (SHA-256 releases the interpreter lock) and combine them into one digest:
+Fixed pieces of 8 MiB are hashed in parallel (SHA-256 releases the interpreter lock) and combined into one digest:
 
     part   = SHA-256( "kvtier.weights.part\0" | u64 n | head | u64 bytes | SHA-256 of each piece )
     digest = SHA-256( "kvtier.weights\0" | u64 parts | parts, sorted by name: u64 n | name | part digest )
@@ -78,13 +78,13 @@ class _WeightsPart(NamedTuple):
     head: bytes
     size_bytes: int
     piece: Callable[[int, int], bytes]
-    """(offset, length) -> SHA-256 of that piece."""
+    """Takes (offset, length) and returns the SHA-256 of that piece."""
 
 
 def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
     """Return the weight files of a checkpoint: those directly in a directory, or `path` itself if it is a file.
 
-    Weights are safetensors, PyTorch and GGUF files and the indexes of sharded ones. All kinds count, because the
+    Weights are safetensors, PyTorch and GGUF files, and the indexes of sharded files. All kinds count, because the
     loader's choice is not known here.
 
     Raises:
@@ -125,8 +125,8 @@ def digest_files(
 
     Args:
         paths: the files, in any order.
-        cache_file: cache of digests of single files, by (inode, device, size, mtime_ns, ctime_ns), mode 0600. A file
-            that is damaged or writable by others is ignored and replaced. A failed write costs only time.
+        cache_file: cache of the digests of single files, by `FileVersion`, with mode 0600. A cache that is damaged or
+            writable by others is ignored and replaced. A failed write costs only time.
         stable_s: files changed more recently than this are not cached.
 
     Raises:
@@ -166,12 +166,12 @@ def file_versions(paths: Iterable[str | os.PathLike[str]]) -> dict[Path, FileVer
 def changed_file(
     before: Mapping[Path, FileVersion], after: Mapping[Path, FileVersion], *, may_download: bool
 ) -> Path | None:
-    """Return the first file that differs between two looks; None if none does. A file's age does not matter.
+    """Return the first file that differs between two checks; None if none does. A file's age does not matter.
 
     Args:
-        before: versions at the first look, before an engine reads the files.
-        after: versions at a later look; for digested files those that the digest covers.
-        may_download: the first look may have come before a download, so a new file is not a change.
+        before: versions at the first check, before an engine reads the files.
+        after: versions at a later check; for digested files, those that the digest covers.
+        may_download: whether the first check may have come before a download, so that a new file is not a change.
     """
     changed = (path for path, version in before.items() if after.get(path) != version)
     new = (path for path in after if path not in before and not may_download)
@@ -182,7 +182,7 @@ def digest_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...], Bytes]]) -
     """Digest tensors in memory, in any order. The result depends on names, dtypes, shapes and contents.
 
     Args:
-        tensors: (name, dtype, shape, contiguous bytes) of each; consumed as threads become free.
+        tensors: (name, dtype, shape, contiguous bytes) of each tensor; consumed as threads become free.
 
     Raises:
         ConfigError: there are no tensors, or two have the same name.
@@ -221,7 +221,7 @@ def _version(path: Path) -> FileVersion:
 
 
 class _Local(threading.local):
-    """A buffer per thread: allocating memory for each piece would cost half as much as hashing it."""
+    """One buffer per thread, because allocating memory for each piece would take half as long as hashing it."""
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(PIECE_BYTES))
@@ -307,7 +307,7 @@ def _combined(digests: dict[str, bytes]) -> bytes:
 
 
 def _read_cache(path: Path) -> dict[FileVersion, bytes]:
-    """Return every digest in the cache file; none if the file is not as `_write_cache` writes it."""
+    """Return every digest in the cache file; none if the file is not one that `_write_cache` could have written."""
     try:
         return _cached(path)
     except FileNotFoundError:
@@ -318,7 +318,7 @@ def _read_cache(path: Path) -> dict[FileVersion, bytes]:
 
 
 def _cached(path: Path) -> dict[FileVersion, bytes]:
-    """Return the cache file's digests; raise any error. Losing them costs time, a wrong one would cost wrong tokens."""
+    """Return the cache file's digests; raise any error. Losing them costs time; a wrong one would give wrong tokens."""
     with path.open("rb") as file:
         about = os.fstat(file.fileno())
         if about.st_uid != os.geteuid() or about.st_mode & 0o022:

@@ -1,1 +1,1 @@
-"""Metrics."""
+"""Metrics: their definitions, and the counters of a process."""

@@ -1,6 +1,7 @@
 """Every metric: name, kind, unit, labels and help. Only these can be counted.
 
-Names follow Prometheus, in base units. Labels have few known values and never name a request, a key or a path.
+Names follow Prometheus's rules and use base units. Labels have few known values and never name a request, a key or a
+path.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class MetricKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One label. Its values are None if they are the names of tiers in the settings, at most 16."""
+    """One label. `values` is None if its values are the names of tiers in the settings, at most 16."""
 
     name: str
     values: tuple[str, ...] | None = None
@@ -60,15 +61,15 @@ LOOKUP_TOKENS = Metric(
     MetricKind.COUNTER,
     "tokens",
     (Label("result", ("ready", "arriving", "absent")),),
-    "Tokens of looked up prompts, once per request: in host memory, in a lower tier, absent. The token hit rate is "
-    "(ready + arriving) over all three.",
+    "Tokens of prompts that were looked up, once per request: in host memory, in a lower tier, or absent. The token "
+    "hit rate is (ready + arriving) over all three.",
 )
 ANNOUNCED_TOKENS = Metric(
     "kvtier_announced_tokens_total",
     MetricKind.COUNTER,
     "tokens",
     (Label("result", ("found", "missing")),),
-    "Tokens that another engine announced, once per request: found within the wait, or not.",
+    "Tokens that another engine announced, once per request: found within the wait, or missing.",
 )
 LOADS = Metric(
     "kvtier_loads_total",
@@ -107,7 +108,7 @@ OBJECT_CALL_SECONDS = Metric(
     MetricKind.HISTOGRAM,
     "seconds",
     (Label("call", ("leading_run", "contains", "get", "put")),),
-    "Duration of a call of such an engine.",
+    "Duration of a call by an engine with its own host memory.",
     _SECONDS,
 )
 TRANSFERS = Metric(
@@ -130,7 +131,7 @@ TRANSFER_SECONDS = Metric(
     MetricKind.HISTOGRAM,
     "seconds",
     (_LINK, _TIER),
-    "Duration of a transfer, without its wait for a thread.",
+    "Duration of a transfer, excluding its wait for a thread.",
     _SECONDS,
 )
 TRANSFER_WAIT_SECONDS = Metric(
@@ -138,7 +139,7 @@ TRANSFER_WAIT_SECONDS = Metric(
     MetricKind.HISTOGRAM,
     "seconds",
     (_LINK, _TIER),
-    "Wait of a transfer for a thread.",
+    "Time that a transfer waits for a thread.",
     _SECONDS,
 )
 TRANSFERS_IN_FLIGHT = Metric(
@@ -146,8 +147,8 @@ TRANSFERS_IN_FLIGHT = Metric(
     MetricKind.GAUGE,
     "",
     (_LINK, _TIER),
-    "Transfers in flight, with those that wait for a thread. Their mean number over an interval is the increase of the "
-    "sums of kvtier_transfer_seconds and kvtier_transfer_wait_seconds over its length.",
+    "Transfers in flight, including those that wait for a thread. Their mean number over an interval is the increase "
+    "of the sums of kvtier_transfer_seconds and kvtier_transfer_wait_seconds, divided by its length.",
 )
 REQUESTS = Metric("kvtier_requests", MetricKind.GAUGE, "", (), "Tracked requests.")
 PROBES = Metric(
@@ -193,8 +194,8 @@ WRITE_BYTES = Metric(
     MetricKind.COUNTER,
     "bytes",
     (_TIER, Label("what", WRITE_KINDS)),
-    "Bytes written to a tier's device: frames, and upkeep (index; copies during eviction); and bytes "
-    "refused by the write budget. Write amplification is (frames + upkeep) over frames.",
+    "Bytes written to a tier's device as frames or for upkeep (index; copies during eviction), and bytes "
+    "that the write budget refused. Write amplification is (frames + upkeep) over frames.",
 )
 DROPS = Metric(
     "kvtier_drops_total",
@@ -233,7 +234,7 @@ RELAYS_DROPPED = Metric(
     MetricKind.COUNTER,
     "",
     (),
-    "Objects that a slower tier did not get: the faster tier evicted them before, or too many waited.",
+    "Objects that a slower tier did not get: the faster tier evicted them first, or too many waited.",
 )
 
 TRACE_REQUESTS = Metric(
@@ -248,7 +249,7 @@ JOURNAL_LINES = Metric(
     MetricKind.COUNTER,
     "",
     (Label("result", ("recorded", "lost")),),
-    "Lines of journals, of requests and objects: recorded, or lost.",
+    "Lines in journals of requests and objects: recorded, or lost.",
 )
 
 METRICS: tuple[Metric, ...] = (

@@ -1,6 +1,7 @@
-"""Counts events of this process. Engines export them with their own metrics (`connect/engine_metrics.py`). Thread-safe.
+"""Counts events of this process. Engines export them with their own metrics (`connect/engine_metrics.py`).
 
-A lock around a dictionary update costs about a microsecond, and each counted event moves megabytes.
+The classes are thread-safe. A lock around a dictionary update costs about a microsecond, and each counted event moves
+megabytes.
 """
 
 from bisect import bisect_left

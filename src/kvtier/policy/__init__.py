@@ -1,1 +1,1 @@
-"""Eviction policies, one file each, and `reuse`, the model that `adaptive` learns. No clock, I/O or threads."""
+"""Eviction policies, one file each, and `reuse`, the model that `adaptive` trains. None has a clock, I/O or threads."""

@@ -2,7 +2,7 @@
 
 No fixed rule wins on all workloads: recency suits agents, frequency suits chats. What matters is which names are
 already dead and which will be reused soon. So each use gets a kind from features of its prompt: how much of the prompt
-is new, how long ago its continued part was used, how often the name was used before, and whether the prompt ended
+is new, how long ago its reused part was last used, how often the name was used before, and whether the prompt ended
 there. `ReuseModel` learns the value of keeping a name for each kind and age. The names of least value are evicted
 first. If all kinds behave alike, that is LRU. Measurements are in docs/internals/eviction-study.md.
 
@@ -37,9 +37,9 @@ _PIECE_MASK = (1 << _PIECE_BITS) - 1
 
 
 class Ghosts:
-    """A direct-mapped table: a newer name replaces the older one in its slot.
+    """A direct-mapped table of evicted names: a newer name replaces the older one in its slot.
 
-    Names are identified by a 64-bit hash. Two names in a slot are confused once in 2^20, at the cost of a wrong guess.
+    Names are identified by a 64-bit hash. Two names in a slot are confused once in 2^20, which costs a wrong guess.
 
     Args:
         places: number of slots, rounded up to a power of two.
@@ -47,7 +47,7 @@ class Ghosts:
 
     def __init__(self, places: int) -> None:
         size = 1 << max(0, places - 1).bit_length()
-        # A piece of 2 MiB takes memory when it is written. From 4 MiB on, NumPy asks for huge pages, and the first
+        # A piece of 2 MiB takes no memory until it is written. From 4 MiB on, NumPy asks for huge pages, and the first
         # write takes 10 ms.
         pieces = range(-(-size >> _PIECE_BITS))
         self._pieces = [np.zeros(min(size, 1 << _PIECE_BITS), np.uint64).data for _ in pieces]
@@ -87,7 +87,7 @@ class Owner:
 
 
 SHARED = Owner()
-"""Stands for several conversations, or none."""
+"""Placeholder for several conversations, or for none."""
 
 
 class KeyNode:
@@ -98,7 +98,7 @@ class KeyNode:
     name_hash: int
     uses: int
     time: int
-    """Time of the last use. These three are set for names that were ever present."""
+    """Time of the last use. `name_hash`, `uses` and `time` are set only for names that were ever present."""
 
     def __init__(self, name: bytes) -> None:
         self.name = name
@@ -109,14 +109,14 @@ class KeyNode:
 
 
 NO_NODE = KeyNode(b"")
-"""Sentinel: no adjacent node."""
+"""Sentinel for no adjacent node."""
 
 
 class KeyRun:
     """Names of one kind that one prompt used. They age together.
 
     Each is the parent of the next, so the last one is evicted first. Names that were used again or removed may still be
-    in the list, but their `run` is another.
+    in `entries`, but their `run` differs.
     """
 
     __slots__ = ("count", "entries", "kind", "number", "owner", "time")
@@ -144,11 +144,11 @@ class KeyRun:
 
 
 CURRENT = KeyRun(0, None, 0, [])
-"""Sentinel: run of the current prompt, whose kinds are not known yet."""
+"""Sentinel for the run of the current prompt, whose kinds are not known yet."""
 
 
 _GHOSTS = 8
-"""Evicted names that are remembered, as a multiple of the present names."""
+"""Number of evicted names that are remembered, as a multiple of the present names."""
 _LEARN_EVERY = 1 / 2
 """Uses between two trainings, as a share of the present names; fewer at first."""
 _LEARN_USES_MIN = 512
@@ -161,7 +161,7 @@ _RANK_AT_ONCE = 64
 _SOME_MAX = 64
 """Names compared in one call when no leaf is queued."""
 _DISCARDED_MAX = 128
-"""Queued runs discarded in one call, at a few microseconds each. Removing many names at once leaves many."""
+"""Queued runs discarded in one call, at a few microseconds each. Removing many names at once leaves many such runs."""
 _STALE_AT_ONCE = 16
 """Stale runs revalued in one call because they appear to have the least value."""
 _TIDY_AT_ONCE = 8
@@ -190,7 +190,7 @@ class Adaptive:
 
     The uses of one prompt arrive in order along its chain, from either end. They get their kinds when the next prompt
     begins, because only then is it known how much of the prompt was new. Until then only the prompt's last name may be
-    the victim, at a value from what is known so far.
+    the victim, valued by what is known so far.
 
     Runs are in two heaps. A run's value changes with its age and with training, so all runs are revalued periodically.
     A few at a time move from one heap to the other. They are taken from the end of the list, so the rest remains a
@@ -284,7 +284,7 @@ class Adaptive:
         """Use `next_turn` as a hint about the next turn of `conversation`.
 
         The names of the conversation's last prompt change their kinds, except those that others also used. When the
-        conversation is over, so do all names that only it used, as soon as they are revalued or become leaves.
+        conversation is over, all names that only it used change theirs once they are revalued or become leaves.
         """
         conversation_owner = self._conversations.get(conversation)
         if conversation_owner is None:
@@ -331,7 +331,7 @@ class Adaptive:
             worth = self._value_tail()
         if worth < least[0]:
             tail = self._prompt[self._tail]
-            if not tail.children and not is_pinned(tail.name):  # in a cycle of parents it may have got a child
+            if not tail.children and not is_pinned(tail.name):  # a cycle of parents may give it a child
                 return tail.name
         return least[3].entries[-1].name
 
@@ -387,7 +387,7 @@ class Adaptive:
         if conversation is None:
             self._owner = None
         else:
-            # Not setdefault, because the dictionary has weak references only.
+            # Not setdefault, because the dictionary has only weak references.
             self._owner = self._conversations.get(conversation) or Owner()
             self._conversations[conversation] = self._owner
 
@@ -446,9 +446,9 @@ class Adaptive:
     def _value_tail(self) -> float:
         """Return the value of the current prompt's last name, so that a prompt need not evict more valuable names.
 
-        Infinite for prompts that arrive from the start, where the name's child comes next. While little is learned, the
-        value is raised: a worthless prompt that is kept costs its room once, but a useful one that is not kept misses
-        at each turn.
+        It is infinite for prompts that arrive from the start, where the name's child comes next. While little has been
+        learned, the value is raised: keeping a worthless prompt costs its room once, but losing a useful one costs a
+        miss at each turn.
         """
         prompt, tail = self._prompt, self._tail
         if self._below is not NO_NODE or not prompt:
@@ -465,9 +465,9 @@ class Adaptive:
         return self._tail_worth
 
     def _least(self, is_pinned: Callable[[bytes], bool], pinned: list[KeyRun]) -> _Ranked | None:
-        """Return the run whose last name has the least value. Add pinned runs on the way to `pinned`.
+        """Return the run whose last name has the least value. Add pinned runs found on the way to `pinned`.
 
-        Return None when there is no such run, or when the stale ones before it take several calls.
+        Return None if there is no such run, or if discarding the stale ones before it takes several calls.
         """
         tries, stop = _STALE_AT_ONCE, len(self._heap) + len(self._aged) + len(pinned) - _DISCARDED_MAX
         while True:
@@ -533,7 +533,7 @@ class Adaptive:
             run.owner = None
 
     def _apply_hint(self, run: KeyRun, hint: int) -> bool:
-        """Give `run` the kind of a hint by its only conversation. Return whether that changed its kind."""
+        """Apply a hint about the only conversation of `run` to its kind. Return whether that changed its kind."""
         if run is CURRENT or (kind := self._model.hinted(run.kind, hint)) == run.kind:
             return False
         watch = self._model.watch if self._model.is_hinted(run.kind) else self._model.watch_hinted

@@ -1,4 +1,4 @@
-"""The interfaces of policies, and the use of an object that they receive."""
+"""The interfaces of policies, and the `Use` of an object that policies receive."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -18,7 +18,7 @@ class Use(NamedTuple):
 
 
 class Evictor(Protocol):
-    """Chooses victims. It receives every change. An instance has one owner and needs no lock.
+    """Chooses victims. It is notified of every change. An instance has one owner and needs no lock.
 
     A policy must not evict a parent before its children, which are useless without it and take up space. The contract
     suite does not check that, because `Fifo`, which is for comparison, ignores parents. Names whose parents form a
@@ -38,17 +38,17 @@ class Evictor(Protocol):
         ...
 
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
-        """Return the next victim without removing it; never a name that `is_pinned`.
+        """Return the next victim without removing it; never a pinned name.
 
         Returns:
-            None when every name is pinned, or is protected by a pinned one as a parent is by its child.
+            None if every name is pinned, or protected by a pinned one as a parent is by its child.
         """
         ...
 
 
 @runtime_checkable
 class Hinted(Protocol):
-    """An evictor that uses hints about the next turn of a conversation. A wrong hint costs hits only."""
+    """An evictor that uses hints about the next turn of a conversation. A wrong hint costs only hits."""
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
         """Use `next_turn` as a hint about the next turn of `conversation`; None withdraws the last hint.

@@ -1,8 +1,8 @@
 """Evicts the least recently used name first, and children before their parents.
 
 A chunk is useless without the chunks before it, but not without those after it. So a name with a present child is never
-the victim. Among the others, the leaves, it is the least recently used one. The chunks of a prompt may be touched in
-any order.
+the victim. The victim is the least recently used of the other names, the leaves. The chunks of a prompt may be touched
+in any order.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _HEAP_SLACK = 64
 
 
 class _Entry:
-    """A present name. `sequence` is the number of its last use, and `is_queued` whether the heap contains it."""
+    """A present name. `sequence` is the number of its last use; `is_queued` says whether the heap contains it."""
 
     __slots__ = ("is_present", "is_queued", "name", "parent", "sequence")
 
@@ -103,7 +103,7 @@ class Lru:
         return None if saw_leaf else self._oldest_in_ring(is_pinned)
 
     def _oldest_in_ring(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
-        """Return the oldest unpinned name, for the case that every name has a child.
+        """Return the oldest unpinned name, in case every name has a child.
 
         Only a cycle of parents makes that possible. A damaged index may contain such links, and without this method
         nothing could be evicted again.

@@ -1,4 +1,4 @@
-"""A dictionary by name in which no operation takes long, however many names it has."""
+"""A dictionary of names in which no operation takes long, however many names it has."""
 
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -8,9 +8,10 @@ _PARTS = 256
 
 
 class NameTable(Generic[_T]):
-    """Values by name, in one dictionary for each last byte of a name. Names are usually digests, but need not be.
+    """Maps names to values, with one dictionary for each last byte of a name.
 
-    To grow a single dictionary of 10^7 names, or to list it, takes longer than a lock may be held. A part has 39,000.
+    Names are usually digests, but need not be. Growing or listing a single dictionary of 10^7 names takes longer than
+    a lock may be held. A part has 39,000 of them.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class NameTable(Generic[_T]):
             yield from list(part)
 
     def values(self) -> Iterator[_T]:
-        """Yield the values, likewise."""
+        """Yield the values, in any order. Other threads may change the table meanwhile."""
         for part in self._parts:
             yield from list(part.values())
 

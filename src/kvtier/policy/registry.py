@@ -1,6 +1,6 @@
-"""Eviction policies by name. To add one, add a line here, or an entry point in another package.
+"""Finds eviction policies by name. To add one, add a line here, or an entry point in another package.
 
-The group of entry points is `kvtier.evictors`. Each is a callable without arguments.
+The group of entry points is `kvtier.evictors`. Each entry point is a callable without arguments.
 """
 
 from importlib import import_module
@@ -20,7 +20,7 @@ DEFAULT_EVICTOR = "adaptive"
 
 
 def evictor_names() -> list[str]:
-    """Names of all known policies, including those of packages that cannot be loaded."""
+    """Return the names of all known policies, including those of packages that cannot be loaded."""
     return [*EVICTORS, *sorted(entry_points(group="kvtier.evictors").names - EVICTORS.keys())]
 
 

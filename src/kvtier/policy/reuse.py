@@ -26,15 +26,16 @@ ENDS = tuple(round(_FIRST_END * 2 ** (step / 2)) for step in range(45))
 """Upper bounds of the age buckets; one more bucket is unbounded."""
 BUCKETS = len(ENDS) + 1
 WATCHED_MAX = 1 << 14
-"""Uses watched at once. Beyond that the oldest watch ends."""
+"""Maximum number of uses watched at once. Beyond that, the oldest watch ends."""
 _HORIZON = 8
-"""Least span of the watched uses, as a multiple of the present names. Below it the share of watched names is halved."""
+"""Minimum span of the watched uses, as a multiple of the present names. Below it, the share of watched names is halved.
+"""
 _PRIOR_USES = 1.0
 """Weight of the prior, in uses."""
 _HALF_LIFE = 64.0
 """Half-life of what was learned, as a multiple of the present names."""
 _PRIOR_DECAY = 0.35
-"""Prior rate of a bucket relative to the one before. It decreases, as LRU assumes."""
+"""Prior rate of a bucket relative to the one before. The rate decreases with age, as LRU assumes."""
 _FIRST_RATE = 0.01 / _FIRST_END
 _FACTOR_MAX = 8.0
 """Largest factor of a feature."""
@@ -48,7 +49,7 @@ _DONE_MAX = 256
 _OPEN_AT_ONCE = 2048
 """Open watches examined in one step of a training."""
 _EARLIER = 1 << 63
-"""Flipped in a name's hash to key the second watch of that name."""
+"""Bit that is flipped in a name's hash to make the key of the name's earlier watch."""
 _KINDS_AT_ONCE = 12
 """Kinds whose values one step of a training computes."""
 
@@ -77,7 +78,7 @@ class ReuseModel:
         """Kinds without a hint; they come first."""
         self._hint_rows = bases * (1 + firsts + seconds)
         self._rows = self._hint_rows + bases * hints
-        """Rows of the tables: for each base, each base and first, each base and second, each base and hint."""
+        """Number of table rows: one for each base, each base and first, each base and second, each base and hint."""
         self._again: Numbers = np.zeros((self._rows, BUCKETS))
         self._ended: Numbers = np.zeros((self._rows, BUCKETS))
         self._inside: Numbers = np.zeros((self._rows, BUCKETS))
@@ -97,12 +98,12 @@ class ReuseModel:
         self._rates: tuple[Numbers, Numbers, Numbers, Numbers] | None = None
         self._known_kinds = kinds = self._unhinted * (1 + hints)
         self._values: Numbers = np.zeros((kinds, BUCKETS + 1))
-        """Values by kind, at the start of each bucket, and after the last."""
+        """Values by kind, at the start of each bucket, and after the last bucket."""
         self._has_values: Numbers = np.zeros(kinds, np.bool_)
         """Whether `_values` has been requested, by kind."""
 
     def kind(self, base: int, first: int, second: int, hint: int = 0) -> int:
-        """Return the number of a kind. Hint 0 is none."""
+        """Return the number of a kind. Hint 0 means no hint."""
         return ((hint * self._bases + base) * self._firsts + first) * self._seconds + second
 
     def hinted(self, kind: int, hint: int) -> int:
@@ -143,7 +144,7 @@ class ReuseModel:
         """Watch a use that got a hint at `time`. Later outcomes count for both kinds, each from its own time.
 
         If the first watch ended here, its kind would learn nothing from what follows, because hints come before reuses.
-        The second watch counts for its hint only.
+        The second watch counts only for its hint.
         """
         if name_hash & self._sample_mask:
             return
@@ -185,9 +186,9 @@ class ReuseModel:
             yield
 
     def value(self, kind: int, age: int) -> float:
-        """Return the probability of reuse per time of keeping a name, for the best age to give up at.
+        """Return the probability of reuse per unit of time that a name is kept, for the best age at which to give up.
 
-        This is the Gittins index: the maximum, over all ages to give up at, of the probability of a reuse until then
+        This is the Gittins index: the maximum, over all ages at which to give up, of the probability of a reuse by then
         divided by the expected time until either. It is 0 before the first training.
         """
         if not self._has_values.item(kind):

@@ -1,1 +1,1 @@
-"""Presentation of results: `report` (a command's result), `table`, `chart`, `format` (numbers), `output` (files)."""
+"""Presentation of results: `table`, `format` (numbers), `output` (files) and `tokenizer` (text of token ids)."""

@@ -1,4 +1,4 @@
-"""Numbers as text with units. A kB is 1,000 bytes and a KiB is 1,024; KB is never printed."""
+"""Formats numbers as text with units. A kB is 1,000 bytes and a KiB is 1,024; KB is never printed."""
 
 import math
 
@@ -10,7 +10,7 @@ YEAR_S = 365.25 * 86_400
 
 
 def digits(number: float, figures: int = 3) -> str:
-    """`number` rounded to `figures` significant digits, but with all digits before the point."""
+    """Return `number` rounded to `figures` significant digits, but with all digits before the point."""
     text = f"{number:,.0f}" if abs(number) >= 10 ** (figures - 1) else f"{number:.{figures}g}"
     return f"{float(text):.12f}".rstrip("0").rstrip(".") if "e" in text else text
 
@@ -41,7 +41,7 @@ def both(count: float) -> str:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """Return a bandwidth in GB/s, so that a column can be compared; below 10 MB/s in its own unit."""
+    """Return a bandwidth in GB/s, so that a column is easy to compare; below 10 MB/s, in a smaller unit."""
     if bytes_per_s < 1e7:
         return f"{bytes_text(bytes_per_s)}/s" if bytes_per_s else NONE
     return f"{bytes_per_s / 1e9:,.2f} GB/s" if bytes_per_s < 1e11 else f"{bytes_per_s / 1e9:,.0f} GB/s"
@@ -65,7 +65,7 @@ def count_text(count: float) -> str:
 
 
 def counted(count: float, name: str) -> str:
-    """A count with the plural of its name: ``1 drive``, ``1,024 drives``, ``2.5 years``."""
+    """Return a count with its name in the singular or plural: ``1 drive``, ``1,024 drives``, ``2.5 years``."""
     return f"{count:,.12g} {name}{'' if count == 1 else 's'}"
 
 
@@ -88,7 +88,7 @@ def power_text(number: float) -> str:
 
 
 def share_text(share: float | None) -> str:
-    """Return a share of 1 as a percentage, or from 10 on as a factor."""
+    """Return a fraction as a percentage, or as a factor if it is at least 10."""
     if share is None:
         return NONE
     if math.isinf(share):

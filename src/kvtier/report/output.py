@@ -22,10 +22,10 @@ from kvtier.errors import ConfigError, install_hint
 Shown = TypeVar("Shown")
 
 LINE_S = 10.0
-"""Time between two lines of progress in a log."""
+"""Time between two progress lines in a log."""
 
 EARLIER = "kvtier.earlier"
-"""Key in click's context of the files that were there before the command."""
+"""Key in click's context for the files that existed before the command."""
 
 CHART_SUFFIXES = (".svg", ".png")
 
@@ -36,13 +36,13 @@ def print_json(result: object) -> None:
 
 
 def print_result(result: Shown, draw: Callable[[Shown], None], *, as_json: bool) -> None:
-    """Print `result` as JSON, or as `draw` does."""
+    """Print `result` as JSON, or with `draw`."""
     (print_json if as_json else draw)(result)
 
 
 @contextmanager
 def progress(label: str, total: float | None) -> Generator[Callable[[float], None]]:
-    """Show progress on stderr and yield a function that advances it: a bar on a terminal, else a line per `LINE_S`."""
+    """Show progress on stderr and yield a function that advances it: a bar on a terminal, else a line each `LINE_S`."""
     if not sys.stderr.isatty():
         yield _ProgressLines(label, total).advance
         return
@@ -91,9 +91,9 @@ def write_file(option: str, path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replaced(option: str, path: Path) -> Generator[Path]:
-    """Yield the path of a draft, to be created with "x". The complete draft replaces `path`.
+    """Yield the path of a draft, which the caller creates with "x". The complete draft replaces `path`.
 
-    A file of an earlier command, if `note_earlier` noted it, is kept beside the new one.
+    A file of an earlier command that `note_earlier` noted is kept beside the new one.
 
     Args:
         option: the command line's option, for the error message; may be empty.
@@ -103,7 +103,7 @@ def replaced(option: str, path: Path) -> Generator[Path]:
         ConfigError: the file cannot be written.
     """
     target = path.resolve()
-    # No one can predict the name, and "x" follows no link that is planted under it.
+    # No one can predict the name, and "x" does not follow a link planted under it.
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         yield draft
@@ -119,13 +119,13 @@ def replaced(option: str, path: Path) -> Generator[Path]:
 
 
 def note_earlier(path: Path) -> None:
-    """Note a file that the command line names. This command did not write it, so it will be kept."""
+    """Note an existing file that the command line names. This command did not write it, so it will be kept."""
     if path.exists() and (context := click.get_current_context(silent=True)):
         context.meta.setdefault(EARLIER, set()).add(path.resolve())
 
 
 def _keep_earlier(target: Path, draft: Path) -> None:
-    """Give the earlier file the first free number, unless the new one has the same bytes."""
+    """Add the first free number to the earlier file's name, unless the new file has the same bytes."""
     context = click.get_current_context(silent=True)
     earlier: set[Path] = context.meta.get(EARLIER, set()) if context else set()
     if target not in earlier:

@@ -1,4 +1,4 @@
-"""A table of text for the terminal and for HTML pages, and its printing."""
+"""Tables of text for the terminal and for HTML pages, and functions that print them."""
 
 import shutil
 import sys
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import click
 
 TEXT_WIDTH = 100
-"""Width of text on a wider terminal, and in a pipe."""
+"""Maximum width of text on a terminal, and its width in a pipe."""
 _TEXT_LEAST = 12
 """A column of text may be narrowed to this many characters."""
 _WORD_MOST = 24
-"""A longer word, such as a path, may be folded. A figure never is."""
+"""A longer word, such as a path, may be folded. A number never is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     numeric: int = 0
-    """How many columns, counted from the last, are right-aligned."""
+    """Number of right-aligned columns, counted from the last."""
     title: str = ""
     note: str = ""
     """Printed below the table."""
@@ -46,7 +46,7 @@ def print_text(text: str, indent: int = 0, *, bold: bool = False) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table to stdout: fitted to the width of a terminal, or in a pipe aligned and never cut.
+    """Print a table to stdout, fitted to the width of a terminal; in a pipe, aligned and never cut.
 
     A table of two columns without headings is a list of names and descriptions, and is wrapped like text.
     """
@@ -88,7 +88,7 @@ def _draw(table: Table) -> None:
     widths = _least_widths(table, natural)
     spare = console.width - frame - sum(widths)
     if spare < 0 and len(table.columns) > 2:
-        # Not even single words fit, so print each row as lines of heading and value.
+        # Not even single words fit, so print each row as lines with a heading and a value.
         for row in table.rows:
             print_table(Table(("", ""), [pair for pair in zip(table.columns, row, strict=True) if pair[1]]))
             click.echo()

@@ -1,1 +1,1 @@
-"""The session that an engine adapter calls, the mover's threads, and the arena of host slots."""
+"""Contains the session that an engine adapter calls, the mover with its threads, and the arena of host slots."""

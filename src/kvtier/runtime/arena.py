@@ -1,10 +1,10 @@
-"""The arena: host memory divided into slots. Every payload in host memory lies in one.
+"""The arena: host memory divided into slots. Every payload in host memory lies in a slot.
 
     group 0   | head room | payload | head room | payload | ...     one anonymous mapping, slots without gaps
     group 1   | head room | payload | ...
 
-A slot is head room and payload, contiguous and page-aligned, each a multiple of `ALIGNMENT`. A raw frame is therefore
-built, written, read and verified in place, with direct I/O.
+A slot consists of head room and payload, contiguous and page-aligned. Both sizes are multiples of `ALIGNMENT`, so a raw
+frame is built, written, read and verified in place, with direct I/O.
 """
 
 import logging
@@ -23,12 +23,12 @@ from kvtier.errors import ConfigError
 from kvtier.layout import ALIGNMENT, GroupLayout, KvLayout, align_up
 
 SLOTS_MIN = 2
-"""Minimum number of slots in a group: one is filled while the other is read."""
+"""Minimum number of slots in a group: one is filled while another is read."""
 
 PageLock = Callable[[int, int, int], Callable[[], None]]
-"""(address, bytes, bytes of a slot) -> unlock. Page-locks memory, perhaps later, in parts of whole slots.
+"""(address, bytes, bytes of a slot) -> unlock. Page-locks memory, perhaps later, in ranges of whole slots.
 
-`unlock` raises if some of it may stay locked."""
+`unlock` raises if some memory may stay locked."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -37,8 +37,8 @@ _HUGE_PAGE_BYTES = 2 << 20
 _log = logging.getLogger(__name__)
 
 _kept: list[object] = []
-"""Memory that may still be page-locked. It stays mapped until the process ends, so that nothing else is mapped at an
-address that the driver still locks."""
+"""Memory that may still be page-locked. It stays mapped until the process ends, so that nothing else is mapped at a
+locked address."""
 
 
 def slot_bytes(group: GroupLayout) -> int:
@@ -54,12 +54,14 @@ def chunk_bytes(layout: KvLayout) -> int:
 def slots_for(
     layout: KvLayout, capacity_bytes: int, one: int = 0, setting: str = "host.capacity_bytes"
 ) -> tuple[int, ...]:
-    """Return how many slots of each group fit in `capacity_bytes`, equal because a chunk needs one of each.
+    """Return how many slots of each group fit in `capacity_bytes`.
+
+    The number is the same for every group, because a chunk needs one slot of each.
 
     Args:
         layout: the layout of one rank.
-        capacity_bytes: host memory of all ranks together.
-        one: host bytes of one chunk on all ranks together; 0 if this rank is the only one.
+        capacity_bytes: total host memory of all ranks.
+        one: total host bytes of one chunk on all ranks; 0 if this rank is the only one.
         setting: name of the setting that gives `capacity_bytes`, for the error.
 
     Raises:
@@ -83,7 +85,7 @@ def page_aligned(size_bytes: int) -> Bytes:
     Raises:
         ConfigError: the system cannot provide it.
     """
-    # The slack lets the memory start at a huge page. Untouched memory costs nothing.
+    # The slack lets the memory start at a huge page. Untouched memory is free.
     slack = _HUGE_PAGE_BYTES if size_bytes >= _HUGE_PAGE_BYTES else 0
     try:
         mapping = mmap.mmap(-1, align_up(max(size_bytes, 1)) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -98,18 +100,18 @@ def as_bytes(mapping: mmap.mmap) -> Bytes:
     """Return the bytes of a mapping for slots, which lives as long as any view of it."""
     # A forked child does not use the arena, but it would make the kernel copy each page that the parent writes.
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-        with suppress(OSError):  # some kernels know only one of the two
+        with suppress(OSError):  # some kernels support only one of the two
             mapping.madvise(advice)
     return np.frombuffer(mapping, np.uint8)
 
 
 class Arena:
-    """Slots for every KV group, one mapping each.
+    """Slots for every KV group, with one mapping per group.
 
     Args:
         layout: the KV groups.
         slots: number of slots of each group (`slots_for`).
-        populate: touch every page now (about a second for 4 GiB) instead of at its first use.
+        populate: whether to touch every page now (about a second for 4 GiB) instead of at its first use.
         page_lock: page-locks each mapping until its last view is gone.
         shared: memory of the groups whose slots other ranks also use (`shared_memory`).
 
@@ -137,10 +139,10 @@ class Arena:
         self.filled_elsewhere = frozenset(
             number for number, group in enumerate(layout.groups) if group.is_absent or (group.copy and number in shared)
         )
-        """Groups whose slots only another rank fills."""
+        """The groups whose slots only another rank fills."""
         self._shared = frozenset(shared)
         self._stuck: set[int] = set()
-        """Groups whose memory may be page-locked for good."""
+        """The groups whose memory may stay page-locked."""
         self._populate, self._page_lock = populate, page_lock
         self._taken: dict[int, weakref.finalize[[Callable[[], None], object], Bytes] | None] = {}
         """The groups whose memory is in use, and their page locks."""
@@ -152,7 +154,7 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all slots together."""
+        """Total bytes of all slots."""
         return sum(size * count for size, count in zip(self._sizes, self.slots, strict=True))
 
     @property
@@ -164,10 +166,10 @@ class Arena:
         """Return the whole slot, head room and payload, writable and page-aligned.
 
         Raises:
-            IndexError: no such slot.
+            IndexError: there is no such slot.
             ValueError: the arena is closed.
         """
-        # Slicing a memoryview with an offset that is negative or too large raises no error.
+        # A memoryview does not reject slices with a negative or too large offset.
         if not 0 <= group < len(self.slots) or not 0 <= slot < self.slots[group]:
             raise IndexError(f"no slot {slot} of group {group}; there are {self.slots}")
         if self._views is None:
@@ -179,7 +181,7 @@ class Arena:
         """Return the payload of the slot, writable and page-aligned.
 
         Raises:
-            IndexError: no such slot.
+            IndexError: there is no such slot.
             ValueError: the arena is closed.
         """
         return self.frame(group, slot)[self._heads[group] :]
@@ -200,11 +202,11 @@ class Arena:
                 lock.atexit = False
 
     def free(self) -> tuple[int, int]:
-        """Give the pages back to the system, until `take`. The contents are lost, and no slot may be in use.
+        """Return the pages to the system until `take` is called. The contents are lost. No slot may be in use.
 
         Returns:
-            The bytes kept because other ranks also use them, and those kept because they may still be page-locked. A
-            device would not see the pages that replace the latter.
+            The bytes kept because other ranks also use them, and the bytes kept because they may still be page-locked.
+            A device would not see the pages that replace locked ones.
         """
         for group in [it for it in self._taken if it not in self._shared | self._stuck]:
             lock = self._taken[group]
@@ -220,7 +222,7 @@ class Arena:
         return shared, stuck
 
     def close(self) -> None:
-        """Release the memory, each mapping when its last view is gone. Idempotent."""
+        """Release each mapping once its last view is gone. Idempotent."""
         self._views = None
 
 

@@ -1,17 +1,17 @@
 """Decides whether to write an object raw or coded: whichever should be faster to read back.
 
-An object is coded if its read saves more time than `WRITE_WEIGHT` times what its write loses; no request waits for a
-write. The read must become `GAIN_MIN` times faster. The choice then stays until coded objects are slower to read.
+An object is coded if its read gains more than `WRITE_WEIGHT` times the time that its write loses; no request waits for
+a write. The read must become `GAIN_MIN` times faster. The choice then stands until coded objects are slower to read.
 
-Everything is measured during normal work. A tier's own reads and writes measure its link; one section of every
-`EVERY`th object written measures the codec. Until both are known, objects are written raw.
+All measurements take place during normal work. A tier's own reads and writes measure its link; one section of every
+`EVERY`th object written measures the codec. Until both are measured, objects are written raw.
 
 Threads that read share the link and decode in parallel, so decoding is partly hidden. The expected time is that of a
 closed queue with one link, by mean value analysis (Reiser and Lavenberg, JACM 1980).
 
-Threads that decode slow each other down, and the engine slows them too. So a load decodes more slowly than a single
-section on an idle machine. That slowdown is measured when coded objects are read; until then it is assumed to be the
-number of threads. If only this assumption speaks for raw, one object in `TRIED_EVERY` is coded anyway, to measure it.
+Threads that decode slow each other down, and so does the engine. So a load decodes more slowly than a single
+section on an idle machine. Reads of coded objects measure that slowdown; until then it is assumed to be the
+number of threads. If only this assumption favours raw, one object in `TRIED_EVERY` is coded anyway, to measure it.
 """
 
 import math
@@ -32,22 +32,21 @@ from kvtier.tier.base import Read, Write
 from kvtier.types import ObjectName
 
 EVERY = 16
-"""How many objects of a group are written between two decisions."""
+"""Number of objects of a group written between two decisions."""
 GAIN_MIN = 1.05
-"""A group changes to coded if coded objects are this many times faster to read, and back as soon as they are
-slower."""
+"""A group switches to coded if coded objects are this many times faster to read, and back once they are slower."""
 WRITE_WEIGHT = 0.25
 WEIGHT = 0.25
 """Weight of the newest measurement in each geometric mean."""
 KEPT = 0.9
-"""Factor by which the old sums shrink at each measurement of the link."""
+"""Each measurement of the link multiplies the old sums by this."""
 HICCUP = 8.0
-"""A slower transfer counts as at most this many times slower than the mean."""
+"""A slow transfer counts as at most this many times slower than the mean."""
 LATENCY_SHARE_MAX = 0.9
 """At most this share of a transfer counts as latency; no codec shortens it."""
 TRIED_EVERY = 256
 TRIES = 2
-"""How often each section is measured. The best time counts."""
+"""Number of measurements of each section; the best time counts."""
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
@@ -61,9 +60,9 @@ class LinkMeter:
 
     def __init__(self) -> None:
         self.bytes_per_s = 0.0
-        """The rate of all threads together; 0 if not measured."""
+        """Combined rate of all threads; 0 if not measured."""
         self._sums = (0.0, 0.0)
-        """Bytes moved, and seconds for which the link was busy. Older transfers count less."""
+        """Bytes moved, and the seconds during which the link was busy. Older transfers count less."""
         self._ended_s = 0.0
         self._on_link: list[None] = []
         """One entry per call in progress."""
@@ -71,7 +70,11 @@ class LinkMeter:
     def timed(
         self, call: Callable[[list[_Item]], list[_Answer]], batch: list[_Item]
     ) -> tuple[list[_Answer], float, float, int]:
-        """Return the answers of `call(batch)`, its seconds, those since another call ended, and calls at its start."""
+        """Time `call(batch)`.
+
+        Returns:
+            The answers, the seconds of the call, the seconds since another call ended, and the calls at its start.
+        """
         self._on_link.append(None)
         on_link, start_s = len(self._on_link), time.perf_counter()
         try:
@@ -84,7 +87,7 @@ class LinkMeter:
         return answers, end_s - start_s, alone_s, on_link
 
     def add(self, size_bytes: int, alone_s: float, latency_s: float = 0.0) -> None:
-        """Note that the link moved `size_bytes` in `alone_s`, and that no other transfer ended meanwhile."""
+        """Record that the link moved `size_bytes` in `alone_s`, during which no other transfer ended."""
         if size_bytes and alone_s > 0:
             longest_s = HICCUP * size_bytes / self.bytes_per_s if self.bytes_per_s else math.inf
             moving_s = min(longest_s, max(alone_s - latency_s, alone_s * (1 - LATENCY_SHARE_MAX)))
@@ -95,17 +98,17 @@ class LinkMeter:
 
 @dataclass(slots=True)
 class GroupState:
-    """What is known about a group's objects. Times are seconds per raw byte in one thread."""
+    """Measurements of a group's objects. Times are seconds per raw byte in one thread."""
 
     ratio: float = 0.0
     """Stored bytes of a coded object, divided by its raw bytes; 0 if not measured."""
     encode_s: float = 0.0
-    """Time to encode and to prove that decoding gives the same bytes."""
+    """Time to encode an object and to verify that decoding returns the same bytes."""
     decode_s: float = 0.0
     verify_s: float = 0.0
     """Time to open a raw object that was read."""
     open_s: float = 0.0
-    """Time to open an object that was read, raw or coded."""
+    """Time to open an object that was read, whether raw or coded."""
     slowdown: float = 0.0
     """Time to open a coded object that was read, divided by `quiet_s`; 0 if not measured."""
     written: int = 0
@@ -115,7 +118,7 @@ class GroupState:
 
     @property
     def quiet_s(self) -> float:
-        """Time to open a coded object while nothing else runs."""
+        """Return the time to open a coded object while nothing else runs."""
         return self.decode_s + self.ratio * self.verify_s
 
 
@@ -123,21 +126,21 @@ class CodecChoice:
     """Chooses raw or coded for the objects of one tier. Thread-safe without a lock, like `LinkMeter`.
 
     Args:
-        codec: any codec but raw.
-        read_threads: how many threads read from the tier.
-        write_threads: how many threads write to the tier.
-        cores: cores of the machine; 0 for those that this process may use.
+        codec: any codec except raw.
+        read_threads: number of threads that read from the tier.
+        write_threads: number of threads that write to the tier.
+        cores: number of cores; 0 for the cores that this process may use.
     """
 
     def __init__(self, codec: Codec, read_threads: int, write_threads: int, cores: int = 0) -> None:
         self.reads, self.writes = LinkMeter(), LinkMeter()
         self.latency_s = 0.0
-        """Time in which the tier answers a question about names."""
+        """Time that the tier takes to look up names."""
         self.groups: defaultdict[int, GroupState] = defaultdict(GroupState)
         self._codec = codec
         self._read_threads, self._write_threads = read_threads, write_threads
         self._readers = 1.0
-        """Mean number of threads that read or open objects at once."""
+        """Mean number of threads that read or open objects at the same time."""
         self._cores = cores or len(os.sched_getaffinity(0))
 
     def read_many(
@@ -178,8 +181,8 @@ class CodecChoice:
         if stored_bytes == len(slot):
             state.verify_s = _mean(state.verify_s, took_s)
         elif state.ratio:
-            # A coded object among raw ones has the cores to itself, so it says little about loads in which all are
-            # coded.
+            # A coded object among raw ones has the cores to itself, so it says little about loads of only coded
+            # objects.
             state.slowdown = _mean(
                 state.slowdown or self._readers, took_s / state.quiet_s, WEIGHT if state.is_coded else WEIGHT / EVERY
             )
@@ -187,7 +190,7 @@ class CodecChoice:
     def contains(
         self, call: Callable[[Sequence[ObjectName]], Sequence[bool]], names: Sequence[ObjectName]
     ) -> Sequence[bool]:
-        """Make the call `call(names)`. Its time counts as the tier's latency."""
+        """Return `call(names)`. The duration of the call counts as the tier's latency."""
         start_s = time.perf_counter()
         answers = call(names)
         if names:
@@ -195,7 +198,7 @@ class CodecChoice:
         return answers
 
     def codes(self, number: int, group: GroupLayout, slot: memoryview, scratch: memoryview) -> bool:
-        """Decide whether to code the object of group `number` in `slot`; now and then measure the codec on it."""
+        """Decide whether to code the object of group `number` in `slot`; sometimes measure the codec on it."""
         state = self.groups[number]
         written, state.written = state.written, state.written + 1
         if proof.is_refused(self._codec):
@@ -251,12 +254,12 @@ def object_s(
     """Return the seconds per object when `threads` move many objects.
 
     Args:
-        link_s: time for which an object needs the link to itself.
-        beside_s: time of a thread's other work on an object, while nothing else runs.
-        threads: how many threads move objects.
-        cores: cores of the machine.
-        latency_s: time before an object is on the link.
-        slowdown: factor by which that other work takes longer while the other threads work.
+        link_s: time during which an object needs the link to itself.
+        beside_s: time of a thread's other work on an object while nothing else runs.
+        threads: number of threads that move objects.
+        cores: number of cores.
+        latency_s: time before an object reaches the link.
+        slowdown: factor by which this other work takes longer while the other threads work.
     """
     queued = total_s = 0.0
     for others in range(threads):

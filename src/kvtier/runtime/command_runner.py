@@ -1,7 +1,7 @@
 """Does the work of each command, with one method for each kind.
 
 Methods raise on failure, and the mover turns exceptions into outcomes. In a batch each object has its own result.
-After an exception the bytes in the target slot are undefined. Tiers get slots on loan, and a method does not return
+After an exception the bytes in the target slot are undefined. A tier borrows slots, and a method does not return
 before its loans end.
 """
 
@@ -39,17 +39,16 @@ FENCE_WAIT_S_MIN = 20e-6
 FENCE_WAIT_S_MAX = 1e-3
 
 NOT_ADMITTED = "not admitted"
-"""Detail of a demote that the tier refused: FAILED, but not a tier fault."""
+"""Detail of a demotion that the tier refused: it is FAILED, but not a tier fault."""
 
 REFUSED_MIN = 16
-"""After this many refused writes in a row, a tier is reported as full or over its budget, unless it logs that
-itself."""
+"""After this many refused writes in a row, a tier is reported as full or over budget, unless it logs that itself."""
 
 UNREADABLE_S = 60.0
-"""For this long an object that this process could not read is left alone. Another process may replace it meanwhile."""
+"""How long this process ignores an object that it could not read. Another process may replace it meanwhile."""
 
 UNREADABLE_MAX = 1 << 16
-"""With this many unreadable objects, all of them are tried again."""
+"""After this many unreadable objects, all of them are tried again."""
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
@@ -74,24 +73,24 @@ _ELSEWHERE = Result(Outcome.DONE)
 class CommandRunner:
     """Moves one rank's objects between its engine, its arena and its tiers. Thread-safe.
 
-    An object that this process cannot read counts as absent for a time: it is not found, written or deleted.
+    An object that this process cannot read counts as absent for a while: it is not found, written or deleted.
 
-    Two demotes may pack the same slot concurrently while scatters read it, without a lock. For one identity `pack`
+    Two demotions may pack the same slot concurrently while scatters read it, without a lock. For one identity `pack`
     always writes the same bytes into the slot, writes the header at once, and leaves the layers alone. Coded and
-    encrypted bytes go to scratch memory of the thread. The core ensures that a slot is not read while other bytes are
+    encrypted bytes go to the thread's scratch memory. The core ensures that a slot is not read while other bytes are
     written to it.
 
     Args:
         layout: the KV groups, with this rank's part of each.
         model: 16 bytes, `keys.secret.model_id`, written into every frame.
         arena: the arena with the slots.
-        copier: copies between the engine's blocks and slots; None if no command asks for that.
+        copier: copies between the engine's blocks and slots; None if no command needs it.
         tiers: lower tiers by name.
         common: names of tiers in which all ranks of the engine use one store (`TierKind.is_common`).
-        forms: how each tier stores its objects, by tier name. Tiers not named store them raw and without a seal.
-        clock: returns seconds, on the clock of the commands' deadlines.
+        forms: how each tier stores its objects, by tier name. Other tiers store them raw and without a seal.
+        clock: returns seconds, on the same clock as the commands' deadlines.
         name_root: 32 bytes that key the names of objects; None if the chunk keys are already keyed (`keys.chain`).
-        writes_all: whether every gathered object is soon written to a tier. Every payload passes through this object.
+        writes_all: whether every gathered object is soon written to a tier.
     """
 
     def __init__(
@@ -127,31 +126,31 @@ class CommandRunner:
             if known.copy and (name in common or group in filled)
         }
         """(tier, group) pairs whose objects another rank writes and drops, because it has the same KV. The tier ``""``
-        stands for host memory, whose slots that rank fills."""
+        is host memory, whose slots that rank fills."""
         self._asked_elsewhere = {(name, group) for name in tiers if name not in common for group in filled}
         """(tier, group) pairs whose objects are only in another rank's store."""
         self._absent = {group for group, known in enumerate(layout.groups) if known.is_absent}
-        """Groups that this rank has no part of."""
+        """The groups of which this rank has no part."""
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
         self._scratch_bytes = {
             name: [form.scratch_bytes(group) for group in layout.groups] for name, form in self._forms.items()
         }
         self._hashes = writes_all and any(not max(sizes) for sizes in self._scratch_bytes.values())
-        """Whether a gather that is complete on return is hashed by its own thread, while the copy is still in the
-        processor's cache. A thread that writes would have to read each byte from memory again."""
+        """Whether the gathering thread hashes a copy that is complete on return, while it is in the processor's cache.
+        A writing thread would have to read each byte from memory again."""
         self._checksums: dict[tuple[int, int], list[int]] = {}
-        """Section checksums of the payload in each (group, slot), dropped when the slot is refilled. Shared by threads
+        """Section checksums of the payload in each (group, slot), removed when the slot is refilled. Threads share them
         without a lock, like the slots."""
         self._recalls: dict[str, TierRecall] = {}
         self.closing = threading.Event()
-        """Set when no more commands will come. It ends recalls."""
+        """Set when no more commands will arrive. It ends recalls."""
         self._unreadable: dict[tuple[str, ObjectName], float] = {}
-        """Until when each (tier, name) is left alone. Shared by threads without a lock, because each use is one
+        """Time until which each (tier, name) is ignored. Threads share it without a lock, because each use is one
         operation."""
         self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes)) for group in layout.groups]
 
     def together(self, command: Work) -> int:
-        """Return how many commands like this one a batch may have; 1 for no batches."""
+        """Return how many commands like this one a batch may contain; 1 for no batches."""
         return (
             self._batch_counts[command.group]
             if isinstance(command, Transfer) and not self._is_elsewhere(command)
@@ -159,10 +158,10 @@ class CommandRunner:
         )
 
     def run(self, jobs: Sequence[Job], scratch: Scratch) -> Sequence[Result | Exception]:
-        """Do one job, or a batch of demotes or promotes of one tier.
+        """Do one job, or a batch of demotions or promotions of one tier.
 
         Returns:
-            A result for each job. In a batch an object's exception is its result.
+            A result for each job. In a batch, the result of an object that failed is its exception.
 
         Raises:
             Exception: a single job, or a batch as a whole, failed.
@@ -179,7 +178,7 @@ class CommandRunner:
         return self._demote(jobs, scratch)
 
     def recall(self, command: Recall) -> Completion:
-        """Complete a recall at once. For one thread at a time.
+        """Complete a recall at once. Only one thread may call this at a time.
 
         Raises:
             ValueError: the tier or the group is unknown.
@@ -201,7 +200,7 @@ class CommandRunner:
         if isinstance(command, Probe) and self._asked_elsewhere:
             is_elsewhere = [(command.tier, group) in self._asked_elsewhere for _, group in command.objects]
             own = tuple(it for it, is_its in zip(command.objects, is_elsewhere, strict=True) if not is_its)
-            # A probe without objects asks whether the tier answers. That matters only where this rank keeps something.
+            # A probe without objects checks whether the tier answers. That matters only if this rank stores in it.
             groups = range(len(self._parts))
             keeps = not all((command.tier, group) in self._asked_elsewhere for group in groups)
             asks = own or (keeps and not command.objects)
@@ -213,16 +212,16 @@ class CommandRunner:
             tier.expects(command.conversation, command.next_turn)
         else:
             (name,) = names_of([(command.key, command.group)], self._name_heads)
-            if not self._is_left_alone(command.tier, name):  # it is another rank's copy that is bad
+            if not self._is_left_alone(command.tier, name):  # the bad copy is another rank's
                 tier.delete(name)
         job.is_in_tier = False
         return Result(Outcome.DONE, present=present)
 
     def _is_elsewhere(self, command: Work) -> bool:
-        """Whether another rank does this transfer or drop for this one.
+        """Return whether another rank does this transfer or drop for this one.
 
         A command ends when every rank has ended it, so its outcome is that of the rank that does the work. The same
-        rank drops and writes an object, so its writes stay behind its drops. Each rank that has the KV scatters it.
+        rank drops and writes an object, so its writes follow its drops. Each rank that has the KV scatters it.
         """
         if isinstance(command, Drop):
             return (command.tier, command.group) in self._kept_elsewhere
@@ -247,9 +246,9 @@ class CommandRunner:
         return Result(Outcome.DONE, self._engine_bytes[transfer.group])
 
     def _await(self, fence: Fence, transfer: Transfer) -> None:
-        """Wait for a device copy to end, without a deadline.
+        """Wait without a deadline for a device copy to end.
 
-        Until it ends, the device uses the slot and the blocks, so they cannot be reused. If `done` raises, the copy
+        The device uses the slot and the blocks until then, so they cannot be reused. If `done` raises, the copy
         has failed and the wait ends.
         """
         wait_s = FENCE_WAIT_S_MIN
@@ -277,7 +276,7 @@ class CommandRunner:
         for at, sealing in enumerate(zip(transfers, self._identities(transfers), views, strict=True)):
             try:
                 writes[at] = self._sealed(*sealing)
-            except Exception as error:  # noqa: BLE001 - the mover turns an error of one object into an outcome
+            except Exception as error:  # noqa: BLE001 - the mover turns an object's error into its outcome
                 results[at] = error
         if not writes:
             return results

@@ -1,12 +1,12 @@
-"""A Unix-domain socket on which an engine answers questions about its cache: one JSON line each way.
+"""A Unix-domain socket on which an engine answers queries about its cache: one JSON line each way.
 
     kvtier cache, scripts          {"version": 1, "command": "find", "deadline_s": 10, "arguments": {...}}
     ControlSocket                  {"version": 1, "result": {...}}   or   {"version": 1, "error": "..."}
 
-`local_sockets` gives each connection a thread, which takes the call lock to make a call. So calls are made one at a
+`local_sockets` gives each connection a thread, which takes the call lock to make a call. So only one call runs at a
 time, and a waiting call keeps its deadline. `health` has its own lock, so a probe never waits for another call. Calls
-take the session's lock like any other caller. The file has mode 0600 and lies in a directory where other users cannot
-write.
+take the session's lock like any other caller. The file has mode 0600 and lies in a directory to which other users
+cannot write.
 """
 
 import fcntl
@@ -34,27 +34,29 @@ SETTING: Final = "control.socket"
 PID: Final = "{pid}"
 """Stands for the engine's process number in a path."""
 CALLS_MAX: Final = CONNECTIONS_MAX // 2
-"""Maximum number of calls waiting or in progress. One more is refused, so that connections are left for probes."""
+"""Maximum number of calls waiting or in progress. Further calls are refused, to leave connections for probes."""
 REQUEST_BYTES_MAX: Final = 1 << 20
-"""Largest request, a prompt of about 150,000 tokens. Parsing it holds Python's lock for 15 ms."""
+"""Largest request: a prompt of about 150,000 tokens. Parsing it holds Python's lock for 15 ms."""
 ANSWER_BYTES_MAX: Final = 1 << 24
 EXCHANGE_S: Final = 5.0
-"""How long a client may take to send its request, and to receive the answer."""
+"""How long a client may take to send its request, and again to receive the answer."""
 DEADLINE_S: Final = 10.0
 DEADLINE_S_MAX: Final = 60.0
 PATH_BYTES_MAX: Final = 107
-"""Linux's limit (`sun_path`)."""
+"""Linux's limit for socket paths (`sun_path`)."""
 CLOSE_S: Final = 1.0
 START_S: Final = 2.0
 """How long a start waits for another start in the same directory."""
 ERROR_CHARACTERS_MAX: Final = 2000
-"""An engine's error message is cut to this length."""
+"""An engine's error message is truncated to this length."""
 NUMBER_MAX: Final = 1 << 53
 HEALTH: Final = "health"
 OTHER_FORM: Final = "the answer of {} does not have the form of this release; use the kvtier of its environment"
 ENDED: Final = "the engine at {} ended the connection without an answer: it is closing, or has too many connections"
 
 _INT, _TEXT, _BOOL, _SECONDS = (int,), (str,), (bool,), (int, float)
+CUT_PARTS: Final = ("before", "earlier", "this")
+"""Names of the tokens that an answer shows around a cut: before it, and after it in the earlier and in this prompt."""
 _FETCHED: Final = {"tokens": _INT, "stored_tokens": _INT, "host_tokens": _INT}
 FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "find": {
@@ -76,6 +78,16 @@ FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "computed_tokens": _INT,
         "reasons": [{"code": _TEXT, "text": _TEXT}],
         "missing_chunk_now": [_TEXT, type(None)],
+        "cuts": [
+            {
+                "request": _TEXT,
+                "at_token": _INT,
+                "is_exact": _BOOL,
+                "lost_tokens": _INT,
+                "repeated_tokens": (*_INT, type(None)),
+                **{name: {"ids": [_INT], "text": (*_TEXT, type(None))} for name in CUT_PARTS},
+            }
+        ],
     },
     "prefetch": _FETCHED,
     "pin": {**_FETCHED, "pinned_tokens": _INT, "seconds": _SECONDS},
@@ -89,11 +101,10 @@ FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "tiers": {str: {"reads": _BOOL, "writes": _BOOL, "detail": _TEXT}},
     },
 }
-"""The form of each call's result: the types that a value may have, lists, and objects with given or arbitrary
-names."""
+"""The form of each call's result: the types of a value, lists, and objects with given or arbitrary names."""
 
 Answer = Callable[[str, dict[str, Any], float], dict[str, Any]]
-"""(command, arguments, deadline) -> result. Raises `KvError` for a wrong request."""
+"""(command, arguments, deadline) -> result. Raises `KvError` for an invalid request."""
 
 
 class ControlError(KvError):
@@ -104,8 +115,8 @@ class ControlSocket:
     """The socket on which an engine answers, and its threads.
 
     Args:
-        path: path of the socket; ``{pid}`` in it stands for this process. Its directory is created if missing.
-        answer: makes a call, in a thread of this server; `health` possibly while another call is in progress.
+        path: path of the socket; ``{pid}`` stands for this process's number. The directory is created if missing.
+        answer: makes a call in a thread of this server; `health` may run during another call.
 
     Raises:
         ConfigError: the path is too long for a socket.
@@ -126,7 +137,7 @@ class ControlSocket:
         logger.info("%s: kvtier answers on %s", SETTING, self.path)
 
     def close(self) -> None:
-        """Remove the file and end all connections. A call in progress gets no answer. Idempotent."""
+        """Remove the file and close all connections. A call in progress gets no answer. Idempotent."""
         if self._is_closing or self._process != os.getpid():
             return
         self._is_closing = True
@@ -161,10 +172,10 @@ class ControlSocket:
         return line
 
     def _called(self, command: str, arguments: dict[str, Any], until_s: float) -> dict[str, Any]:
-        """Make a call in its turn, and return its result.
+        """Make a call when its turn comes, and return the result.
 
         Raises:
-            KvError: the call is wrong, its turn has not come in time, or too many others wait.
+            KvError: the call is invalid, its turn does not come in time, or too many others wait.
         """
         lock, places = self._probes if command == HEALTH else self._calls
         if not places.acquire(blocking=False):
@@ -192,10 +203,10 @@ def ask(
         command: name of the call.
         arguments: arguments of the call.
         deadline_s: how many seconds the answer may take.
-        form: one of `FORMS`. The result has exactly this form, and its strings are safe to print. None: any form.
+        form: one of `FORMS`. The result has exactly this form, and its strings are safe to print. None allows any.
 
     Raises:
-        ControlError: no engine of this user or root listens there, or the answer is late, an error or of another form.
+        ControlError: no engine of this user or root listens there, or the answer is late, an error or malformed.
     """
     until_s = time.monotonic() + deadline_s
     line = _line({"command": command, "deadline_s": deadline_s, "arguments": arguments})
@@ -230,28 +241,28 @@ def ask(
 
 
 def _formed(found: Any, form: Any) -> Any:  # noqa: ANN401 - JSON
-    """Return `found` reduced to the names in `form`, with strings that a terminal can show.
+    """Return `found` reduced to the names in `form`, with strings that are safe to print.
 
     Raises:
-        AttributeError, KeyError, TypeError, ValueError: `found` has another form.
+        AttributeError, KeyError, TypeError, ValueError: `found` does not have this form.
     """
     if hasattr(form, "keys"):
         named = dict.fromkeys(found.keys(), form[str]) if str in form else form
-        return {_printable(name): _formed(found[name], it) for name, it in named.items()}
+        return {printable(name): _formed(found[name], it) for name, it in named.items()}
     if {type(form), type(found)} == {list}:
         return [_formed(it, form[0]) for it in found]
     if type(found) not in form or (isinstance(found, int | float) and not abs(found) < NUMBER_MAX):
         raise ValueError
-    return _printable(found) if isinstance(found, str) else found
+    return printable(found) if isinstance(found, str) else found
 
 
-def _printable(text: str) -> str:
-    """Return `text` with control characters, which could drive a terminal, and lone surrogates escaped."""
+def printable(text: str) -> str:
+    """Return `text` with lone surrogates and control characters escaped; these could control a terminal."""
     return "".join(it if it.isprintable() else repr(it)[1:-1] for it in text)
 
 
 def _connect(connection: socket.socket, path: Path, until_s: float) -> None:
-    """Connect, and retry while the server's queue is full. Raises `OSError`."""
+    """Connect; retry while the server's queue is full. Raises `OSError`."""
     while _left_s(until_s):
         try:
             return connection.connect(os.fsencode(path))
@@ -261,7 +272,7 @@ def _connect(connection: socket.socket, path: Path, until_s: float) -> None:
 
 
 def _check_peer(connection: socket.socket, path: Path) -> None:
-    """Check that an engine of this user or root listens: no one else may see a prompt and its salt.
+    """Check that an engine of this user or root listens, because no one else may see a prompt and its salt.
 
     Raises:
         ControlError: another user listens, or can replace the socket.
@@ -277,7 +288,10 @@ def _check_peer(connection: socket.socket, path: Path) -> None:
 
 
 def _received(connection: socket.socket, bytes_max: int, until_s: float) -> bytes:
-    """Return a line, or more than `bytes_max` bytes of it; empty if the connection ends first. Raises `OSError`."""
+    """Return a line, or more than `bytes_max` bytes of a longer one; empty if the connection ends first.
+
+    Raises `OSError`.
+    """
     received, data = bytearray(), b""
     while b"\n" not in data and len(received) <= bytes_max:
         connection.settimeout(_left_s(until_s))
@@ -324,7 +338,7 @@ def _read(line: bytes) -> tuple[str, dict[str, Any], float]:
     """Parse a request into its command, its arguments and its deadline.
 
     Raises:
-        ControlError: the request is too long, or not in the form that this module describes.
+        ControlError: the request is too long or malformed.
     """
     if len(line) > REQUEST_BYTES_MAX:
         raise ControlError(f"a request is longer than {REQUEST_BYTES_MAX} bytes")
@@ -346,7 +360,7 @@ def _read(line: bytes) -> tuple[str, dict[str, Any], float]:
 def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
     """Return a listening socket at `path`, and the status of its file.
 
-    A socket file that a dead process left is replaced. A lock on the directory keeps two starts from both doing so.
+    A socket file that a dead process left is replaced. A lock on the directory prevents two starts from both doing so.
 
     Raises:
         ConfigError: the path is too long for a socket.
@@ -385,7 +399,7 @@ def _check_directory(path: Path, status: os.stat_result) -> None:
 
 
 def _remove_stale(path: Path, about: dict[str, str]) -> None:
-    """Remove the socket of a process that has ended; `about` has fields of an error."""
+    """Remove the socket of a process that has ended; `about` contains fields for the error."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -401,7 +415,7 @@ def _remove_stale(path: Path, about: dict[str, str]) -> None:
 
 
 def is_listened(path: Path) -> bool:
-    """Whether a process listens at the socket `path`; False after its death. Raises `OSError`."""
+    """Return whether a process listens at the socket `path`; False after it has ended. Raises `OSError`."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(0)  # a process whose queue is full also listens
         try:

@@ -1,7 +1,7 @@
 """A tier that may open after the engine has started.
 
-Until it is open, all operations raise `TierError`, so the core's circuit breaker opens and retries now and then. Each
-tier is opened by its own thread, so that one that hangs does not delay the others.
+Until it is open, all operations raise `TierError`, so the core's circuit breaker opens and retries from time to time.
+Each tier is opened in its own thread, so that a tier that hangs does not delay the others.
 """
 
 import logging
@@ -17,17 +17,17 @@ LEAVE_S = 1.0
 """How long closing waits for an attempt to open the tier, which may hang."""
 
 NOT_OPEN = "is not open"
-"""Detail of every error until the tier is open. The log has the reason."""
+"""Detail of every error until the tier is open. The log gives the reason."""
 
 logger = logging.getLogger(__name__)
 
 
 class DeferredTier(Tier):
-    """Forwards to another tier once that is open: all of `Tier` but `read` and `write`, which call the batches.
+    """Forwards to another tier once that is open: all methods but `read` and `write`, which call the batch methods.
 
     Args:
         name: name of the tier.
-        make: opens the tier; called by one thread until it succeeds.
+        make: opens the tier; one thread calls it until it succeeds.
         retry_s: seconds between the first two attempts; the pause doubles up to a minute.
     """
 
@@ -40,7 +40,7 @@ class DeferredTier(Tier):
         self._error: Exception | None = None
         """Error of the last attempt to open the tier."""
         self._is_awaited = True
-        """Whether `opened` will still log or raise the error."""
+        """Whether `opened` has yet to log or raise the error."""
         self._tried = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvtier open {name}", daemon=True)
@@ -49,11 +49,11 @@ class DeferredTier(Tier):
     def opened(self, deadline_s: float, *, is_required: bool, waited_s: float = 0.0, is_final: bool = False) -> Tier:
         """Return the tier itself if it opens within `deadline_s` seconds, of which `waited_s` have passed.
 
-        Otherwise log a warning, or an error if only an operator can mend the store, and return this object. If
+        Otherwise log a warning, or an error if only an operator can repair the store, and return this object. If
         `is_final`, the log says that this process will not use the tier.
 
         Raises:
-            ConfigError: a setting is wrong. Any other error of `make` that is not a `TierError` is raised as well.
+            ConfigError: a setting is wrong. Any other error of `make` that is not a `TierError` is also raised.
             TierError: the store is damaged, fails or hangs, and `is_required` is true.
         """
         self._tried.wait(max(0.0, deadline_s - waited_s))
@@ -75,7 +75,7 @@ class DeferredTier(Tier):
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier is open."""
+        """Return whether the tier is open."""
         return self._tier is not None
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
@@ -99,11 +99,11 @@ class DeferredTier(Tier):
         return self._live().scan()
 
     def newest(self, most: int, until_s: float) -> Iterable[ObjectName]:
-        """Return at most `most` names, newest first where the kind knows the order cheaply."""
+        """Return at most `most` names, newest first if the kind knows the order cheaply."""
         return self._live().newest(most, until_s)
 
     def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """Read like `read_many`, but without counting as a use where the kind can avoid it."""
+        """Read like `read_many`, but do not count it as a use if the kind can avoid that."""
         return self._live().peek_many(reads)
 
     def figures(self) -> Figures:
@@ -111,12 +111,12 @@ class DeferredTier(Tier):
         return Figures() if self._tier is None else self._tier.figures()
 
     def note_use(self, *, is_up: bool) -> None:
-        """Note whether the session uses the tier or backs off from it."""
+        """Record whether the session uses the tier or has backed off from it."""
         if self._tier is not None:
             self._tier.note_use(is_up=is_up)
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
-        """Give the tier's eviction policy a hint (`policy.base.Hinted`).
+        """Pass a hint to the tier's eviction policy (`policy.base.Hinted`).
 
         Until the tier is open the hint is lost, which costs only hits.
         """
@@ -124,7 +124,7 @@ class DeferredTier(Tier):
             self._tier.expects(conversation, next_turn)
 
     def close(self) -> None:
-        """Release all resources. A tier that opens after this is closed at once."""
+        """Release all resources. A tier that opens later is closed at once."""
         with self._lock:
             self._closing.set()
             tier = self._tier
@@ -170,7 +170,7 @@ class DeferredTier(Tier):
 
 
 def insisting(tier: str, error: Exception) -> TierError:
-    """Return the error that stops the start when a required tier failed with `error`."""
+    """Return the error that stops the start if a required tier fails with `error`."""
     kind = DamagedStoreError if isinstance(error, DamagedStoreError) else TierError
     detail = error.detail if isinstance(error, TierError) else error
     return kind(tier, f"{detail}; the start fails because the tier's setting is required = true")

@@ -1,14 +1,15 @@
-"""The calls that an engine answers on its control socket: each checks its arguments and returns plain data.
+"""The calls that an engine answers on its control socket. Each checks its arguments and returns plain data.
 
     find      where the chunks of a prompt are, how many tokens a request would load, and what ends the run
-    why       why a request loaded nothing or little
-    prefetch  brings what lower tiers have of a prompt to host memory
-    pin       keeps a prompt in host memory for a time; unpin ends it
-    clear     makes what is cached unreachable for this engine, and frees host memory
-    health    whether kvtier works, and why not
+    why       why a request loaded nothing or little, and where its prompt diverges from an earlier one
+    prefetch  loads a prompt's chunks from lower tiers into host memory
+    pin       keeps a prompt in host memory for a while; unpin releases it
+    clear     makes cached KV unreachable for this engine, and frees host memory
+    health    whether kvtier works, and the reason if not
 
 The adapter provides what only it knows: the keys of a prompt, its requests, and how its keys change. Answers contain
-counts, tier names and request ids, but no tokens, keys, salts or secrets.
+counts, tier names and request ids, but no keys, salts or secrets. Only `why` shows tokens: a few where two prompts
+diverge, and never those of a request that opts out.
 """
 
 import itertools
@@ -24,7 +25,7 @@ from kvtier.types import Prefix, Priority, RequestId
 
 TEXT_CHARACTERS_MAX: Final = 4096
 RESERVE_S: Final = 0.2
-"""The part of a call's time that is reserved for the work after the tiers' answers."""
+"""The part of a call's time reserved for the work after the tiers have answered."""
 
 POLL_S: Final = 0.02
 """Interval at which a call checks whether its prefetch has arrived."""
@@ -37,21 +38,20 @@ OFFLINE: Final = (
 
 
 class EngineCalls(NamedTuple):
-    """What an adapter provides. All functions may be called in any thread."""
+    """The functions that an adapter provides. They may be called in any thread."""
 
     chain: Callable[[str, str], Chain]
     """(salt, adapter) -> the empty key chain of a request. Raises a `KvError` for an unknown adapter."""
     hit_tokens: Callable[[int], int]
-    """The most tokens that a prompt of this length can load."""
+    """Returns the most tokens that a prompt of this length can load."""
     clear: Callable[[str | None], None]
-    """Give new keys to later requests with this salt; ``""`` means requests without one, None all requests."""
+    """Gives later requests with this salt new keys; ``""`` means requests without one, and None all requests."""
     problem: Callable[[], str]
-    """Why the adapter neither loads nor stores; empty in normal operation."""
+    """Returns why the adapter neither loads nor stores; empty in normal operation."""
     why: Callable[[str], dict[str, Any]] | None = None
-    """Returns what happened to a request, or raises `ControlError` for an unknown one. None if the adapter does not
-    know."""
+    """Returns what happened to a request, or raises `ControlError` for an unknown one. None without a history."""
     note: str = ""
-    """What clearing does not reach in this engine."""
+    """Describes what clearing does not reach in this engine."""
 
 
 class Control:
@@ -78,13 +78,13 @@ class Control:
             "clear": (self._clear, ("all", "salt")),
             "health": (self._health, ()),
         }
-        """For each command, the method that answers it and its arguments."""
+        """For each command, the method that answers it and the names of its arguments."""
 
     def answer(self, command: str, arguments: dict[str, Any], until_s: float) -> dict[str, Any]:
         """Answer a call.
 
         Raises:
-            ControlError: the command or an argument is wrong, or the session cannot take the call.
+            ControlError: the command or an argument is invalid, or the session cannot take the call.
         """
         if command not in self._commands:
             raise ControlError(f"command {command[:40]!r} is unknown; allowed: {', '.join(self._commands)}")
@@ -135,10 +135,10 @@ class Control:
         return {"tokens": tokens, "unpinned_tokens": pinned_tokens}
 
     def _fetched(self, prefix: Prefix, until_s: float) -> dict[str, int]:
-        """Bring to host memory what is stored of `prefix`, and stop waiting at the end of the call's time.
+        """Load the stored chunks of `prefix` into host memory, and stop waiting when the call's time is over.
 
         Raises:
-            ControlError: the adapter loads nothing at present.
+            ControlError: the adapter currently loads nothing.
         """
         if problem := self._engine.problem():
             raise ControlError(f"nothing is loaded into host memory: {problem}")
@@ -159,7 +159,7 @@ class Control:
         return survey
 
     def _prompt(self, arguments: Mapping[str, Any]) -> tuple[int, Prefix]:
-        """Return the number of tokens of a prompt, and its full chunks."""
+        """Return the number of tokens in a prompt, and its full chunks."""
         tokens = arguments.get("tokens")
         if not isinstance(tokens, list) or not tokens:
             raise ControlError("tokens must be a list of token ids, with at least one")
@@ -215,7 +215,7 @@ def _ranges(survey: Survey) -> list[dict[str, Any]]:
 
 
 def _end(survey: Survey, tokens: int, hit_tokens: int, most: int) -> str:
-    """Return what ends the run of tokens that can be loaded, as text for people."""
+    """Describe what ends the run of tokens that can be loaded."""
     size = survey.prefix.chunk_tokens
     if tokens < size:
         return f"no chunk is full: a chunk has {size} tokens"

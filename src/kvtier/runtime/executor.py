@@ -21,10 +21,10 @@ from kvtier.types import (
 )
 
 COUNT_MAX = 1 << 62
-"""Largest figure that is accepted from a tier as it is."""
+"""Largest figure accepted from a tier; larger ones are reduced to it."""
 
 Work = Transfer | Probe | Drop | Tell | Recall
-"""Commands that get a completion. A `Cancel` gets none, but the commands that it names do."""
+"""Commands that are completed. A `Cancel` is not, but the commands that it names are."""
 
 QueuedWork = Transfer | Probe | Drop | Tell
 """Commands that wait in worker queues."""
@@ -37,7 +37,7 @@ class Completion(NamedTuple):
     outcome: Outcome
     """Always DONE, FAILED or CANCELLED, except for transfers."""
     present: tuple[bool, ...] = ()
-    """Whether the tier holds each object of a probe that is DONE."""
+    """Whether the tier holds each object, if a probe is DONE."""
     size_bytes: int = 0
     """Bytes moved, or 0 unless DONE: engine bytes for gather and scatter, frame bytes for demote and promote."""
     seconds: float = 0.0
@@ -45,17 +45,17 @@ class Completion(NamedTuple):
     waited_s: float = 0.0
     """Time in the queue."""
     detail: str = ""
-    """Reason why the command is not DONE, for logs."""
+    """Why the command is not DONE, for logs."""
     is_tier_fault: bool = False
-    """The tier failed or missed the deadline. Circuit breakers count faults; a refused write is not a fault."""
+    """Whether the tier failed or missed the deadline. Circuit breakers count faults; a refused write is not a fault."""
     reason: str = ""
     """Why a read refused the object (`CorruptChunkError`, `UnreadableChunkError`); otherwise empty."""
     page: RecallPage | None = None
-    """Records of a recall that is DONE."""
+    """The records, if a recall is DONE."""
 
 
 class Completing:
-    """An executor that knows where its completions go. It gets no command before `complete_to`."""
+    """Base class of executors that store where completions go. No command comes before `complete_to` is called."""
 
     _put: Callable[[Completion], None]
     _ready: Callable[[], None]
@@ -66,16 +66,16 @@ class Completing:
 
 
 class Executor(Protocol):
-    """Executes a session's commands: one rank's `Mover`, a `RemoteRank` or a `RankGroup`.
+    """Executes a session's commands. It is one rank's `Mover`, a `RemoteRank` or a `RankGroup`.
 
-    Every command but a `Cancel` is completed exactly once, and its completion carries the object that was submitted.
+    Every command except a `Cancel` is completed exactly once, and its completion carries the submitted object.
     """
 
     needs_flush: bool
     """Whether `flush` must follow `submit`."""
 
     def submit(self, *commands: Command) -> None:
-        """Queue `commands`, in order. Never blocks or does I/O; a command that cannot run is completed as FAILED.
+        """Queue `commands`, in order. Never block or do I/O; a command that cannot run is completed as FAILED.
 
         A `Cancel` completes the transfers and probes that it names as CANCELLED, unless they have started.
         """
@@ -90,7 +90,7 @@ class Executor(Protocol):
         ...
 
     def flush(self) -> bool:
-        """Send what `submit` has queued for other processes; False if some remains. Never blocks."""
+        """Send the commands that `submit` has queued for other processes. Return False if some remain. Never block."""
         ...
 
     def close(self, deadline_s: float) -> bool:
@@ -99,13 +99,13 @@ class Executor(Protocol):
 
 
 class ChunkTexts(Protocol):
-    """An engine adapter that knows the tokens of chunks. Called under the session's lock, in any thread.
+    """An engine adapter that knows the tokens of chunks.
 
-    Both methods must be quick and must not raise.
+    Both methods are called under the session's lock, in any thread. They must be quick and must not raise.
     """
 
     text_group: int
-    """Number of the KV group whose objects get texts. Its objects are whole chunks of a history."""
+    """Number of the KV group whose objects carry texts. Each of its objects is a whole chunk of a history."""
 
     def text_of(self, key: ChunkKey) -> bytes:
         """Return token ids of chunk `key` as little-endian u32, then at most 388 bytes of extras; empty if unknown."""
@@ -114,7 +114,7 @@ class ChunkTexts(Protocol):
     def recalled(self, records: Sequence[ChunkRecord], tier: str) -> None:
         """Receive chunks that the tier has, or had a moment ago. Parents come first, perhaps in an earlier call.
 
-        A chunk may come twice, and it may be one that this engine has stored itself.
+        A chunk may come twice, and this engine may have stored it itself.
         """
         ...
 
@@ -132,18 +132,17 @@ class Threads:
 class TierView:
     """Plain values that one rank's tier and the session share.
 
-    The session has this instead of the tier, so it cannot do I/O under its lock. A rank in another process has its own
-    view and sends the values (`protocol.TierReport`).
+    The session holds this instead of the tier, so it cannot do I/O under its lock. A rank in another process has its
+    own view and sends the values (`protocol.TierReport`).
     """
 
     __slots__ = ("figures", "is_up", "stuck_queues")
 
     def __init__(self) -> None:
         self.figures = Figures()
-        """Set by the tier's threads about once a second while they work."""
+        """The tier's figures; its threads set them about once a second while they work."""
         self.is_up: bool | None = None
-        """Whether the session reads the tier, set by the session; None until then. It is not sent to other
-        processes."""
+        """Whether the session reads the tier; None until the session sets it. It is not sent to other processes."""
         self.stuck_queues: Callable[[], int] = lambda: 0
         """Returns how many of the tier's worker queues are stuck (`WorkerQueue.is_stuck`). Does no I/O."""
 
@@ -154,7 +153,7 @@ class Job:
     Args:
         command: the command.
         submitted_s: when it was submitted.
-        together: how many jobs of its kind a thread may take as a batch; 1 for no batches.
+        together: how many jobs of this kind a thread may take as a batch; 1 for no batches.
     """
 
     __slots__ = ("after", "command", "deadline_s", "is_answered", "is_in_tier", "over", "submitted_s", "together")
@@ -169,6 +168,6 @@ class Job:
         """Whether an exception now would be the tier's fault."""
         self.is_answered = False
         self.over: threading.Event | None = None
-        """Event of a drop, set on completion."""
+        """Set when a drop is completed; None for other commands."""
         self.after: threading.Event | None = None
-        """Event of a demotion: `over` of an earlier drop of the same object, which must end first."""
+        """For a demotion, the `over` of an earlier drop of the same object, which must end first."""

@@ -1,8 +1,8 @@
-"""Holds signals back while a call runs, because a handler may raise at any instruction and leave the call half done.
+"""Delays signals while a call runs, because a handler may raise at any instruction and leave the call half done.
 
-Python calls handlers in the main thread, whichever thread of the process gets the signal. Blocking signals in a thread
-therefore does not help, so each handler is replaced while the call runs. Finding the handlers takes half a
-microsecond. Two kinds of signals are left alone: those of faults, which belong to an instruction, and real-time
+Python runs handlers in the main thread, whichever thread of the process receives the signal. So blocking signals in a
+thread does not help, and each handler is replaced while the call runs. Finding the handlers takes half a
+microsecond. Two kinds of signals are left alone: fault signals, which belong to an instruction, and real-time
 signals.
 """
 
@@ -12,17 +12,17 @@ from importlib import import_module
 from typing import Any, Final
 
 _signal: Any = import_module("_signal")
-"""`signal` without its enums, which would add a dozen Python calls to each call."""
+"""The `signal` module without its enums, which would add a dozen Python calls to each call."""
 
 _OTHERS: Final = {"SIGKILL", "SIGSTOP", "SIGILL", "SIGTRAP", "SIGABRT", "SIGBUS", "SIGFPE", "SIGSEGV", "SIGSYS"}
 _SIGNALS: Final = sorted(int(it) for it in signal.Signals if it.name not in _OTHERS and it < signal.SIGRTMIN)
 
 _known: tuple[list[Any], list[tuple[int, Any]]] = ([], [])
-"""The handlers of all signals at the last call, and those written in Python, with their signals."""
+"""The handlers of all signals at the last call, and the (signal, handler) pairs of those written in Python."""
 
 
 def without_signals(call: Callable[..., None], *arguments: object) -> None:
-    """Make a call in the main thread. The handler of each signal that arrives meanwhile runs once, after the call."""
+    """Make a call in the main thread. If a signal arrives during the call, its handler runs once, after the call."""
     global _known  # noqa: PLW0603 - a cache
     handlers = [*map(_signal.getsignal, _SIGNALS)]
     if handlers != _known[0]:
@@ -55,7 +55,7 @@ def without_signals(call: Callable[..., None], *arguments: object) -> None:
 
 
 def _deliver(waiting: dict[int, object], handlers: dict[int, Any]) -> None:
-    """Call the handlers of waiting signals, even after one of them has raised."""
+    """Call the handlers of waiting signals, even if one of them raises."""
     while waiting:
         number, frame = waiting.popitem()
         try:

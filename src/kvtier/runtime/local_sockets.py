@@ -1,7 +1,7 @@
-"""A server on a Unix socket, which a rank and the control socket share.
+"""A server on a Unix socket, for ranks and for the control socket.
 
-One thread accepts. Each connection gets a thread of its own, so a silent client delays no other. Processes of other
-users are refused, except root's.
+One thread accepts connections. Each connection has its own thread, so a silent client delays no other. Processes of
+other users are refused, except root's.
 """
 
 import os
@@ -18,19 +18,19 @@ from kvtier.runtime.observers.fault_log import FaultLog
 from kvtier.tier.files.safe_open import close_in_children
 
 CONNECTIONS_MAX: Final = 16
-"""One connection more ends the oldest one that has asked nothing yet, or is refused."""
+"""Maximum number of connections. A further one ends the oldest that has sent no request, or else is refused."""
 IDLE_S: Final = 60.0
 """Interval at which the accepting thread checks whether to end."""
 BUSY_S: Final = 0.02
-"""Pause before a retry when no file descriptor or no place in a queue was left."""
+"""Pause before a retry if no file descriptor or queue entry is available."""
 
 
 class LocalServer:
-    """Accepts connections and gives each a thread.
+    """Accepts connections and starts a thread for each.
 
     Args:
         name: name of the threads, and of the server in the log.
-        listener: a socket that listens, owned by the server from now on.
+        listener: a listening socket, owned by the server from now on.
         serve: serves a connection in its thread, and must not raise. The server closes the connection afterwards.
     """
 
@@ -41,15 +41,15 @@ class LocalServer:
         self._refusals = FaultLog()
         self._changed = threading.Condition()
         self._clients: dict[socket.socket, bool] = {}
-        """For each open connection, oldest first, whether it has asked for something."""
+        """Maps each open connection, oldest first, to whether it has sent a request."""
         self._is_stopped = False
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
-        # With `settimeout` instead, an accept would spin after `stop`.
+        # With `settimeout`, an accept would spin after `stop`.
         set_timeout(listener, socket.SO_RCVTIMEO, IDLE_S)
         close_in_children(listener)  # otherwise it would keep listening while a child lives
 
     def start(self) -> None:
-        """Start to accept.
+        """Start accepting connections.
 
         Raises:
             RuntimeError: the system cannot start a thread.
@@ -57,7 +57,7 @@ class LocalServer:
         self._thread.start()
 
     def keep(self, connection: socket.socket) -> bool:
-        """Let no newer connection end this one, and `stop` spare it; False if it has been ended already."""
+        """Protect this connection from newer ones and from `stop`. Return False if it has already been ended."""
         with self._changed:
             is_open = connection in self._clients and not self._is_stopped
             if is_open:
@@ -69,7 +69,7 @@ class LocalServer:
         self._refusals.report(f"{self.name}: a connection was refused", why)
 
     def stop(self, *, is_whole: bool = False) -> None:
-        """Accept no more connections and end the silent ones, or all of them if `is_whole`. Idempotent."""
+        """Stop accepting connections, and end those without a request, or all if `is_whole`. Idempotent."""
         with self._changed:
             self._is_stopped = True
             shut(self._listener)  # wakes the accepting thread; closing would not
@@ -78,7 +78,7 @@ class LocalServer:
                     shut(connection)
 
     def join(self, deadline_s: float) -> bool:
-        """Wait up to `deadline_s` seconds for the end of all connections. Return whether all threads have ended."""
+        """Wait up to `deadline_s` seconds for all connections to end. Return whether all threads have ended."""
         until_s = time.monotonic() + deadline_s
         self._thread.join(deadline_s)
         with self._changed:
@@ -132,7 +132,7 @@ class LocalServer:
 
 
 def shut(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """Wake the thread that waits for this socket: it gets the end of the stream, or an error."""
+    """Wake the thread that waits for this socket; it sees the end of the stream or an error."""
     with suppress(OSError):  # already closed
         connection.shutdown(how)
 

@@ -1,17 +1,17 @@
-"""The core behind one lock, which is what a session and an object store have in common.
+"""The core behind one lock: the common base of a session and an object store.
 
 A call takes the lock, settles waiting completions, calls the core, queues the core's commands in the executor, and
 releases the lock. Under the lock it does no I/O, waits for nothing and writes no log. Signal handlers run after the
 call. A thread that has completed commands puts the completions into the inbox. If the lock is free, it settles them
 itself. Otherwise the holder does so after releasing the lock.
 
-An exception in the middle of a decision leaves the core half changed, so it shuts. If the reason passes, such as a
-brief lack of memory, it starts anew with empty host memory once every command has ended. Optional features stand
-behind guards (`guards`).
+An exception during a decision leaves the core inconsistent, so it shuts down. If the cause is temporary, such as a
+brief lack of memory, it restarts with empty host memory once every command has ended. Guards (`guards`) isolate
+optional features.
 
     callers' threads     what `Session` and `ObjectStore` add
     executor's threads   `ready`, after they have put completions into the inbox
-    a thread of its own  deadlines, health checks, gauges, closing: what is slow or due at a time
+    its own thread       deadlines, health checks, gauges, closing: slow or scheduled work
 """
 
 import logging
@@ -27,7 +27,7 @@ from typing import ClassVar
 from kvtier.core.cache import Cache
 from kvtier.core.hints import PREFETCHES_MAX, WAITING_HINTS_MAX
 from kvtier.core.operations import WAITING_MAX
-from kvtier.core.probes import REQUESTS_MAX
+from kvtier.core.tier_searches import REQUESTS_MAX
 from kvtier.errors import BadCallError, KvError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
@@ -57,17 +57,17 @@ CALL_DEADLINE_S = 10.0
 """How long a call waits for the lock, which is usually held for microseconds."""
 
 TICK_S = 0.5
-"""Longest sleep of the session's thread. An earlier deadline wakes it. By default a probe's deadline is no earlier, so
-probes cost no wake-up. A tick takes 0.1 to 0.2 ms of the engine's processor core."""
+"""Longest sleep of the session's thread. An earlier deadline wakes it. By default a probe's deadline is not earlier, so
+probes cause no wake-up. A tick takes 0.1 to 0.2 ms of the engine's processor core."""
 
 SECOND_S = 1.0
 """Interval of gauges and health checks."""
 
 RETRY_S = 0.005
-"""Time after which a slowly reading rank is sent the rest of its commands."""
+"""Time after which the rest of its commands is sent to a rank that reads slowly."""
 
 READY_ROUNDS = 4
-"""How often one call of `ready` settles completions that have arrived meanwhile."""
+"""How many times one call of `ready` settles completions that have arrived meanwhile."""
 
 FLUSH_STEP_S = 0.1
 
@@ -75,27 +75,25 @@ ALIVE_S = 10.0
 """A session counts as dead when its thread has made no health check for this long."""
 
 MOVER_DEADLINE_S = 5.0
-"""How long the executor may take to end after an internal error, before loads and stores without a running copy
-fail."""
+"""After an internal error, the executor has this long to end before loads and stores without a running copy fail."""
 
 COPY_DEADLINE_S = 30.0
-"""How long a load or store waits for its running copy after an internal error before it also fails. A core that cannot
-start anew by then stays shut."""
+"""After an internal error, a load or store waits this long for its running copy before it also fails. A core that
+cannot restart by then stays shut."""
 
 COPY_STEP_S = 0.05
 
 RENEWALS_MAX, RENEWALS_S = 8, 3600.0
-"""A core starts anew at most this often within this time. After that it stays shut: an error that keeps coming is a
-defect."""
+"""Maximum number of restarts within a period, and the period. Then a core stays shut: a recurring error is a defect."""
 
 
 class SessionError(KvError):
-    """The session is closed, or the call could not start in time."""
+    """Raised if the session is closed or the call cannot start in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """How a session ended."""
+    """The result of closing a session."""
 
     flushed: bool
     """Whether all pending writes reached their tiers. Writes that a tier refused earlier are not pending."""
@@ -110,13 +108,13 @@ class LockedCore:
         cache: the core, owned by this object from now on.
         executor: executes its commands, on all ranks.
         publish: called with each event of the core, under the lock.
-        fail: ends what is open, except for the given requests, which have a running copy. Called under the lock after
-            an internal error and at the end.
+        fail: ends open operations, except those of the given requests, which have a running copy. Called under the lock
+            after an internal error and at the end.
         on_close: called once at the end, with the remaining seconds, to close the tiers.
-        metrics: gets the state of tiers.
+        metrics: receives the state of tiers.
         guards: guard the optional features and the observers; their log lines are written once the lock is free.
         clock: the executor's clock, in monotonic seconds.
-        annotate: adds the chunk's text to a demote, under the lock; None if demotes carry no text.
+        annotate: adds the chunk's text to a demotion, under the lock; None if demotions carry no text.
     """
 
     THREAD_NAME: ClassVar[str]
@@ -148,21 +146,21 @@ class LockedCore:
         self._clock = clock
         self._process = os.getpid()
         self._lock = threading.RLock()
-        """Reentrant, so that a second call of the holding thread finds `_holder` instead of a deadlock."""
+        """Reentrant, so that a nested call in the holding thread finds `_holder` and does not deadlock."""
         self._holder = 0
-        """Thread that holds the lock and is at work; 0 for none. Changed under the lock."""
+        """Id of the thread that works under the lock; 0 for none. Changed under the lock."""
         self._inbox: deque[Completion] = deque()
-        """Filled by executors, without the lock; bounded by the commands in flight."""
+        """Completions, which executors add without the lock; bounded by the commands in flight."""
         self._wishes: deque[Callable[[float], None]] = deque()
-        """Calls that the next holder of the lock makes; filled without the lock."""
+        """Calls that the next holder of the lock makes; added without the lock."""
         self._lines = guards.lines
         self._warned: set[str] = set()
         """Limits whose warning was logged."""
         self._settles = 0
-        """How many times completions were settled or deadlines checked."""
+        """How many times completions have been settled or deadlines checked."""
         self._settled = threading.Condition()
         self._waiting = 0
-        """Threads that wait for `_settles` to change."""
+        """Number of threads that wait for `_settles` to change."""
         self._next_second_s, self._due_s = clock(), 0.0
         """Times of the next health check and of the next tick."""
         self._alarm: Mailbox[str] = Mailbox()
@@ -172,15 +170,15 @@ class LockedCore:
         self._open: dict[int, Work] = {}
         """Submitted commands without a completion, by object identity. Changed under the lock."""
         self._is_broken = self._is_lasting = self._has_ended = False
-        """After an internal error nothing starts; the error is final (set before `_is_broken`); the executor was
-        closed."""
-        self._copies_until_s = 0.0  # deadline of what still runs then; 0 until set
-        self._renewals: deque[float] = deque(maxlen=RENEWALS_MAX)  # times at which the core started anew
+        """Whether an internal error has stopped all starts, whether it is final (set before `_is_broken`), and whether
+        the executor is closed."""
+        self._copies_until_s = 0.0  # deadline of copies that still run after an internal error; 0 until set
+        self._renewals: deque[float] = deque(maxlen=RENEWALS_MAX)  # times at which the core restarted
         self._close_until_s: float | None = None
-        """Deadline of `close`, once it was called."""
+        """Deadline of `close` once it has been called."""
         self._closed: Closed | None = None
         self._is_over = False
-        """Closed, so that no call starts any more. Changed under the lock."""
+        """Whether the session is closed, so that no call starts. Changed under the lock."""
         self._over = threading.Event()
         self._main_id = threading.main_thread().ident
         executor.complete_to(self._inbox.append, self.ready)
@@ -190,7 +188,7 @@ class LockedCore:
         """Start the thread.
 
         Raises:
-            RuntimeError: the system cannot start one.
+            RuntimeError: the system cannot start a thread.
         """
         self._thread = threading.Thread(target=self._run, name=self.THREAD_NAME, daemon=True)
         self._thread.start()
@@ -199,8 +197,8 @@ class LockedCore:
         """Write pending objects to their tiers, within `deadline_s` seconds, and end all threads. Idempotent.
 
         The session's thread does the work. In a forked child `close` does nothing, because the session belongs to the
-        parent. Called by that thread, or inside another call of the same thread (a finalizer), it does not wait for
-        the end.
+        parent. If the session's thread or a thread inside another call (a finalizer) calls `close`, it does not wait
+        for the end.
 
         Raises:
             SessionError: the session did not end in time.
@@ -222,23 +220,25 @@ class LockedCore:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the session's thread is working. Takes no lock, so that a health check never waits.
+        """Return whether the session's thread is working. Take no lock, so that a health check never waits.
 
-        It stays true after an internal error: the engine goes on without kvtier, and `fault_record` has the error.
+        The result stays true after an internal error: the engine continues without kvtier, and `fault_record` has the
+        error.
         """
         return not self._is_over and (self._is_broken or self._clock() < self._next_second_s + ALIVE_S)
 
     def tier_faults(self) -> dict[str, TierFaults]:
-        """Return the state of each tier, fastest first. Takes no lock."""
+        """Return the state of each tier, fastest first. Take no lock."""
         return self.fault_record.tiers(self._cache)
 
     def ready(self) -> None:
         """Settle waiting completions, unless another thread holds the lock. Called after each release of the lock.
 
         Executors call it in the threads that complete commands, while holding no lock. No completion is stranded: a
-        thread that finds the lock taken has already put its completions. This holder or the next finds them here. This
-        method also does what may not be done under the lock. It does nothing while its own thread holds the lock. After
-        `READY_ROUNDS` the session's thread takes over, so that a call ends even if completions keep arriving.
+        thread that finds the lock taken has already put its completions into the inbox. This holder or the next settles
+        them. This method also does the work that must not run under the lock. It does nothing while its own thread
+        holds the lock. After `READY_ROUNDS` the session's thread takes over, so that a call ends even if completions
+        keep arriving.
         """
         if self._holder == get_ident():
             return
@@ -262,7 +262,7 @@ class LockedCore:
             self._shut(error)
 
     def tick(self) -> float:
-        """Do what is due: deadlines, health checks, gauges, sending queued commands, the end after an error, closing.
+        """Do the work that is due: deadlines, health checks, gauges, queued commands, the end after an error, closing.
 
         Called by the session's thread.
 
@@ -286,7 +286,7 @@ class LockedCore:
         return max(0.0, min(TICK_S, self._due_s - self._clock()))
 
     def _uninterrupted(self, call: Callable[..., None], *arguments: object) -> None:
-        """Make a call. In the main thread, signal handlers can raise anywhere, so they are held back until it ends."""
+        """Make a call. In the main thread, signal handlers can raise anywhere, so they are delayed until it ends."""
         if get_ident() == self._main_id:
             without_signals(call, *arguments)
         else:
@@ -320,20 +320,20 @@ class LockedCore:
             )
 
     def _wish(self, act: Callable[[float], None]) -> None:
-        """Let the next holder of the lock call `act`, unless there will be none."""
+        """Let the next holder of the lock call `act`, if there will be one."""
         if self._is_over or self._process != os.getpid():
             return
         self._wishes.append(act)
         self._wake()
 
     def _locked(self, act: Callable[[float], None] | None, wait_s: float) -> bool:
-        """Run `_work` under the lock. Return False if the lock is taken or the session closed, and `act` not called.
+        """Run `_work` under the lock. Return False without calling `act` if the lock is taken or the session closed.
 
-        The caller calls `ready` afterwards. A thread that already holds the lock does not get it again.
+        The caller calls `ready` afterwards. A thread that already holds the lock cannot take it again.
         """
         is_mine = False
         try:
-            # The lock is taken inside the `try`, because a signal handler may raise right after.
+            # The lock is taken inside the `try`, because a signal handler may raise right after it.
             if not self._lock.acquire(timeout=wait_s) or self._holder:
                 return False
             is_mine = True
@@ -349,14 +349,14 @@ class LockedCore:
         finally:
             if is_mine:
                 self._holder = 0
-            try:  # noqa: SIM105 - this runs often, and `suppress` takes longer than all the rest here
+            try:  # noqa: SIM105 - this runs often, and `suppress` takes longer than the rest of this method
                 self._lock.release()
             except RuntimeError:
                 pass  # it was not taken
         return not self._is_over
 
     def _wait(self, seen: int, wait_s: float) -> None:
-        """Wait up to `wait_s` seconds until completions or deadlines are handled again after the `seen`-th time."""
+        """Wait up to `wait_s` seconds until `_settles` differs from `seen`."""
         with self._settled:
             self._waiting += 1
             try:
@@ -365,13 +365,13 @@ class LockedCore:
                 self._waiting -= 1
 
     def _holds_lock(self) -> bool:
-        """Whether this thread is inside a call."""
+        """Return whether this thread is inside a call."""
         return self._holder == get_ident()
 
     # ---- under the lock --------------------------------------------------------------------------------------------
 
     def _work(self, act: Callable[[float], None] | None, now_s: float) -> None:
-        """Settle what waits, call `act` unless the session is shut, and pass on the core's commands and events."""
+        """Settle completions, call `act` unless the session is shut, and pass on the core's commands and events."""
         if self._is_broken or self._is_over:
             self._settle_shut(now_s)
             if act == self._renew and not self._is_over:
@@ -400,7 +400,7 @@ class LockedCore:
             completion = self._inbox.popleft()
             command = completion.command
             if self._open.pop(id(command), None) is None:
-                continue  # it was completed before
+                continue  # it was already completed
             for feature, observer in self.guards.watching["completed"]:  # without `tell`: this runs for each object
                 try:
                     observer.completed(completion)
@@ -425,7 +425,7 @@ class LockedCore:
     def _settle_shut(self, now_s: float) -> None:
         """Fail open loads and stores without a running copy, after an internal error or the end.
 
-        Their commands that have not started are cancelled by now, or the executor refuses them.
+        By now their commands that had not started are cancelled, or the executor refuses them.
         """
         self._wishes.clear()
         while self._inbox:
@@ -442,7 +442,7 @@ class LockedCore:
         self._fail({it.request for it in self._open.values() if isinstance(it, Transfer) and it.request is not None})
 
     def _renew(self, now_s: float) -> None:
-        """Start anew after an error that ended by itself, once no command runs. Called by the session's thread.
+        """Restart after a temporary error, once no command runs. Called by the session's thread.
 
         Commands that have not started are cancelled first. The others own their slots and blocks until they end.
         """
@@ -557,7 +557,7 @@ class LockedCore:
             self._alarm.put("wake")
 
     def _end(self, until_s: float) -> None:
-        """Close the session: flush, end the executor, answer what is open, close the tiers."""
+        """Close the session: flush, end the executor, end open operations, close the tiers."""
         lost = 0
         try:
             lost = self._flush(until_s)
@@ -589,7 +589,7 @@ class LockedCore:
             left, seen = cache.in_flight + cache.pending_count, self._settles
 
         self._locked(cache.stop, max(0.0, until_s - self._clock()))
-        # Objects that finish gathering during a round become pending writes of the next one.
+        # Objects whose gather ends during a round become pending writes of the next round.
         while (now_s := self._clock()) < until_s and not self._is_broken:
             has_lock = self._locked(flush, until_s - now_s)
             self.ready()
@@ -609,7 +609,7 @@ class LockedCore:
         """Shut the session down after an internal error, so that the engine goes on without it. Thread-safe.
 
         The session's thread ends the executor first, because running copies use the engine's blocks. Then all open
-        loads and stores fail. After an error that ends by itself, it waits for the executor instead and starts anew.
+        loads and stores fail. After a temporary error, it waits for the executor instead and restarts.
         """
         level, text = logging.WARNING, "another internal error of kvtier after it was shut down"
         if ends_by_itself(error) and not self._is_lasting and (self._is_broken or self._may_renew()):

@@ -1,4 +1,4 @@
-"""A queue whose waits end in time."""
+"""A queue whose waits end at their deadline."""
 
 import threading
 import time
@@ -10,9 +10,9 @@ _Item = TypeVar("_Item")
 
 
 class Mailbox(Generic[_T]):
-    """A queue of items for one waiting thread. If several wait, one of them wakes for one or more items.
+    """A queue of items for one waiting thread. If several threads wait, one of them wakes for one or more items.
 
-    It replaces `queue.SimpleQueue`, whose `get` in CPython 3.11 waits for ever if a signal interrupts it at its
+    It replaces `queue.SimpleQueue`, whose `get` in CPython 3.11 waits forever if a signal interrupts it at its
     deadline. A signal handler or finalizer may call `put` anywhere, even in the middle of `get`.
     """
 
@@ -25,12 +25,12 @@ class Mailbox(Generic[_T]):
         return len(self._items)
 
     def put(self, item: _T) -> int:
-        """Add an item and return how many there are. Never blocks."""
+        """Add an item and return how many there are. Never block."""
         self._items.append(item)
         try:  # noqa: SIM105 - this runs for every event, and `suppress` is three calls of Python
             self._has_items.release()
         except RuntimeError:
-            pass  # there are others
+            pass  # the queue already had items
         return len(self._items)
 
     def get(self, wait_s: float = 0.0) -> _T | None:
@@ -46,9 +46,9 @@ class Mailbox(Generic[_T]):
             self._has_items.acquire(timeout=left_s)
 
     def get_all(self: "Mailbox[_Item | None]", wait_s: float = 0.0) -> "list[_Item]":
-        """Wait for the first item and take all that are there, up to a None that was put.
+        """Wait for the first item and take all items, up to the first None.
 
-        One call takes them all, because an error between two calls would lose what the first had taken.
+        One call takes them all, because an error between two calls would lose the items that the first one took.
         """
         items: list[_Item] = []
         item = self.get(wait_s)

@@ -4,10 +4,10 @@ r"""The mover: executes commands in worker queues and completes each exactly onc
     read queue       promote             \
     write queue      demote, drop, tell   } one of each per tier, so that a slow write or a tier that
     probe queue      probe               /  hangs delays no other work
-    no queue         recall               completed at once; a thread of its own per tier reads
+    no queue         recall               completed at once; a separate thread per tier reads
 
-From a command to its completion, the mover owns the slot that the command names. So it completes a command only when no
-thread, not even one of a tier (`tier/loan.py`), uses the slot any more. The deadline may have passed long before.
+The mover owns the slot that a command names until the command is completed. So it completes a command only when no
+thread, not even one of a tier (`tier/loan.py`), uses the slot any more. By then the deadline may be long past.
 """
 
 import logging
@@ -35,8 +35,8 @@ QUEUE_BOUND = 1 << 16
 """Maximum number of jobs waiting in one queue. The core's limits are far lower, so reaching it is a bug in kvtier."""
 
 DROPS_BOUND = 1024
-"""A drop or tell is refused when this many jobs already wait in its write queue. The core does not limit them, and a
-lost one costs only hits."""
+"""Number of waiting jobs at which a write queue refuses drops and tells. The core does not limit these, and losing one
+costs only hits."""
 
 _Object = tuple[str, ChunkKey, int]
 """(tier, key, group)."""
@@ -47,12 +47,12 @@ FIGURES_EVERY_S = 1.0
 logger = logging.getLogger(__name__)
 
 _UNLOGGED = (NOT_ADMITTED, NOT_OPEN)
-"""Details that end like this are expected. They are logged elsewhere, if at all."""
+"""Endings of expected details, which are logged elsewhere, if at all."""
 
 SHORT_S = 200e-6
 READY_MOST = 8
-"""While further jobs wait, up to this many completions of jobs shorter than `SHORT_S` are announced as one. The core
-decides on all of them at the cost of one. If the next job hangs, the session's thread finds them at its next tick."""
+"""While more jobs wait, up to this many completions of jobs shorter than `SHORT_S` are announced together. The core
+handles them all at the cost of one. If the next job hangs, the session's thread finds them at its next tick."""
 
 TOO_LATE = "too late to begin"
 CANCELLED = "cancelled"
@@ -61,7 +61,7 @@ CLOSED = "the mover is closed"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Route:
-    """The worker queue of one kind of command."""
+    """The worker queue for one kind of command."""
 
     queue: WorkerQueue
     bound: int
@@ -87,17 +87,17 @@ class FiguresSampler:
             if view.is_up is not None:
                 tier.note_use(is_up=view.is_up)
             view.figures = _checked(tier.figures())
-        except Exception as error:  # noqa: BLE001 - the view keeps its figures; a broken tier shows in its transfers
+        except Exception as error:  # noqa: BLE001 - the view keeps its figures; the transfers of a broken tier fail
             logger.debug("cannot read the figures of tier %s: %s", self._tier.name, error)
         finally:
             self._is_taken.release()
 
 
 def _checked(figures: Figures) -> Figures:
-    """Convert the figures of a tier, perhaps of another package, to plain values that the session can use.
+    """Convert a tier's figures to plain values that the session can use. The tier may be from another package.
 
     Raises:
-        TypeError, ValueError, AttributeError: `figures` are not figures.
+        TypeError, ValueError, AttributeError: `figures` is not a valid `Figures`.
     """
     used_bytes, capacity_bytes, evictions = (
         None if count is None else _count(count)
@@ -108,7 +108,7 @@ def _checked(figures: Figures) -> Figures:
 
 
 def _count(figure: int) -> int:
-    """Convert `figure` to a count that metrics can represent."""
+    """Clamp `figure` to a count that metrics can represent."""
     return min(max(0, int(figure)), COUNT_MAX)
 
 
@@ -118,9 +118,9 @@ class Mover(Completing):
     Args:
         runner: does the work of each command, in the mover's threads.
         threads: number of threads per queue.
-        tier_threads: the same for single tiers, by name.
+        tier_threads: numbers of threads for individual tiers, by name.
 
-    One thread may call `close`, any thread the other methods. The mover's threads are daemons and start at once.
+    Only one thread may call `close`; any thread may call the others. The mover's threads are daemons and start at once.
 
     Small objects that wait for a tier are written and read in batches, if it `takes_batches`.
 
@@ -151,9 +151,9 @@ class Mover(Completing):
         self._closed = threading.Event()
         self._faults = FaultLog()
         self._dropping: dict[_Object, Job] = {}
-        """Drops that are not completed yet."""
+        """Drops that are not yet completed."""
         self._stuck: set[str] = set()
-        """Names of stuck queues whose warning was logged."""
+        """Names of stuck queues whose warning has been logged."""
         self.next_stuck_check_s = -math.inf
         device = self._queue("device", threads.device)
         of = {name: tier_threads.get(name, threads) for name in tiers}
@@ -185,9 +185,7 @@ class Mover(Completing):
             raise
 
     def submit(self, *commands: Command) -> None:
-        """Queue `commands`, in order.
-
-        Each queue is locked once for all commands.
+        """Queue `commands`, in order, and lock each queue only once.
 
         Raises:
             ValueError: a command names an unknown tier. The commands after it are not queued.
@@ -207,7 +205,7 @@ class Mover(Completing):
                     route = self._routes.get((what, command.tier)) or self._route(command)  # inline: it runs per object
                     bursts.setdefault(route, []).append(job)
                     continue
-                self._begin(bursts, now_s)  # this command may refer to an earlier one
+                self._begin(bursts, now_s)  # the command may refer to an earlier one
                 if isinstance(command, Cancel):
                     self._cancel(frozenset(command.ids))
                     continue
@@ -218,7 +216,7 @@ class Mover(Completing):
                 if isinstance(command, Drop):
                     job.over = threading.Event()
                     first = self._dropping.setdefault((command.tier, command.key, command.group), job)
-                    if first is not job:  # writes of the object wait for the first drop, which is enough
+                    if first is not job:  # writes of the object wait for the first drop, so one is enough
                         self._answer(job, Outcome.CANCELLED, "another drop of the object is waiting")
                         continue
                 self._begin({self._route(command): [job]}, now_s)
@@ -226,9 +224,9 @@ class Mover(Completing):
             self._begin(bursts, now_s)
 
     def flush(self) -> bool:
-        """Return True: nothing is queued for other processes.
+        """Return True, because nothing is queued for other processes.
 
-        Relieve read queues and log a warning about stuck ones, about once a second.
+        About once a second, relieve read queues and log warnings about stuck queues.
         """
         now_s = self._clock()
         if now_s >= self.next_stuck_check_s:
@@ -257,7 +255,7 @@ class Mover(Completing):
         In a forked child it does nothing, because threads are not inherited.
 
         Args:
-            deadline_s: longest wait in seconds.
+            deadline_s: longest time to wait.
 
         Returns:
             Whether all threads have ended. A thread that hangs in a tier or the device completes its jobs when it
@@ -322,7 +320,7 @@ class Mover(Completing):
             assert not is_bug, f"the core has let {route.bound} commands wait in the {queue.name} queue"
 
     def _warn_of_stuck_queues(self) -> None:
-        """Log a warning for each queue that became stuck."""
+        """Log a warning for each queue that has become stuck."""
         before, self._stuck = self._stuck, {queue.name for queue in self._queues if queue.is_stuck}
         for name in self._stuck - before:
             logger.warning("the %s queue is stuck: all of its threads have been in a call for %g s", name, STUCK_S)
@@ -376,7 +374,7 @@ class Mover(Completing):
         for job, completion in zip(jobs, completions, strict=True):
             self._put(completion)
             job.is_answered = True
-            if job.over is not None:  # a write that waits for a drop ends after it, for the core too
+            if job.over is not None:  # the core, too, must see a write that waits for a drop end after the drop
                 self._end_drop(job)
         first = jobs[0].command
         self._unready += len(jobs)
@@ -393,14 +391,14 @@ class Mover(Completing):
             sampler.sample(ended_s)
 
     def _judged(self, job: Job, error: Exception) -> Result:
-        """Turn an exception into a result. A write that finds no room is refused, which is not a fault."""
+        """Turn an exception into a result. A write refused for lack of space is not a fault."""
         command = job.command
         direction = command.direction if isinstance(command, Transfer) else None
         if isinstance(error, CorruptChunkError):
-            # Only a promote reads stored bytes.
+            # Only a promotion reads stored bytes.
             outcome = Outcome.CORRUPT if direction is Direction.PROMOTE else Outcome.FAILED
             return Result(outcome, detail=str(error), reason=error.reason)
-        if isinstance(error, UnreadableChunkError):  # only a promote opens frames
+        if isinstance(error, UnreadableChunkError):  # only a promotion opens frames
             return Result(Outcome.ABSENT, detail=f"{error}; a miss, and the object is kept", reason=error.reason)
         detail = described(error)
         is_full = isinstance(error, NoRoomError) or is_full_error(error) or is_full_error(error.__cause__)

@@ -1,4 +1,4 @@
-"""Checks the arguments of an object store's calls. A wrong one raises `BadCallError`, before the call does anything."""
+"""Checks the arguments of calls to an object store. An invalid one raises `BadCallError` before the call acts."""
 
 from collections.abc import Iterable, Sequence
 from numbers import Real
@@ -23,7 +23,7 @@ DEPTH_MAX = (1 << 32) - 1
 """Largest depth of an `Origin`. A frame has four bytes for it."""
 
 DEADLINE_S_MAX = 86_400.0
-"""Longest deadline. A longer one, such as infinity, is cut to this."""
+"""Longest deadline. A longer one, such as infinity, is reduced to this."""
 
 Memory = list[npt.NDArray[np.uint8]]
 """The pieces of an object in the caller's memory."""
@@ -32,14 +32,14 @@ _T = TypeVar("_T")
 
 
 class ObjectArguments:
-    """Checks against one rank's layout. What it returns are copies, because a caller may change its own meanwhile."""
+    """Checks arguments against one rank's layout, and returns copies because the caller may change the originals."""
 
     def __init__(self, layout: KvLayout) -> None:
         self._layers = [group.layer_bytes for group in layout.groups]
         self._groups = frozenset(range(len(layout.groups)))
 
     def objects(self, objects: Sequence[ObjectId]) -> list[ObjectId]:
-        """Return checked `objects`.
+        """Return a checked copy of `objects`.
 
         Raises:
             BadCallError: they are not a list of `ObjectId`, a key is not 32 bytes, or a group is unknown.
@@ -60,8 +60,8 @@ class ObjectArguments:
         """Return the objects of `items`, their origins, and the pieces of each as byte arrays.
 
         Raises:
-            BadCallError: as in `objects`; or an origin is invalid, or pieces do not fit the group's layers or cannot be
-                written to although `is_written`.
+            BadCallError: see `objects`; or an origin is invalid, pieces do not fit the group's layers, or pieces are
+                read-only although `is_written`.
         """
         items = _listed(items, ObjectBytes)
         objects, origins = self.objects([item.object for item in items]), [item.origin for item in items]
@@ -97,7 +97,7 @@ def deadline_of(deadline_s: object) -> float:
     """Return a deadline in seconds, at least 0 and at most `DEADLINE_S_MAX`.
 
     Raises:
-        BadCallError: it is not a number.
+        BadCallError: `deadline_s` is not a number.
     """
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, Real):
         raise BadCallError(f"deadline_s = {deadline_s!r:.40}; allowed: a number of seconds")
@@ -106,10 +106,10 @@ def deadline_of(deadline_s: object) -> float:
 
 
 def _listed(items: Any, kind: type[_T]) -> list[_T]:  # noqa: ANN401 - a caller may pass anything
-    """Return a checked copy of `items`, which the caller may change meanwhile.
+    """Return a checked copy of `items`, because the caller may change the original.
 
     Raises:
-        BadCallError: `items` is not a sequence, too long, or not only of type `kind`.
+        BadCallError: `items` is not a sequence, is too long, or has an item of another type than `kind`.
     """
     given: list[Any] | None = None
     if isinstance(items, Sequence) and len(cast("Sequence[Any]", items)) <= OBJECTS_MAX:
@@ -121,17 +121,17 @@ def _listed(items: Any, kind: type[_T]) -> list[_T]:  # noqa: ANN401 - a caller 
 
 
 def _are(values: Iterable[object], *kinds: type) -> bool:
-    """Whether all `values` are of these types. A set of their types is faster than a loop."""
+    """Return whether all `values` are of these types. A set of their types is faster than a loop."""
     return {*map(type, values)} <= {*kinds}
 
 
 def _are_keys(keys: Sequence[object]) -> bool:
-    """Whether all `keys` are bytes of the right length."""
+    """Return whether all `keys` are bytes of the right length."""
     return _are(keys, bytes) and {*map(len, cast("Sequence[bytes]", keys))} <= {KEY_BYTES}
 
 
 def _are_origins(origins: Sequence[Origin]) -> bool:
-    """Whether tiers and frames can take all of them."""
+    """Return whether tiers and frames can hold all `origins`."""
     return (
         _are(origins, Origin)
         and _are_keys([it.parent for it in origins if it.parent is not None])

@@ -1,6 +1,6 @@
 """Opens a session from settings, with its ranks, secret, core and recorder.
 
-An engine that manages host memory itself has no session. It uses `kvtier.runtime.open_objects`.
+An engine that manages host memory itself has no session. It uses `kvtier.runtime.open_object_store`.
 """
 
 import logging
@@ -42,10 +42,10 @@ CHUNK_TOKENS_MIN = 256
 """Smallest automatic chunk size. Smaller objects do not saturate a drive."""
 
 RETRY_JITTER = 0.25
-"""A node's pause before it retries a shared tier varies at random by this share."""
+"""Random fraction by which a node's pause before a retry of a shared tier varies."""
 
 TEXT_TOKENS_MAX = 4096
-"""Largest chunk, in tokens, whose token ids are written. They travel with each write to every rank."""
+"""Largest chunk, in tokens, whose token ids are written. They are sent with each write to every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,15 @@ class OpenedSession:
     recorder: Recorder | None = None
     """Records each ended request; None without `trace.path`."""
     journal: Journal | None = None
-    """Gets a line for each ended request; None without `journal.path`."""
+    """Records a line for each ended request; None without `journal.path`."""
 
 
 def choose_chunk_tokens(wanted: int, alignment: int) -> int:
-    """Choose the chunk size in tokens: `wanted`, or if it is 0 the smallest multiple of `alignment` of at least 256.
+    """Choose the chunk size in tokens: `wanted`, or if that is 0 the smallest multiple of `alignment` from 256 up.
 
     Args:
         wanted: the setting `store.chunk_tokens`.
-        alignment: tokens to which the engine's hits are aligned, such as its block size.
+        alignment: number of tokens to which the engine's hits are aligned, such as its block size.
 
     Raises:
         ConfigError: `wanted` is not a multiple of `alignment`.
@@ -94,7 +94,7 @@ def open_session(
     copy_threads: int = COPY_THREADS,
     texts: ChunkTexts | None = None,
 ) -> OpenedSession:
-    """Open a session with one rank, in this process, and start its threads.
+    """Open a session with one rank in this process, and start its threads.
 
     Args:
         config: the settings.
@@ -103,7 +103,7 @@ def open_session(
         copier: copies between the engine's blocks and host slots.
         page_lock: page-locks host memory for a device.
         copy_threads: threads for gather and scatter.
-        texts: as in `open_core`.
+        texts: see `open_core`.
 
     Raises:
         ConfigError: a setting is wrong. Nothing stays open.
@@ -142,17 +142,17 @@ def open_core(
     """Open a session over open ranks, in this or other processes, and start its thread.
 
     Args:
-        config: the settings; the ranks were opened with the same.
+        config: the settings with which the ranks were opened.
         layout: the layout of one rank, of the class `store.loss`.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`.
         ranks: the ranks.
         on_close: called once when the session has ended, with the remaining seconds.
         observer: receives every command and every completion, under the session's lock.
-        publishes: whether other engines wait for what this one stores (`Limits.publishes`).
-        keys: the keys of a rank in this process. None: they are read here as well, if a tier seals.
-        found: what `found_secret` returned to a rank in this process. None: it is called here.
-        texts: with the setting `events.token_ids`, it provides the tokens of chunks for sealed objects. It receives the
-            chunks in each tier that seals, once after the tier has opened.
+        publishes: whether other engines wait for objects that this engine stores (`Limits.publishes`).
+        keys: the keys of a rank in this process. If None, they are read here if a tier seals.
+        found: the result of `found_secret` in a rank of this process. If None, it is called here.
+        texts: provides the tokens of chunks for sealed objects, with the setting `events.token_ids`. It receives the
+            chunks in each sealing tier, once after the tier has opened.
         layouts: the layout of each rank, if ranks have different layers.
 
     Raises:
@@ -173,7 +173,7 @@ def open_core(
     metrics, guards = Metrics(), Guards()
     start_series(metrics, ranks.tiers, ranks.down)
     secret, flaw = found or found_secret(config)
-    # After the tiers are open, because the secret is in a directory that one of them creates.
+    # The tiers must be open first, because one of them creates the directory of the secret.
     root = root_key(
         store_secret(config, ranks.down, secret, flaw), fingerprint_digest, layout.chunk_tokens, config.store.tenant
     )
@@ -218,7 +218,7 @@ def open_core(
 
 
 def _with_text(texts: ChunkTexts, sealing: Collection[str], ids_bytes: int, demote: Transfer) -> Transfer:
-    """Add the chunk's text to `demote`, if it is known, fits into a head and goes to a tier that seals."""
+    """Add the chunk's text to `demote` if the text is known and fits into a head, and the tier seals."""
     if demote.group != texts.text_group or demote.tier not in sealing or ids_bytes > 4 * TEXT_TOKENS_MAX:
         return demote
     text = texts.text_of(demote.key)
@@ -232,7 +232,7 @@ def _ignore(_records: object, _tier: str) -> None:
 def open_journal(
     config: Config, layouts: Sequence[KvLayout], root: bytes, metrics: Metrics, guards: Guards
 ) -> Journal | None:
-    """Open the journal, guarded; None without `journal.path` or if that path cannot be used."""
+    """Open the journal with a guard. Return None without `journal.path`, or if that path is unusable."""
     if config.journal.path is None:
         return None
     counted = guards.around(Feature.METRICS, metrics)
@@ -270,7 +270,7 @@ def tier_rules(config: Config, names: Sequence[str]) -> list[TierRules]:
 
 def _rule(tier: TierSettings) -> TierRules:
     kind = kind_of(tier)
-    # Nodes that lost a shared store at the same time must not all retry at the same time.
+    # Nodes that lose a shared store at the same time must not all retry at the same time.
     jitter = random.uniform(1 - RETRY_JITTER, 1 + RETRY_JITTER) if kind.is_shared(tier) else 1.0  # noqa: S311
     return TierRules(
         name=tier.name,

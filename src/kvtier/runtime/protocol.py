@@ -1,13 +1,13 @@
-"""Messages between the core's process and a rank's: a little-endian 32-bit length, then JSON.
+"""Messages between the core's process and a rank's process: a little-endian 32-bit length, then JSON.
 
     ["Transfer", number of the command, [id, direction, key, ...]]  the fields in the order of the type
     ["Ping", 0, []]                                                 not a command: no number
 
 Both ends run the same kvtier on one machine and have authenticated each other. Input is still checked: a message that
-is too long, not JSON or of another form raises `ProtocolError`, and the connection ends.
+is too long or malformed raises `ProtocolError`, and the connection ends.
 
-Times are on the session's clock. `time.monotonic` is one clock for all processes of a Linux machine, so times are sent
-unchanged. `rank_server` checks that both clocks agree.
+Times are on the session's clock. All processes of a Linux machine share the clock of `time.monotonic`, so times are
+sent unchanged. `rank_server` checks that both clocks agree.
 """
 
 import json
@@ -39,10 +39,10 @@ from kvtier.types import (
 )
 
 MESSAGE_BYTES_MAX = 16 << 20
-"""Longest message, which is a probe of 200,000 objects."""
+"""Longest message: a probe of 200,000 objects."""
 
 CACHED_TRANSFERS_MAX = 1024
-"""How many encoded transfers are cached, because every rank gets the same ones."""
+"""Number of encoded transfers to cache, because every rank receives the same ones."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -50,11 +50,11 @@ _T = TypeVar("_T")
 
 
 class ProtocolError(KvError):
-    """A rank cannot be reached, does not belong to this engine, or sent an invalid message."""
+    """Raised if a rank cannot be reached, does not belong to this engine, or sent an invalid message."""
 
 
 class CommandMessage(NamedTuple):
-    """A command with a number, which its completion repeats: a drop or tell has no id."""
+    """A command with a number. Its completion repeats the number, because a drop or tell has no id."""
 
     number: int
     command: Work
@@ -93,7 +93,7 @@ class Leave(NamedTuple):
 
 
 class TierReport(NamedTuple):
-    """The values of a rank's `TierView` of one tier, sent at most once a second, if they have changed."""
+    """The values of a rank's `TierView` of one tier, sent when they change, at most once a second."""
 
     tier: str
     figures: Figures
@@ -159,7 +159,7 @@ class MessageReader:
 
 
 def _plain(value: Any) -> object:  # noqa: ANN401 - any field of a message
-    """Convert a value that JSON lacks. An engine's block numbers may be numpy integers."""
+    """Convert a value of a type that JSON lacks. An engine's block numbers may be numpy integers."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, Enum):
@@ -178,7 +178,7 @@ def _transfer_fields(transfer: Transfer) -> str:
 
 
 def _of(*kinds: type) -> Callable[[Any], Any]:
-    """Make a reader that accepts values of exactly these types and no subclass: True is not an integer."""
+    """Return a reader that accepts only these types and no subclasses, so that True is not an integer."""
 
     def read(value: _T) -> _T:
         if type(value) not in kinds:
@@ -250,6 +250,6 @@ _FIELDS: dict[type[Any], tuple[Callable[[Any], Any], ...]] = {
     Leave: (),
     TierReport: (_word, _figures, _count),
 }
-"""The readers of each type's fields."""
+"""The readers of the fields of each type."""
 
 _KINDS = {kind.__name__: kind for kind in _FIELDS}

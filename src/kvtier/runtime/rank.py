@@ -1,4 +1,4 @@
-"""One rank: its tiers, its arena and its mover."""
+"""Opens one rank: its tiers, its arena and its mover."""
 
 import logging
 import random
@@ -36,28 +36,28 @@ from kvtier.tier.registry import TierContext, TierSettings, is_sealed, kind_of
 logger = logging.getLogger(__name__)
 
 FIRST_CONTACT_S = 0.2
-"""Nodes that start together open a shared store at random moments within this time."""
+"""Nodes that start together open a shared store at random times within this period."""
 
 COPY_THREADS = 2
 """Default number of threads for gather and scatter."""
 
 TIERS_DEADLINE_S_MIN = 1.0
-"""When closing, tiers get at least this long to write their index, even if the flush has used up the deadline."""
+"""Minimum time for closing tiers to write their index, even if the flush has used up the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The objects that one rank owns. Its session is in this or another process."""
+    """The objects that one rank owns. The session may be in this process or in another."""
 
     number: int
     ranks: int
     slots: tuple[int, ...]
-    """Number of slots of each group, the same on every rank."""
+    """Number of slots of each group, equal on every rank."""
     mover: Mover
     tiers: tuple[str, ...]
-    """Names of the tiers. Only the mover's threads call the tiers."""
+    """Names of the tiers. Only the mover's threads call the tiers themselves."""
     remote: tuple[str, ...]
-    """Names of tiers that one rank probes for all (`RankGroup`)."""
+    """Names of tiers that one rank probes for all ranks (`RankGroup`)."""
     down: tuple[str, ...]
     """Names of tiers that are not open yet."""
     close_tiers: Callable[[float], None]
@@ -68,11 +68,11 @@ class Rank:
     keys: KeySource | None = None
     """The keys of seals."""
     found: tuple[Secret | None, str] = (None, "")
-    """What `found_secret` returned."""
+    """The result of `found_secret`."""
 
     @property
     def counted(self) -> KvLayout:
-        """The layout for figures of the whole engine. In it, a copy with slots of its own counts like the first."""
+        """The layout for figures of the whole engine, in which a copy with its own slots counts like the original."""
         held = enumerate(self.layout.groups)
         return self.layout.with_parts(
             (it.part, it.copy if number in self.arena.filled_elsewhere else 0) for number, it in held
@@ -108,7 +108,7 @@ def open_rank(
         copier: copies between this rank's blocks and host slots.
         rank: number of this rank, from 0.
         ranks: number of ranks.
-        engine_chunk_bytes: host bytes of one chunk on all ranks together, the same on every rank; 0 if every rank has
+        engine_chunk_bytes: total host bytes of one chunk on all ranks, the same on every rank; 0 if every rank has
             as many as this one.
         shared: memory that this rank shares with others, by KV group (`shared_memory`).
         page_lock: page-locks host memory for a device.
@@ -165,10 +165,10 @@ def open_tiers(
     rank: int,
     ranks: int,
 ) -> dict[str, Tier]:
-    """Open the tiers of one rank, by name in the order of the settings. One that fails or hangs may open later.
+    """Open the tiers of one rank, by name in the order of the settings. A tier that fails or hangs may open later.
 
-    `secret` and `flaw` come from `found_secret`. With a flaw, no tier opens. `memory` is the memory that most objects
-    are read into and written from.
+    `secret` and `flaw` come from `found_secret`. With a flaw, no tier opens. Most objects are read into `memory` and
+    written from it.
 
     Raises:
         ConfigError: a setting is wrong. Nothing stays open.
@@ -184,7 +184,7 @@ def open_tiers(
     )
     tiers: dict[str, Tier] = {}
     try:
-        # All open at the same time, so that one that hangs does not delay the others.
+        # All tiers open at the same time, so that one that hangs does not delay the others.
         opening = [(it, _deferred(it, replace(context, is_sealed=is_sealed(it)), flaw)) for it in config.tiers]
         tiers |= {tier.name: deferred for tier, deferred in opening}
         began_s, deadline_s = time.monotonic(), config.limits.open_deadline_s
@@ -200,7 +200,7 @@ def open_tiers(
 
 
 def tiers_down(tiers: Mapping[str, Tier]) -> tuple[str, ...]:
-    """Return the names of the tiers that are not open yet."""
+    """Return the names of the tiers that are not yet open."""
     return tuple(name for name, tier in tiers.items() if isinstance(tier, DeferredTier) and not tier.is_open)
 
 
@@ -215,7 +215,7 @@ def tiers_of_one_cap(config: Config) -> set[str]:
 
 
 def threads_of_tiers(config: Config) -> dict[str, Threads]:
-    """Return the numbers of threads of each tier's queues."""
+    """Return the number of threads of each queue, by tier."""
     return {it.name: Threads(read=it.read_threads, write=it.write_threads) for it in config.tiers}
 
 
@@ -232,7 +232,7 @@ def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:
 
 
 def _deferred(tier: TierSettings, context: TierContext, flaw: str) -> DeferredTier:
-    """Return a tier that a thread of its own opens. It never opens if the secret has a `flaw`."""
+    """Return a tier that opens in its own thread. It never opens if the secret has a `flaw`."""
     kind = kind_of(tier)
 
     def make() -> Tier:

@@ -1,4 +1,4 @@
-"""Makes several ranks one executor: a command goes to all ranks and is completed once all have completed it."""
+"""Combines several ranks into one executor: a command goes to all ranks and is completed once all have completed it."""
 
 import threading
 import time
@@ -16,15 +16,15 @@ from kvtier.types import SEVERITY, Cancel, Command, Outcome, Probe, Recall
 class RankGroup(Completing):
     """An `Executor` over all ranks of one engine. The worst outcome of any rank is the outcome of the command.
 
-    In a remote tier one rank probes for all, using its own names, because all ranks write their objects together. The
-    answer is a hint: if another rank lacks an object, its promotion fails and the load is shorter. Only rank 0 answers
-    a recall.
+    One rank probes a remote tier for all ranks, using its own names, because all ranks write their objects together.
+    The answer is a hint: if another rank lacks an object, its promotion fails and the load is shorter. Only rank 0
+    answers a recall.
 
     Args:
-        ranks: at least one rank; their completions go to the group from now on.
+        ranks: at least one rank; its completions go to the group from now on.
         remote: names of the remote tiers.
 
-    One thread, the owner, may call `close`; any thread may call the other methods.
+    Only the owner's thread may call `close`; any thread may call the other methods.
     """
 
     needs_flush = True
@@ -35,8 +35,8 @@ class RankGroup(Completing):
         self._open: dict[int, _PendingCommand] = {}
         """Open commands, by object identity because a drop has no id."""
         self._asked = dict.fromkeys(remote, 0)
-        """Position of the rank that probes each remote tier, which is the rank whose call failed last. So a tier that
-        one rank cannot reach does not count as healthy."""
+        """Position of the rank that probes each remote tier: the rank whose call failed last. So a tier that one rank
+        cannot reach does not count as healthy."""
         for position, rank in enumerate(self._ranks):
             rank.complete_to(partial(self._answered, position), self._announce)
 
@@ -63,7 +63,7 @@ class RankGroup(Completing):
                 rank.submit(*mine)
 
     def flush(self) -> bool:
-        """Send what `submit` has queued for other processes; False if some remains."""
+        """Send the commands that `submit` has queued for other processes. Return False if some remain."""
         are_flushed = [rank.flush() for rank in self._ranks]
         return all(are_flushed)
 
@@ -83,7 +83,7 @@ class RankGroup(Completing):
     def close(self, deadline_s: float) -> bool:
         """Cancel commands that have not started and wait for the others. Return whether all have ended.
 
-        Ranks close concurrently, so that one that hangs does not use up the others' deadline.
+        Ranks close concurrently, so that a rank that hangs does not use up the others' deadline.
         """
         results = [False] * len(self._ranks)
 
@@ -95,13 +95,13 @@ class RankGroup(Completing):
         return all(results)
 
     def _answered(self, position: int, completion: Completion) -> None:
-        """Take one rank's completion, in any thread."""
+        """Handle one rank's completion. Any thread may call this."""
         with self._lock:
             if completion.is_tier_fault and completion.command.tier in self._asked:
                 self._asked[completion.command.tier] = position
             waiting = self._open[id(completion.command)]
             together = completion if waiting.completion is None else merged(waiting.completion, completion)
-            # An exception up to here means that the completion was not accepted.
+            # An exception before this point means that the completion was not accepted.
             if waiting.left > 1:
                 waiting.completion = together
                 waiting.left -= 1
@@ -114,12 +114,12 @@ class RankGroup(Completing):
 
 
 class _PendingCommand:
-    """A command that some rank has not completed yet."""
+    """A command that not every rank has completed."""
 
     __slots__ = ("command", "completion", "left")
 
     def __init__(self, command: Work, ranks: int) -> None:
-        self.command = command  # keeps the object alive, so that no other gets its `id`
+        self.command = command  # keeps the object alive, so that its `id` is not reused
         self.left = ranks
         self.completion: Completion | None = None
 
@@ -127,7 +127,7 @@ class _PendingCommand:
 def merged(one: Completion, other: Completion) -> Completion:
     """Merge the completions of two ranks: the worst outcome with its detail and reason, and the slower times.
 
-    A probe finds only objects that both ranks found. Bytes are added.
+    A probe finds only objects that both ranks found. The bytes are summed.
     """
     worst = max(one, other, key=lambda it: (SEVERITY[it.outcome], it.reason, it.detail))
     is_done = worst.outcome is Outcome.DONE
@@ -141,7 +141,7 @@ def merged(one: Completion, other: Completion) -> Completion:
 
 
 def in_threads(acts: Mapping[str, Callable[[], None]], deadline_s: float) -> None:
-    """Call each of `acts` in a thread of that name, and wait up to `deadline_s` seconds for all of them."""
+    """Call each of `acts` in a thread with its name, and wait up to `deadline_s` seconds for all of them."""
     started: list[threading.Thread] = []
     for name, act in acts.items():
         thread = threading.Thread(target=act, name=name, daemon=True)
@@ -169,8 +169,8 @@ class OpenRanks(NamedTuple):
     tiers: tuple[str, ...]
     """Names of the lower tiers, fastest first."""
     down: frozenset[str] = frozenset()
-    """Tiers that some rank has not opened yet."""
+    """Names of tiers that some rank has not yet opened."""
     views: Sequence[Mapping[str, TierView]] = ()
-    """Each rank's figures of its tiers, by name."""
+    """Each rank's tier views, by name."""
     rank_count: int = 1
     """Number of ranks."""

@@ -2,12 +2,12 @@
 
     worker                                       the core's process
     RankServer(rank, on_note)
-        .handshake       -- by the engine's channel -->  connect([handshake, ...])
+        .handshake       -- via the engine's channel --> connect([handshake, ...])
         reader thread    <-- commands, notes --          RemoteRank, or RankGroup of several
         mover's threads  -- completions -->
         reader thread    -- tiers' figures -->
 
-It serves one connection, because slots belong to one core. Each side proves that it knows the key of the handshake
+It serves only one connection, because slots belong to one core. Each side proves that it knows the handshake's key
 without sending it: the core with its first bytes, the rank with its answer. `local_sockets` accepts the connections.
 `protocol` defines the messages, and `remote_rank` describes how a connection ends.
 """
@@ -66,7 +66,7 @@ class RankServer:
     """Accepts the core's connection and executes its commands.
 
     Args:
-        rank: the rank; the caller owns it, and closes it before this server.
+        rank: the rank; the caller owns it and closes it before this server.
         on_note: receives the core's notes in order, in a thread of the server, or in the sender's thread if the core is
             in this process. It must be quick and must not raise.
 
@@ -85,15 +85,15 @@ class RankServer:
         self.is_here = False
         """Whether the core is in this process."""
         self._is_leaving = self._has_begun = False
-        """Whichever of `leave` and `_begin` comes second announces the leaving, so that it is announced once."""
+        """Set by `leave` and `_begin`; the later of the two announces that the rank leaves, so this happens once."""
         self._is_mute = False
         self._open: dict[int, tuple[int, Work]] = {}
         """Each open command with its number, by the command's identity."""
         self._next_report_s = 0.0
         self._reported = {name: TierReport(name, Figures(), 0) for name in rank.tiers}
-        """The last report that the core got of each tier."""
+        """The last report on each tier that the core received."""
         self.address = f"kvtier-rank-{secrets.token_hex(16)}"
-        """Abstract name of the socket in this process's network namespace."""
+        """Abstract socket name in this process's network namespace."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(f"\0{self.address}")
         listener.listen(CONNECTIONS_MAX)
@@ -103,7 +103,7 @@ class RankServer:
 
     @property
     def handshake(self) -> dict[str, Any]:
-        """What `connect` needs for this rank, as JSON values. It is secret, because it gives control of this rank."""
+        """The values that `connect` needs, as JSON. They are secret, because they give control of this rank."""
         rank = self._rank
         return {
             "address": self.address,
@@ -136,9 +136,10 @@ class RankServer:
     def leave(self, deadline_s: float) -> bool:
         """Tell the core that this process is about to end; wait up to `deadline_s` seconds for it to disconnect.
 
+        In a forked child this does nothing, because the parent owns the connection.
+
         Returns:
-            Whether the core has disconnected, or there was none. In a forked child this does nothing, because the
-            parent owns the connection.
+            Whether the core has disconnected, or there was none.
         """
         if self._process != os.getpid():
             return True
@@ -154,7 +155,7 @@ class RankServer:
         return self._server.join(deadline_s)
 
     def close(self, deadline_s: float = 5.0) -> bool:
-        """Close the connection once running commands have ended. Return whether that took at most `deadline_s` s.
+        """Close the connection once running commands have ended. Return whether this took at most `deadline_s` s.
 
         Idempotent. In a forked child it does nothing.
         """
@@ -167,7 +168,7 @@ class RankServer:
         return self._server.join(deadline_s)
 
     def _take(self, peer: socket.socket | None = None, answer: bytes = b"") -> bool:
-        """Stop listening, and serve `peer`, which gets `answer`; False if another call had done so.
+        """Stop listening, send `answer` to `peer`, and serve it. Return False if another call has done so already.
 
         Raises:
             OSError: the peer has gone. The server keeps listening.
@@ -175,7 +176,7 @@ class RankServer:
         with self._lock:
             was_taken = self._is_taken
             if peer is not None and not was_taken:
-                peer.sendall(answer)  # under the lock, because no message may come first
+                peer.sendall(answer)  # under the lock, because no message may precede it
                 self._peer = peer
             self._is_taken = True
         _SERVED.pop(self.address, None)
@@ -185,7 +186,7 @@ class RankServer:
     # ---- the reader's thread ---------------------------------------------------------------------------------------
 
     def _serve(self, peer: socket.socket) -> None:
-        """Serve a connection, if it is the first that knows the key."""
+        """Serve a connection if it is the first that knows the key."""
         try:
             peer.recv(1, socket.MSG_PEEK)
             if not self._server.keep(peer):
@@ -264,7 +265,7 @@ class RankServer:
                 self._send(encode(report))
 
     def _drain(self) -> None:
-        """End the mover: a closed connection must mean that no command runs any more."""
+        """End the mover, because a closed connection must mean that no command runs any more."""
         has_ended = False
         while self._open and not has_ended:
             try:
@@ -293,7 +294,7 @@ class RankServer:
             try:
                 self._peer.sendall(frame)
             except OSError:
-                self._mute()  # part of a message may have been sent, so no other can follow
+                self._mute()  # part of a message may have been sent, so no other may follow
 
     def _mute(self) -> None:
         """Stop sending. The reader thread then sees the end of the stream and ends the mover."""
@@ -320,7 +321,7 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 10.0, *
 
     Args:
         handshakes: `RankServer.handshake` of all ranks, in any order.
-        deadline_s: seconds for all connections.
+        deadline_s: deadline for all connections together.
         hung_s: how long a rank may leave a ping unanswered before it is lost.
 
     Raises:
@@ -382,7 +383,7 @@ def _dial(peer: _Handshake, until_s: float, hung_s: float) -> RemoteRank:
     name = f"rank {peer.rank} (process {peer.pid})"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # With `settimeout` instead, `connect` would fail at once while others wait to be accepted.
+        # With `settimeout`, `connect` would fail at once while others wait to be accepted.
         for which in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             set_timeout(connection, which, max(0.001, until_s - time.monotonic()))
         connection.connect(f"\0{peer.address}")
@@ -410,7 +411,7 @@ def _greet(connection: socket.socket, key: bytes) -> None:
 
 
 def _answer(peer: socket.socket, key: bytes) -> bytes:
-    """Return the answer to a connection's greeting, with the clock. A greeting arrives as a whole."""
+    """Return the answer to a connection's greeting, including the clock. A greeting arrives in one piece."""
     greeting = peer.recv(_GREETING_BYTES, socket.MSG_DONTWAIT)
     nonce = greeting[:_KEY_BYTES]
     if not hmac.compare_digest(greeting[_KEY_BYTES:], _proof(key, b"core", nonce)):
@@ -419,5 +420,5 @@ def _answer(peer: socket.socket, key: bytes) -> bytes:
 
 
 def _proof(key: bytes, role: bytes, nonce: bytes) -> bytes:
-    # The role keeps a side's own proof from being replayed to it. The number is the protocol's version.
+    # The role prevents replaying a side's own proof to it. The number is the protocol's version.
     return hmac.digest(key, b"kvtier 4 " + role + nonce, "sha256")

@@ -1,7 +1,7 @@
 """Recalls chunks from the sealed heads of a tier's newest objects, so that routers learn what it holds after a start.
 
-A thread per tier lists and reads in small batches with pauses, so that loads are not delayed. No command waits for it,
-so a read that hangs delays nothing else. An object that cannot be opened here is skipped and stays as it is.
+A thread per tier lists and reads objects in small batches with pauses, so that loads are not delayed. No command waits
+for it, so a read that hangs delays nothing else. An object that cannot be opened here is skipped and left unchanged.
 """
 
 import threading
@@ -29,16 +29,16 @@ HEADS_BYTES_MAX: Final = 64 << 20
 """Maximum bytes of heads that one recall reads."""
 
 SECONDS_MAX: Final = 60.0
-"""After this time a recall ends with what it has found."""
+"""Maximum duration of a recall, which then ends with the chunks found so far."""
 
 PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Pauses before missed objects are read again: another engine may still be writing them."""
 
 BATCH: Final = 16
-"""How many heads one call of the tier reads. The thread then pauses for as long as the call took."""
+"""Number of heads that one call of the tier reads. The thread then pauses for as long as the call took."""
 
 PAGE_BYTES: Final = 256 << 10
-"""Approximate size of the records in a page. A message has twice as many bytes."""
+"""Approximate size of the records in a page. A message is twice as long."""
 
 
 class TierRecall:
@@ -46,7 +46,7 @@ class TierRecall:
 
     Args:
         tier: the tier, which a thread of this object reads.
-        form: has the keys of the tier's seals.
+        form: holds the keys of the tier's seals.
         layout: the KV groups, with this rank's part of each.
         model: 16 bytes, `keys.secret.model_id`; other models' objects are skipped.
         name_heads: `keys.object_names.name_head` of each group.
@@ -70,7 +70,7 @@ class TierRecall:
         self._closing = closing
         self._number = 0
         self._records: list[ChunkRecord] = []
-        """The records that the current recall has found. Its thread appends until the recall is over."""
+        """The records that the current recall has found. Its thread appends to them until the recall is over."""
         self._is_over = False
         self._error = ""
         self._thread: threading.Thread | None = None
@@ -107,13 +107,13 @@ class TierRecall:
                 known = {record.key for record in self._records}
                 self._records += [record for record in records_of(found) if record.key not in known]
             self._is_over = True
-        except Exception as error:  # noqa: BLE001 - any error of a tier ends this recall and nothing else
+        except Exception as error:  # noqa: BLE001 - any error of a tier ends only this recall
             self._error = described(error)
 
     def _read(self, group: int) -> Iterator[dict[ObjectName, Identity]]:
         """Yield the identities that have a text, newest first, each soon followed by its parents.
 
-        They are yielded once the list is read, and again after each further reading of missed objects.
+        They are yielded once the list is read, and again each time missed objects are read again.
         """
         found: dict[ObjectName, Identity] = {}
         until_s = time.monotonic() + SECONDS_MAX
@@ -149,7 +149,7 @@ class TierRecall:
     def _opened(
         self, names: Sequence[ObjectName], buffer: memoryview, group: int, seals: Seals | None
     ) -> Iterator[tuple[ObjectName, Identity | None]]:
-        """Yield the identities that could be opened; None for an object that is absent or could not be read."""
+        """Yield each object's identity; None for an object that is absent or cannot be read."""
         size = len(buffer) // BATCH
         heads = [buffer[at * size : (at + 1) * size] for at in range(len(names))]
         with Loan(heads, self._tier.name) as views:
@@ -180,7 +180,7 @@ class TierRecall:
 def _take(
     first: dict[ObjectName, None], listed: Iterator[ObjectName], seen: set[ObjectName], most: int
 ) -> list[ObjectName]:
-    """Take the next names to read. Parents come first, because a chain without its root is useless."""
+    """Return the next names to read. Parents come first, because a chain without its root is useless."""
     names = list(islice(first, most))
     seen.update(names)
     names += islice(listed, most - len(names))
@@ -191,7 +191,7 @@ def _take(
 
 
 def records_of(found: Mapping[ObjectName, Identity]) -> list[ChunkRecord]:
-    """Return the chunks of `found` whose chain is whole down to depth 0, each after its parent, in the given order."""
+    """Return the chunks of `found` whose chain is complete to depth 0, each after its parent, in the given order."""
     records: list[ChunkRecord] = []
     whole: dict[ObjectName, bool] = {}
     for first in found:
@@ -212,7 +212,7 @@ def records_of(found: Mapping[ObjectName, Identity]) -> list[ChunkRecord]:
 
 
 def _front(records: Iterable[ChunkRecord]) -> Iterator[ChunkRecord]:
-    """Yield the first of `records`, and more until they reach `PAGE_BYTES`."""
+    """Yield at least one of `records`, and more until they reach `PAGE_BYTES`."""
     size_bytes = 0
     for record in records:
         yield record

@@ -1,13 +1,13 @@
-"""A rank in another process, as the core's process sees it.
+"""Represents a rank of another process in the core's process.
 
     submit              queues messages in the outbox; `flush` sends them together
     send_note           sends at once
-    a reader thread     turns messages of the rank into completions, and copies the tiers' figures to `views`
+    a reader thread     turns the rank's messages into completions, and copies the tiers' figures to `views`
 
-To end, this side stops sending. The rank then cancels commands that have not started, waits for the others, sends their
-completions and closes the connection. So at the end of the stream, or of the process, the rank no longer uses the
+To close, this side stops sending. The rank then cancels commands that have not started, waits for the others, sends
+their completions and closes the connection. So at the end of the stream, or of the process, the rank no longer uses the
 engine's blocks or slots. All open commands then fail. If a process only stops answering, its transfers stay open: it
-may resume, and write to the engine's blocks or to slots that ranks share. That delays nothing else. The engine needs
+may resume, and write to the engine's blocks or to slots that ranks share. This delays nothing else: the engine needs
 that worker for each step anyway, and promotions and demotions have deadlines in the core.
 """
 
@@ -40,14 +40,14 @@ from kvtier.runtime.protocol import (
 from kvtier.types import Cancel, Command, Outcome, Probe, Recall, Transfer
 
 SILENCE_S = 1.0
-"""After this long without a message, the rank is checked."""
+"""A rank that has sent no message for this long is checked."""
 
 HUNG_S = 30.0
-"""A rank that does not answer a ping for this long is lost. The time is long because the process may be busy. Tiers
+"""A rank that leaves a ping unanswered for this long is lost. The time is long because the process may be busy. Tiers
 have their own deadlines in the core."""
 
 RETRY_S = 0.005
-"""Time after which a slowly reading rank is sent the rest of its commands."""
+"""Time after which the rest of its commands is sent to a rank that reads slowly."""
 
 OUTBOX_BYTES_MAX = 32 << 20
 RECV_BYTES = 1 << 16
@@ -59,12 +59,12 @@ class RemoteRank(Completing):
     """One rank in another process, as an `Executor`.
 
     Args:
-        connection: connected and authenticated, owned by this object from now on.
+        connection: an authenticated connection, owned by this object from now on.
         name: name of the rank, for the log.
         tiers: names of the rank's tiers.
         hung_s: how long a ping may stay unanswered while commands are open.
 
-    One thread, the owner, may call `close`; any thread may call the other methods.
+    Only the owner's thread may call `close`; any thread may call the other methods.
     """
 
     needs_flush = True
@@ -75,7 +75,7 @@ class RemoteRank(Completing):
         self._socket = connection
         self._name = name
         self.views = {tier: TierView() for tier in tiers}
-        """Each tier's figures as the rank last sent them, even if it is lost."""
+        """Each tier's figures as the rank last sent them, even if the rank is lost."""
         self._hung_s = hung_s
         set_timeout(connection, socket.SO_RCVTIMEO, min(SILENCE_S, hung_s))
         self._process = _process_of(connection)
@@ -87,7 +87,7 @@ class RemoteRank(Completing):
         self._is_closed = False
         self._has_refused = False
         self._pinged_s: float | None = None
-        """Time at which a ping was sent; None if a message has arrived since."""
+        """Time of the last ping; None if a message has arrived since."""
         self._leaving: Callable[[], None] = lambda: None
         self._reader = threading.Thread(target=self._read, name=f"kvtier {name}", daemon=True)
         self._reader.start()
@@ -130,10 +130,7 @@ class RemoteRank(Completing):
         self._leaving = act
 
     def flush(self) -> bool:
-        """Send what `submit` has queued for other processes; False if some remains.
-
-        Some remains if the other side reads slowly.
-        """
+        """Send the commands that `submit` has queued. Return False if some remain because the rank reads slowly."""
         if not self._outbox:
             return True
         with self._lock:
@@ -150,7 +147,7 @@ class RemoteRank(Completing):
 
     def send_note(self, note: Note) -> None:
         """Send `note` to the rank's engine adapter, from any thread. A lost rank does not receive it."""
-        with self._lock, suppress(ProtocolError):  # a rank whose outbox is full counts as lost
+        with self._lock, suppress(ProtocolError):  # a rank with a full outbox counts as lost
             self._post(note)
         self.flush()
 
@@ -194,8 +191,8 @@ class RemoteRank(Completing):
                         self._receive(decode(body))
             except Exception as error:
                 if not isinstance(error, ProtocolError):
-                    logger.exception("internal error: kvtier gives up %s", self._name)
-                reader = None  # its further messages are discarded
+                    logger.exception("internal error: kvtier gives up on %s", self._name)
+                reader = None  # discards further messages
                 self._lose(described(error), is_gone=False)
         self._lose("its process has ended", is_gone=True)
         with self._lock:
@@ -204,7 +201,7 @@ class RemoteRank(Completing):
             os.close(self._process)
 
     def _read_bytes(self) -> bytes | None:
-        """Read bytes from the rank; None if there are none yet, empty at the end of the stream."""
+        """Read bytes from the rank. Return None if there are none yet, and empty bytes at the end of the stream."""
         try:
             data = self._socket.recv(RECV_BYTES)
         except BlockingIOError:
@@ -230,7 +227,7 @@ class RemoteRank(Completing):
         with self._lock:
             command = self._open.get(message.number)
             if command is None:
-                return  # it has failed before
+                return  # it has already failed
             wanted = len(command.objects) if isinstance(command, Probe) and message.outcome is Outcome.DONE else 0
             if len(message.present) != wanted:
                 raise ProtocolError(f"a probe of {wanted} objects has {len(message.present)} results")
@@ -255,14 +252,14 @@ class RemoteRank(Completing):
             return
         if self._pinged_s is None:
             self._pinged_s = now_s
-            with self._lock, suppress(ProtocolError):  # a full outbox: the ping counts as unanswered
+            with self._lock, suppress(ProtocolError):  # if the outbox is full, the ping counts as unanswered
                 self._post(Ping())
             self.flush()
         elif now_s - self._pinged_s > self._hung_s:
             self._lose(f"its process has not answered for {now_s - self._pinged_s:.0f} s", is_gone=False)
 
     def _has_ended(self) -> bool:
-        """Whether the process is dead. The stream may stay open because a child inherited the socket."""
+        """Return whether the process has ended. The stream may stay open because a child inherited the socket."""
         if self._process is None:
             return False
         question = select.poll()
@@ -270,7 +267,7 @@ class RemoteRank(Completing):
         return bool(question.poll(0))
 
     def _lose(self, why: str, *, is_gone: bool) -> None:
-        """Fail open commands, and all later ones. Transfers stay open while the process may still be alive."""
+        """Fail open and later commands. Transfers stay open while the process may still be alive."""
         with self._lock:
             detail = self._lost or (CLOSED if self._is_closed else f"{self._name} is lost: {why}")
             is_news = detail not in (self._lost, CLOSED)
@@ -291,7 +288,7 @@ class RemoteRank(Completing):
 
 
 def _process_of(connection: socket.socket) -> int | None:
-    """Return a pidfd of the process at the other end, readable once it dies; None if the system has none."""
+    """Return a pidfd of the process at the other end, readable once it dies; None if the system provides none."""
     try:
         return os.pidfd_open(peer_of(connection)[0])
     except OSError:

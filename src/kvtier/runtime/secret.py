@@ -1,4 +1,4 @@
-"""Finds the secret that keys a session's names, either configured or kept in a tier's store."""
+"""Finds the secret that keys a session's names, in the settings or in a tier's store."""
 
 import logging
 import os
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 SECRET_GRACE_S = 0.5
-"""How long to wait for the secret of a tier that did not open. A short time is enough: a tier that hangs has already
-used up its deadline. The secret is readable in a tier that another process has locked, or that reads a large index."""
+"""How long to wait for the secret of a tier that did not open. The time is short, because a tier that hangs has already
+used up its deadline. A tier that is locked by another process or reads a large index still has a readable secret."""
 
 
 def configured_secret(config: Config) -> Secret | None:
-    """Return the secret that the settings give; None if they give none.
+    """Return the secret in the settings; None if there is none.
 
     Raises:
         ConfigError: the file cannot be read in time, contains no secret, or is missing although a tier is shared.
@@ -49,7 +49,7 @@ def configured_secret(config: Config) -> Secret | None:
 
 
 def found_secret(config: Config) -> tuple[Secret | None, str]:
-    """Return the configured secret, if any, and why its file gives none. A start calls this once."""
+    """Return the configured secret, if any, and why its file provides none. A start calls this once."""
     try:
         return configured_secret(config), ""
     except (ConfigError, OSError) as error:
@@ -57,17 +57,17 @@ def found_secret(config: Config) -> tuple[Secret | None, str]:
 
 
 def store_secret(config: Config, down: Collection[str], given: Secret | None, flaw: str) -> Secret:
-    """Return the configured secret, or that of the first tier with a place for one, or a temporary one.
+    """Return the configured secret, or that of the first tier that can hold one, or a temporary one.
 
     Args:
         config: the settings.
         down: names of the tiers that are not open.
         given: the configured secret, from `found_secret`.
-        flaw: why its file gives none, from `found_secret`. The secret is then temporary, and the caller must not let
+        flaw: why its file provides none, from `found_secret`. The secret is then temporary, and the caller must not let
             any tier use it.
 
     Raises:
-        TierError: the tier that has the secret is required and failed, or there is a flaw and a tier is required.
+        TierError: the tier that holds the secret is required and failed, or there is a flaw and a tier is required.
     """
     if given is not None:
         return given
@@ -104,7 +104,7 @@ def store_secret(config: Config, down: Collection[str], given: Secret | None, fl
                 "no secret is configured, and no tier has a place for one: no other process, now or later, finds the "
                 "objects of this one; set store.secret_file"
             )
-    return Secret(secrets.token_bytes(SECRET_BYTES))  # no tier outlives the process, so the names need not
+    return Secret(secrets.token_bytes(SECRET_BYTES))  # no tier outlives the process, so the names need not either
 
 
 def _stored_secret(tier: TierSettings, path: Path, *, is_down: bool) -> Secret:
@@ -143,7 +143,7 @@ def within(deadline_s: float, act: Callable[[], Answer], thread: str) -> Answer:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether the directory or storage failed, as opening the tier also reports. If not, the file is not a secret."""
+    """Return whether the directory or storage failed, which opening the tier also reports; else the file is invalid."""
     if not isinstance(error, ConfigError) or isinstance(error, UnusableStoreError):
         return True
     cause = error.__cause__

@@ -1,4 +1,4 @@
-"""The session, which is all that an engine adapter uses: loads and stores on a core with a lock (`locked_core`)."""
+"""The session, the only interface of an engine adapter: loads and stores on a core with a lock (`locked_core`)."""
 
 import logging
 import time
@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from kvtier.core.cache import Cache
 from kvtier.core.load_budget import LoadBudget
-from kvtier.core.probes import ASK_AGAIN_S_MAX
 from kvtier.core.recalls import Recalls
 from kvtier.core.survey import Survey
+from kvtier.core.tier_searches import ASK_AGAIN_S_MAX
 from kvtier.layout import Loss
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
@@ -44,10 +44,10 @@ NOTHING = Lookup(0, 0, Presence.ABSENT)
 
 
 class Session(LockedCore):
-    """A session, which takes and returns plain values. Thread-safe.
+    """Loads and stores KV for an engine. It takes and returns plain values. Thread-safe.
 
     `lookup`, `load` and `store` raise `SessionError` if the session is closed, in a forked child, or called from a
-    finalizer or signal handler in the middle of another call of the same thread. `release`, `poll` and hints
+    finalizer or signal handler during another call of the same thread. `release`, `poll` and hints
     (`expects`, `retain`, `lower`, `prefetch`, `forget_hints`) can be called anywhere. Only calls with a `wait_s` or
     `deadline_s` block for long.
 
@@ -59,9 +59,9 @@ class Session(LockedCore):
         clock: the executor's clock, in monotonic seconds.
         locked_by: returns why nothing may be found or stored, such as a missing key; else empty. Called for each lookup
             and store.
-        annotate: adds the chunk's text to a demote (`LockedCore`).
+        annotate: adds the chunk's text to a demotion (`LockedCore`).
         recalls: the recalls of tiers that may have texts; None if no tier is recalled.
-        recalled: receives the records found in a tier, and its name; under the lock, in any thread.
+        recalled: receives the records found in a tier, and its name. Called under the lock, in any thread.
         guards: guard the optional features and the observers.
         loss: the engine's class.
 
@@ -106,7 +106,7 @@ class Session(LockedCore):
         self._recalls = None if recalls is None else guards.around(Feature.RECALL, recalls, due=(), answered=())
         self._on_recalled = recalled
         self.is_lent = False
-        """Whether host memory has been given back, so that nothing is prefetched into it."""
+        """Whether host memory has been returned to the system, so that nothing is prefetched into it."""
         self._counted: dict[RequestId, None] = {}
         """Requests whose tokens have been counted, so that repeated lookups of a request count once."""
         self._start()
@@ -121,17 +121,17 @@ class Session(LockedCore):
         announced_tokens: int = 0,
         wait_s: float = 0.0,
     ) -> Lookup:
-        """Return how many leading tokens can be loaded. Probes lower tiers; call again while it returns PROBING.
+        """Return how many leading tokens can be loaded. Probe lower tiers; call again while the result is PROBING.
 
         Args:
             request: name of the request.
             prefix: the prompt's prefix.
             resident_tokens: leading tokens that the engine already has; load options start after them.
-            compute_s: expected time to compute the prompt, which bounds how long PROBING lasts for remote tiers. None:
-                it may last until their deadlines.
+            compute_s: expected time to compute the prompt, which limits how long PROBING lasts for remote tiers. With
+                None it may last until their deadlines.
             announced_tokens: leading tokens that another engine is storing in a shared tier. The lookup stays PROBING
-                while more of them appear there, for at most `limits.announced_wait_s` or the time of computing them.
-            wait_s: how long to wait for the lower tiers' answers. Other calls are not blocked meanwhile.
+                while more of them appear there, for at most `limits.announced_wait_s` or the time to compute them.
+            wait_s: how long to wait for the lower tiers' answers. This does not block other calls.
         """
         answer = NOTHING
         seen, now_s = 0, self._clock()
@@ -183,11 +183,11 @@ class Session(LockedCore):
             conversation: name of the conversation, for eviction.
 
         Raises:
-            BadCallError: the arguments do not fit. No `LoadDone` follows.
+            BadCallError: the arguments are invalid. No `LoadDone` follows.
         """
 
         def begin(call: OpenCall, now_s: float) -> None:
-            if call.is_over:  # another thread's error has ended it
+            if call.is_over:  # an error in another thread has ended it
                 return
             self._cache.load(
                 request,
@@ -221,7 +221,7 @@ class Session(LockedCore):
         self._uninterrupted(self._begin, begin, self._events.begin_store, request, wanted)
 
     def release(self, request: RequestId) -> None:
-        """End the load and stores of `request`, with which the engine is done, and cancel unstarted transfers.
+        """End the load and stores of `request`, which the engine no longer needs, and cancel unstarted transfers.
 
         This happens before this thread's next call starts, or at once if the session's thread is free.
         """
@@ -233,19 +233,19 @@ class Session(LockedCore):
         self._wish(release)
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
-        """Declare what continues `conversation` after a response; None withdraws it.
+        """Declare the next turn of `conversation` after a response; None withdraws the declaration.
 
-        Eviction policies use it. A wrong declaration costs only hits.
+        Eviction policies use the declaration. A wrong one costs only hits.
         """
         self._wish(lambda _now_s: self._cache.expects(conversation, next_turn))
 
     def watch(
         self, watched: Callable[[str], tuple[tuple[ChunkKey, int], ...]] | None, each_second: Callable[[], None]
     ) -> None:
-        """Let health checks also ask for objects. The observer gets the answers.
+        """Let health checks also probe objects. Observers receive the answers.
 
         Args:
-            watched: returns the objects of a tier's next check, under the session's lock; None for no objects.
+            watched: returns the objects for a tier's next check, under the session's lock; None for no objects.
             each_second: called about once a second, under the session's lock.
         """
         self._each_second = partial(self.guards.run, Feature.IDLE_STEPS, each_second, otherwise=None)
@@ -253,9 +253,9 @@ class Session(LockedCore):
             self._watched = partial(self.guards.run, Feature.EVENTS, watched, otherwise=())
 
     def survey(self, prefix: Prefix, wait_s: float) -> Survey | None:
-        """Find every place of the objects of `prefix`, as far as tiers answer within `wait_s` seconds.
+        """Find every place that holds an object of `prefix`. Tiers have `wait_s` seconds to answer.
 
-        Returns None after an internal error, and while the tenant has no key.
+        Return None after an internal error and while the tenant has no key.
         """
         found: list[Survey] = []
         seen, until_s = 0, self._clock() + wait_s
@@ -283,12 +283,12 @@ class Session(LockedCore):
     def emptied(self, act: Callable[[], object], wait_s: float) -> bool:
         """Free host memory, and call `act` while it is empty. The session does nothing else meanwhile.
 
-        From then on nothing is prefetched until the caller says that host memory is back (`is_lent`). Lower tiers keep
-        their objects, and this waits for writes to them.
+        Prefetching then stops until the caller clears `is_lent`, once host memory is back. Lower tiers keep
+        their objects, and this method waits for writes to them.
 
         Args:
-            act: uses the memory. If it raises, the session shuts.
-            wait_s: longest wait in seconds.
+            act: uses the memory. If it raises, the session shuts down.
+            wait_s: longest time to wait.
 
         Returns:
             Whether host memory was empty in time.
@@ -311,22 +311,22 @@ class Session(LockedCore):
 
     @property
     def obstacle(self) -> str:
-        """Why nothing is found or stored now; empty in normal operation."""
+        """The reason why nothing is found or stored now; empty in normal operation."""
         if self.fault_record.failure:
             return f"an internal error has switched kvtier off: {self.fault_record.failure}"
         return self._locked_by()
 
     def retain(self, prefix: Prefix, seconds: float, priority: Priority = Priority.NORMAL) -> None:
-        """Keep what host memory has of `prefix` there for `seconds`, at most `limits.retain_s`.
+        """Keep the objects of `prefix` that are in host memory there for `seconds`, at most `limits.retain_s`.
 
-        One request's hint gets at most `limits.hint_percent` of host memory, and all retained objects at most
+        One request's hint may retain at most `limits.hint_percent` of host memory, and all hints together at most
         `limits.retained_percent`. Beyond that, the oldest retention of the lowest priority ends, deepest chunk first.
-        Lower tiers also get the objects. The call also covers stores of the prefix that started before it.
+        The objects are also written to lower tiers. The call also covers stores of the prefix that started before it.
         """
         self._wish(lambda now_s: self._cache.hints.retain(prefix, now_s + seconds, now_s, priority))
 
     def end_retention(self, prefix: Prefix) -> None:
-        """Allow what host memory has of `prefix` to be evicted again, whichever hint retained it."""
+        """Allow eviction of the objects of `prefix` in host memory again, whichever hint retained them."""
         self._wish(lambda _now_s: self._cache.hints.end(prefix))
 
     def host_tokens(self, prefix: Prefix, *, is_retained: bool = False) -> int:
@@ -334,9 +334,9 @@ class Session(LockedCore):
         return self._asked(lambda _now_s: self._cache.host_tokens(prefix, is_retained=is_retained), otherwise=0)
 
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
-        """Make the chunks of `prefix` that only `conversation` has used the first to be evicted, until their next use.
+        """Let the chunks of `prefix` that only `conversation` has used be evicted first, until their next use.
 
-        Without a conversation, this means chunks that only one load or store has used.
+        Without a conversation, this affects chunks that only one load or store has used.
         """
         self._wish(lambda _now_s: self._cache.hints.lower(prefix, conversation))
 
@@ -350,17 +350,17 @@ class Session(LockedCore):
         wait_s: float = 0.0,
         priority: Priority = Priority.NORMAL,
     ) -> None:
-        """Bring what lower tiers have of `prefix` to host memory in `in_s` seconds, and keep it as `retain` does.
+        """Load the chunks of `prefix` from lower tiers into host memory, due in `in_s` seconds, and retain them.
 
-        It needs no blocks of the engine, yields to loads, and ends without an event. Until it starts, what only
-        `conversation` has used of the prefix is written to lower tiers and may leave host memory.
+        A prefetch needs no blocks of the engine, yields to loads, and ends without an event. Until it starts, the
+        chunks of the prefix that only `conversation` has used are written to lower tiers and may leave host memory.
 
         Args:
             request: a unique name; `release` ends the prefetch.
             prefix: the prompt's prefix, whose leading chunks within the limits of `retain` are fetched.
             in_s: seconds until the prefix is needed, at most `limits.retain_s`.
             conversation: name of the conversation.
-            wait_s: minimum time in seconds that a slow tier gets after `in_s`.
+            wait_s: minimum time that a slow tier has after `in_s`.
             priority: an operator's prefetches have their own quota and come first.
         """
         wish = partial(self._cache.hints.prefetch, conversation=conversation, wait_s=wait_s, priority=priority)
@@ -371,11 +371,14 @@ class Session(LockedCore):
         self._wish(lambda _now_s: self._cache.forget_hints())
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
-        """Return the events since the last call, after waiting up to `wait_s` s for the first. One caller gets each."""
+        """Return the events since the last call, after waiting up to `wait_s` seconds for the first.
+
+        Each event is returned to only one caller.
+        """
         return self._events.poll(wait_s)
 
     def end_poll(self) -> None:
-        """Make a waiting `poll`, or the next one, return without an event. Thread-safe."""
+        """Make a waiting `poll`, or else the next one, return without an event. Thread-safe."""
         self._events.end_poll()
 
     def _check(self, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Open loads and stores, and the events that end them, exactly one for each."""
+"""Tracks open loads and stores, and the events that end them, exactly one for each."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ from kvtier.runtime.observers.guards import Feature, Guards, LogLine
 from kvtier.types import Event, LoadDone, Place, RequestId, StoreDone
 
 EVENTS_MAX = 65_536
-"""How many events are kept for an engine that does not poll. Further ones drop the oldest."""
+"""Maximum number of events kept for an engine that does not poll. A further event replaces the oldest."""
 
 
 class OpenCall:
@@ -27,7 +27,7 @@ class OpenCall:
         self.tokens = tokens
         self.places = places
         self.is_over = False
-        """Whether it was refused or has failed."""
+        """Whether the call was refused or has failed."""
 
 
 class SessionEvents:
@@ -52,7 +52,7 @@ class SessionEvents:
         self._loads: dict[RequestId, OpenCall] = {}
         self._stores: list[OpenCall] = []
         self._queue: Mailbox[Event | None] = Mailbox()
-        """A queue that a finalizer may use in the middle of a call. None ends a poll."""
+        """A queue that a finalizer may use during a call. None ends a poll."""
         self._has_dropped = False
         self._loaded = {share: metrics.bind(table.LOADS, result=share) for share in ("none", "part", "whole")}
         self._load_seconds = metrics.bind(table.LOAD_SECONDS)
@@ -64,7 +64,7 @@ class SessionEvents:
         """Register a load.
 
         Raises:
-            BadCallError: the request has an open load.
+            BadCallError: the request already has an open load.
         """
         call = OpenCall(request, self._clock(), tokens, places)
         if self._loads.setdefault(request, call) is not call:
@@ -78,7 +78,7 @@ class SessionEvents:
         return call
 
     def withdraw(self, call: OpenCall) -> bool:
-        """Forget a call that was refused; False if it was answered meanwhile."""
+        """Remove a call that was refused. Return False if it has been answered meanwhile."""
         call.is_over = True
         if self._loads.get(call.request) is call:
             return self._loads.pop(call.request, None) is call
@@ -97,7 +97,7 @@ class SessionEvents:
         self._queue.put(None)
 
     def publish(self, event: Event) -> None:
-        """Queue an event, and count it. Its call is removed first, so that no error repeats it."""
+        """Queue and count an event. Its call is removed first, so that no error repeats the event."""
         if isinstance(event, LoadDone):
             call = self._loads.pop(event.request)
             try:
@@ -111,7 +111,7 @@ class SessionEvents:
                 self._guards.failed(Feature.METRICS, error)
         elif isinstance(event, StoreDone):
             call = next(call for call in list(self._stores) if call.request == event.request)
-            self._stores.remove(call)  # not by its position: `withdraw` may remove another one meanwhile
+            self._stores.remove(call)  # not by position, because `withdraw` may remove another one meanwhile
             try:
                 waiting = self._queue.put(event)
             except BaseException:

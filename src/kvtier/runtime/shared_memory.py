@@ -1,12 +1,12 @@
-"""Host memory that ranks with equal parts of a KV group share, so that there is one copy for all of them.
+"""Shares host memory among ranks with equal parts of a KV group, so that there is one copy for all of them.
 
-    exchange    Each rank sends its parts. The first rank with a part has made a memory file for it, without a name.
+    exchange    Each rank sends its parts. The first rank with a part has created an unnamed memory file for it.
     map         All ranks with this part map the file. They open it by `/proc/PID/fd`, which only the same user can.
-    exchange    Each rank sends the host bytes of a chunk that it alone keeps. Their sum is what a chunk takes.
+    exchange    Each rank sends the host bytes of a chunk that it alone keeps. Their sum is the size of a chunk.
 
 The first rank fills the slots and does all work for tiers. The others only scatter. A rank that cannot map the file
-keeps slots of its own, as if it were the only one with its part, and logs why. Slots are counted after that, so the
-engine stays within its memory limit in any case. The kernel frees a file when the last process that maps it has ended.
+keeps its own slots, as if no other rank had its part, and logs why. Slots are counted after that, so the
+engine always stays within its memory limit. The kernel frees a file when the last process that maps it has ended.
 """
 
 import ctypes
@@ -24,21 +24,21 @@ from kvtier.layout import KvLayout, Part
 from kvtier.runtime.arena import Bytes, as_bytes, chunk_bytes, slot_bytes
 
 Exchange = Callable[[Any], list[Any]]
-"""Waits for all ranks, and returns what each has passed to it, by rank."""
+"""Waits for all ranks, and returns the value that each has passed, by rank."""
 
 _CLOSED_ON_EXEC, _ALLOWS_SEALS = 1, 2
 _ADD_SEALS, _SEALS = 1033, 1 | 2 | 4
-"""Linux's numbers for a file that allows no further seals, no shrinking and no growing. So no process can cut off
+"""Linux's numbers for a file that allows no further seals, no shrinking and no growing. So no process can truncate
 memory that others have mapped. A Python built for an old system lacks these names and `os.memfd_create`."""
 
 _FAILURES = (OSError, OverflowError, ValueError, AttributeError)
-"""Errors of the system. The last one comes from a C library without `memfd_create`."""
+"""Errors from the system. A C library without `memfd_create` causes the last one."""
 
 logger = logging.getLogger(__name__)
 
 
 class MemoryFile(NamedTuple):
-    """A memory file, as other processes find it."""
+    """The identification of a memory file, by which other processes find it."""
 
     process: int
     descriptor: int
@@ -47,22 +47,22 @@ class MemoryFile(NamedTuple):
 
 
 class HeldGroup(NamedTuple):
-    """The message of a rank to the others about one of its KV groups."""
+    """A message from a rank to the others about one of its KV groups."""
 
     part: Part | None
     digest: bytes
     """Digest of the group's layout."""
     file: MemoryFile | None = None
-    """The memory for its slots; None if another rank makes it or the system provides none."""
+    """The memory for its slots; None if another rank creates it or the system provides none."""
 
 
 class SharedMemory(NamedTuple):
     """The memory on which the ranks have agreed, as one rank sees it."""
 
     chunk_bytes: int
-    """Host bytes of one chunk on all ranks together."""
+    """Total host bytes of one chunk on all ranks."""
     regions: Mapping[int, Bytes] = MappingProxyType({})
-    """Memory that this rank shares with others, by KV group. It is larger than the slots need."""
+    """Memory that this rank shares with others, by KV group. It is larger than the slots require."""
 
 
 def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMemory:
@@ -70,8 +70,8 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
 
     Args:
         layout: this rank's layout, with its parts.
-        capacity_bytes: host memory of all ranks together.
-        exchange: called twice. A rank that fails before this passes None to it instead.
+        capacity_bytes: total host memory of all ranks.
+        exchange: called twice. A rank that fails earlier passes None to it instead.
 
     Raises:
         ConfigError: another rank has failed.
@@ -117,7 +117,7 @@ def share(layout: KvLayout, capacity_bytes: int, exchange: Exchange) -> SharedMe
 
 
 def _made(size_bytes: int) -> tuple[int, Bytes]:
-    """Create a memory file; return its descriptor and its bytes. Untouched pages take no memory."""
+    """Create a memory file. Return its descriptor and its bytes. Untouched pages use no memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = int(libc.memfd_create(b"kvtier", _CLOSED_ON_EXEC | _ALLOWS_SEALS))
     if descriptor < 0:
@@ -140,7 +140,7 @@ def _opened(file: MemoryFile) -> Bytes:
     """Map another process's memory file.
 
     Raises:
-        OSError: the file cannot be opened, or it is another file, as in another PID namespace.
+        OSError: the file cannot be opened, or it is a different file, as in another PID namespace.
     """
     path = Path(f"/proc/{file.process}/fd/{file.descriptor}")
     found = path.stat()  # checked before opening, because it may be a device

@@ -1,7 +1,7 @@
-"""Decides how each tier's objects are stored: with which codec, and whether a seal is demanded.
+"""Decides how each tier's objects are stored: with which codec, and whether a seal is required.
 
-An engine with a lossy class (`store.loss`) has names of its own. So every tier of it may hold lossy copies, and a copy
-may go from one tier to another, whatever their codecs.
+An engine with a lossy class (`store.loss`) has its own object names. So each of its tiers may hold lossy copies, and a
+copy may move from one tier to another, whatever their codecs.
 """
 
 import importlib
@@ -33,12 +33,12 @@ class StoredForm:
     """The form in which one tier's objects are stored. Thread-safe.
 
     Args:
-        codec: encodes what is written; None for raw.
-        keys: the keys of seals. None: no frame is sealed, and sealed ones cannot be read.
+        codec: encodes objects that are written; None for raw.
+        keys: the keys of seals. With None, no frame is sealed, and sealed frames cannot be read.
         tenant: the engine's tenant.
         is_sealed: whether every frame must have a seal. Without a key of the tenant nothing is read or written.
-        choice: chooses raw or coded for each object. None: all are written with the codec.
-        lossy: encodes what it can of each object, and leaves the rest to `codec`. None: all is stored exactly.
+        choice: chooses raw or coded for each object. With None, all objects are written with the codec.
+        lossy: encodes the parts of each object that it can, and leaves the rest to `codec`. None stores all exactly.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class StoredForm:
 
     @property
     def key(self) -> SealKey | None:
-        """The key that seals what is written now."""
+        """The key that seals new frames; None if there is none or no seal is required."""
         return self.keys.keyring.sealing(self._tenant) if self.is_sealed and self.keys is not None else None
 
     @property
     def is_locked(self) -> bool:
-        """Whether a seal is demanded and the tenant has no key."""
+        """Whether a seal is required and the tenant has no key."""
         return self.is_sealed and self.key is None
 
     @property
@@ -79,12 +79,12 @@ class StoredForm:
 
 
 def open_key_source(config: Config, secret: Secret | None) -> KeySource | None:
-    """Open the keys that the settings or the configured `secret` give, to seal and to read; None if not needed.
+    """Open the keys from the settings or the configured `secret`, to seal and to read; None if not needed.
 
-    If a file or command gives no keys in time, an ERROR is logged, and they are used once a later reading succeeds.
+    If a file or command provides no keys in time, log an ERROR. The keys are then used once a later read succeeds.
 
     Raises:
-        ConfigError: the package for the seal is missing, or a required tier seals and there are no keys in time.
+        ConfigError: the package for the seal is missing, or a required tier seals and has no keys in time.
     """
     store, sealing = config.store, [tier for tier in config.tiers if is_sealed(tier)]
     if not sealing and not (store.keys_file or store.keys_command or store.keys):
@@ -139,11 +139,11 @@ def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]
         ConfigError: the package of a codec is missing.
     """
     if config.tiers and config.store.loss != "none":
-        load_kernels()  # now, and not in a thread that encodes, or decodes what another engine wrote
+        load_kernels()  # now, rather than later in a thread that encodes, or decodes another engine's objects
     forms: dict[str, StoredForm] = {}
     for tier in config.tiers:
         codec, lossy = coders(config.codec_of(tier))
-        # A lossy codec is there for capacity, which is needed however fast the tier is.
+        # A lossy codec saves capacity, which is needed however fast the tier is.
         is_fixed = codec.id == RAW.id or lossy is not None
         choice = None if is_fixed else CodecChoice(codec, tier.read_threads, tier.write_threads)
         forms[tier.name] = StoredForm(
@@ -159,7 +159,7 @@ def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]
 
 
 def locked_by(config: Config, keys: KeySource | None) -> str:
-    """Return what is missing if a tier demands seals and the tenant has no key that seals; else empty."""
+    """Describe the missing key if a tier requires seals and the tenant has no key that seals; else return empty."""
     has_key = keys is not None and keys.keyring.sealing(config.store.tenant) is not None
     is_locked = not has_key and any(map(is_sealed, config.tiers))
     return "the tenant has no key (store.keys_file, store.tenant)" if is_locked else ""

@@ -1,12 +1,12 @@
-"""The object store gives tiers to an engine that owns its host memory, such as SGLang's HiCache.
+"""The object store provides tiers to an engine that owns its host memory, such as SGLang's HiCache.
 
-The engine names objects and keeps them in its own memory. It asks how many of them tiers have, gets them and puts them.
-There is no planner and no large arena. Bytes pass through a staging area: a frame needs head room and direct I/O needs
-pages, and the engine's memory has neither (ADR 19). The core is the same as a session's, in a mode of its own (ADR 24).
+The engine names objects and keeps them in its own memory. It asks how many of them are in tiers, gets and puts them.
+There is no planner and no large arena. Bytes pass through a staging area: a frame needs head room, direct I/O needs
+pages, and the engine's memory has neither (ADR 19). The core is the same as a session's, in its own mode (ADR 24).
 
     calling threads    leading_run, contains, get_into, put_from: wait, and copy between slots and the caller's memory
-    the mover's        tiers, frames, checksums (`runtime/mover.py`)
-    the store's        deadlines, health checks and gauges (`runtime/locked_core.py`)
+    mover's threads    tiers, frames, checksums (`runtime/mover.py`)
+    store's thread     deadlines, health checks and gauges (`runtime/locked_core.py`)
 """
 
 import os
@@ -58,7 +58,7 @@ COPY_BYTES = 2 << 20
 """Small objects are copied together, up to this many bytes, so that tiers can write them in batches."""
 
 CLOSE_S_MIN = 1.0
-"""When closing, threads and tiers get at least this long, even if writes have used up the deadline."""
+"""Minimum time for closing threads and tiers, even if writes have used up the deadline."""
 
 RELEASE_S = 0.25
 """How long after its deadline a call waits for its operation to end. The lock is usually held for microseconds."""
@@ -68,7 +68,7 @@ class TierHealth(NamedTuple):
     """The state of one tier."""
 
     reads: bool
-    """Whether the tier is read, rather than left alone after failures."""
+    """Whether the store reads the tier; it does not after failures."""
     writes: bool
     figures: Figures
 
@@ -82,10 +82,10 @@ class _Call:
         self.request = request
         self.memory = memory
         self.inbox: Mailbox[Transfer | ObjectsDone] = Mailbox()
-        """Copies to execute and then the end of the operation, sent by the holder of the lock."""
+        """Copies to execute, followed by the end of the operation, sent by the holder of the lock."""
         self.outcomes: Sequence[Outcome] = [Outcome.CANCELLED] * objects
         self.copied: dict[int, Outcome] = {}
-        """The outcome of each copied object for which the core reports none. A get has filled the caller's memory with
+        """The outcome of each copied object if the core reports none. A get has filled the caller's memory with
         verified bytes, and the write of a put may end later."""
 
     def answer(self) -> list[Outcome]:
@@ -130,7 +130,7 @@ class _CallersExecutor:
     def close(self, deadline_s: float) -> bool:
         """Cancel commands that have not started and wait for the others. Return whether all have ended.
 
-        The first call gives the threads some time, whatever the deadline.
+        The first call allows at least `CLOSE_S_MIN`, whatever the deadline.
         """
         close_s_min, self._close_s_min = self._close_s_min, 0.0
         return self._mover.close(max(close_s_min, deadline_s))
@@ -140,7 +140,7 @@ class ObjectStore(LockedCore):
     """Objects in tiers, for callers with their own memory. Thread-safe.
 
     Every call returns within its `deadline_s` seconds plus the time of one copy. It raises only `BadCallError` (a
-    ValueError), for wrong arguments; whatever fails is a miss. After `close`, in a forked child and with too many calls
+    ValueError), for invalid arguments; any failure is a miss. After `close`, in a forked child and with too many calls
     in progress, every answer is an immediate miss.
 
     A tier may forget any object. Every object returned is verified by its checksums, name, fingerprint and layout.
@@ -152,8 +152,8 @@ class ObjectStore(LockedCore):
         tiers: tiers by name, fastest first, owned by the store from now on.
         rules: limits of each tier, in the same order as `tiers`.
         arena: slots of `layout` for objects in transit, owned by the store from now on.
-        forms: how each tier stores its objects, by tier name. Tiers not named store them raw and without a seal.
-        tier_threads: threads of single tiers, by name.
+        forms: how each tier stores its objects, by tier name. Other tiers store them raw and without a seal.
+        tier_threads: numbers of threads for individual tiers, by name.
         common: names of tiers in which all ranks of the engine use one store.
         down: names of tiers that are not open yet.
         metrics: counts objects, transfers and probes.
@@ -229,10 +229,10 @@ class ObjectStore(LockedCore):
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     def leading_run(self, objects: Sequence[ObjectId], deadline_s: float) -> int:
-        """Count the leading objects that the tiers hold between them. The answer may be stale; a get verifies.
+        """Count the leading objects that the tiers together hold. The answer may be stale; a get verifies.
 
-        Tiers are asked in order, each for what faster ones lack. A remote tier is asked in at most three rounds of at
-        most 23 names. So among more than 553 objects the number may be a few too small, and holes are not noticed.
+        Tiers are probed in order, each for the objects that faster ones lack. A remote tier is probed in at most three
+        rounds of at most 23 names. So for more than 553 objects the count may be slightly low and may miss holes.
 
         Args:
             objects: the objects, in the order of the prefix.
@@ -247,25 +247,25 @@ class ObjectStore(LockedCore):
     def contains(self, objects: Sequence[ObjectId], deadline_s: float) -> list[bool]:
         """Return for each object whether a tier holds it. The answer may be stale; a get verifies.
 
-        Remote tiers are asked for every name that faster ones lack, with one request per name.
+        Remote tiers are probed for every name that faster ones lack, with one request per name.
 
         Raises:
-            BadCallError: as in `leading_run`.
+            BadCallError: see `leading_run`.
         """
         return self._lookup("contains", objects, deadline_s, is_run=False)
 
     def get_into(self, reads: Sequence[ObjectBytes], deadline_s: float) -> list[Outcome]:
-        """Bring objects into the caller's memory.
+        """Copy objects from tiers into the caller's memory.
 
         Returns:
-            For each object, in order: DONE when its pieces are filled with verified bytes. Otherwise ABSENT (also if it
-            is kept but cannot be read here), CORRUPT (and dropped; the next put heals it), FAILED, or CANCELLED when no
-            tier could be asked in time. Unless the call raises, pieces of an object that is not DONE are unchanged.
-            Nothing touches a piece after the call.
+            For each object, in order: DONE if its pieces are filled with verified bytes. Otherwise ABSENT (even if it
+            exists but cannot be read here), CORRUPT (and dropped; the next put replaces it), FAILED, or CANCELLED if no
+            tier could be probed in time. Unless the call raises, pieces of an object that is not DONE are unchanged.
+            Nothing changes a piece after the call.
 
         Raises:
-            BadCallError: as in `leading_run`; or an origin is invalid, or pieces do not fit the group's layers or
-                cannot be written to.
+            BadCallError: see `leading_run`; or an origin is invalid, or pieces do not fit the group's layers or
+                are read-only.
         """
         objects, origins, memory = self._checked.memory(reads, is_written=True)
 
@@ -282,16 +282,16 @@ class ObjectStore(LockedCore):
     def put_from(self, writes: Sequence[ObjectBytes], deadline_s: float) -> list[Outcome]:
         """Store objects from the caller's memory, which may be reused when the call returns.
 
-        A write goes to every tier that accepts it, to some perhaps after the call. An object that the first tier
-        already holds is not written again, unless the search is not answered in time: a key names one content.
+        Each object is written to every tier that accepts it, perhaps after the call. An object that the first tier
+        already holds is not written again, unless the lookup is not answered in time: a key always has one content.
 
         Returns:
-            For each object, in order: DONE when a tier that persists holds it (or any tier, if none that persists took
-            it). Otherwise FAILED when no tier has taken it in time, although one still may, or CANCELLED when its write
+            For each object, in order: DONE if a persistent tier holds it (or any tier, if no persistent one took
+            it). Otherwise FAILED if no tier has taken it in time, although one still may, or CANCELLED if its write
             was not started.
 
         Raises:
-            BadCallError: as in `get_into`, but pieces may be read-only.
+            BadCallError: see `get_into`, but pieces may be read-only.
         """
         objects, origins, memory = self._checked.memory(writes, is_written=False)
 
@@ -315,7 +315,7 @@ class ObjectStore(LockedCore):
         return outcomes
 
     def health(self) -> dict[str, TierHealth]:
-        """Return the state of each tier, by name, fastest first. Does no I/O."""
+        """Return the state of each tier, by name, fastest first. Do no I/O."""
         is_up = self._objects.is_up
         return {
             name: TierHealth(is_up(name), is_up(name, Direction.DEMOTE), view.figures)
@@ -323,7 +323,7 @@ class ObjectStore(LockedCore):
         }
 
     def cancel(self) -> None:
-        """End all calls in progress early, as a deadline does. Their threads finish the copies handed to them.
+        """End all calls in progress early, as a deadline does. Their threads finish the copies queued for them.
 
         The memory of an object that is not DONE is then unchanged. The slots of a cancelled call become free within
         about a second.
@@ -333,7 +333,7 @@ class ObjectStore(LockedCore):
     def close(self, deadline_s: float = 30.0) -> Closed:
         """End calls in progress with misses, finish the writes, and end all threads, in about `deadline_s` seconds.
 
-        Idempotent. In a forked child it does nothing.
+        Idempotent. In a forked child this does nothing.
 
         Raises:
             BadCallError: the deadline is not a number. The store stays open.
@@ -361,7 +361,7 @@ class ObjectStore(LockedCore):
     def _answered(
         self, name: str, objects: int, deadline_s: float, run: Callable[[float], list[Outcome]]
     ) -> list[Outcome]:
-        """Return the outcomes of `run`, which gets the time at which the call must end; misses if it cannot start."""
+        """Return the outcomes of `run`, to which the end of the call's time is passed; misses if it cannot start."""
         deadline_s = deadline_of(deadline_s)
         if (
             self._process != os.getpid()  # before any lock
@@ -408,7 +408,7 @@ class ObjectStore(LockedCore):
         return call.answer()
 
     def _work_off(self, call: _Call, until_s: float) -> bool:
-        """Execute copies until the operation ends; False if the deadline comes first."""
+        """Execute copies until the operation ends. Return False if the deadline comes first."""
         while (left_s := until_s - self._clock()) > 0:
             each = call.inbox.get(left_s)
             copied: list[Transfer] = []
@@ -435,7 +435,7 @@ class ObjectStore(LockedCore):
         self.ready()
 
     def _release(self, call: _Call) -> None:
-        """End an operation early, and take its outcomes. This is its thread, so none of its copies runs any more."""
+        """End an operation early, and take its outcomes. Its own thread calls this, so none of its copies runs then."""
         self._wish(lambda now_s: self._forget(call.request, now_s))
         self.ready()
         until_s = self._clock() + RELEASE_S
@@ -453,13 +453,13 @@ class ObjectStore(LockedCore):
     def _check(self, now_s: float) -> None:
         super()._check(now_s)
         for request in self._objects.requests():
-            if request not in self._calls:  # an interrupt has taken its thread away
+            if request not in self._calls:  # an interrupt has ended the call in its thread
                 self._forget(request, now_s)
 
     def _copy_out(self, transfer: Transfer, memory: Memory) -> None:
         payload = np.frombuffer(self._arena.payload(transfer.group, transfer.slot), np.uint8)
         for piece, offset in zip(memory, self._offsets[transfer.group], strict=True):
-            np.copyto(piece, payload[offset : offset + piece.size])  # other threads run meanwhile
+            np.copyto(piece, payload[offset : offset + piece.size])  # releases the interpreter lock
 
     def _copy_in(self, transfer: Transfer, memory: Memory) -> None:
         payload = np.frombuffer(self._arena.payload(transfer.group, transfer.slot), np.uint8)
@@ -477,7 +477,7 @@ class ObjectStore(LockedCore):
     # ---- the core's side -------------------------------------------------------------------------------------------
 
     def _answer(self, event: Event) -> None:
-        """Pass the end of an operation to its call."""
+        """Pass the event that ends an operation to its call."""
         if isinstance(event, ObjectsDone) and (call := self._calls.get(event.request)) is not None:
             call.inbox.put(event)
 

@@ -1,8 +1,8 @@
 """A worker queue: a bounded queue of jobs and the threads that do them.
 
-Each job leaves the queue once, under the lock. Whoever removes it completes it: a worker thread, or the caller of
-`withdraw`, `expire` or `close`. Threads are daemons and every join has a deadline. So a thread that hangs in a tier
-delays neither `close` nor the exit of the process, and jobs behind it get another thread. A thread ends only after
+Each job leaves the queue once, under the lock. The thread that removes it completes it: a worker thread, or the caller
+of `withdraw`, `expire` or `close`. Threads are daemons and every join has a deadline. So a thread that hangs in a tier
+delays neither `close` nor the exit of the process, and another thread does the jobs behind it. A thread ends only after
 `close`.
 """
 
@@ -25,7 +25,7 @@ STUCK_S = 30.0
 """A queue is stuck when all of its threads have been in their current jobs for this long."""
 
 STALL_SHARE = 0.2
-"""While all threads are in calls, a job waits for about this share of its time before the queue gets another thread."""
+"""While all threads are busy, a job waits for about this share of its time before the queue starts another thread."""
 
 SHARES_MOST = 4
 """At most this many threads share the jobs of one batch. A thread switch costs more than a small job."""
@@ -41,19 +41,19 @@ class Scratch:
         self._view = memoryview(b"")
 
     def view(self, size_bytes: int) -> memoryview:
-        """Return `size_bytes` writable bytes of undefined content."""
+        """Return `size_bytes` writable bytes with undefined contents."""
         if len(self._view) < size_bytes:
             self._view = page_aligned(size_bytes).data
         return self._view[:size_bytes]
 
 
 class WorkerQueue:
-    """Jobs in order of arrival, urgent ones first, and the threads that do them.
+    """Jobs in order of arrival, urgent jobs first, and the threads that do them.
 
     Args:
         name: part of the threads' names.
         threads: number of threads.
-        run: does and completes a batch of jobs. If it raises, it has completed them.
+        run: does and completes a batch of jobs. It completes them even if it raises.
         clock: returns seconds.
     """
 
@@ -72,7 +72,7 @@ class WorkerQueue:
         self.urgent_jobs: deque[Job] = deque()
         self._lock = threading.Lock()
         self._bell: SimpleQueue[None] = SimpleQueue()
-        """Each entry wakes one idle thread. It has at most one entry per idle thread, plus one per thread at the
+        """Each entry wakes one idle thread. There is at most one entry per idle thread, plus one per thread at the
         end."""
         self.is_open = True
         """Whether the queue accepts jobs."""
@@ -98,9 +98,9 @@ class WorkerQueue:
         self._threads.append(thread)
 
     def relieve(self) -> None:
-        """Start another thread if jobs wait and no thread starts one; at most twice as many threads in all.
+        """Start another thread if jobs wait and no thread takes one, up to twice the number of threads.
 
-        Otherwise a few reads that hang, one per thread, would hold up all others.
+        Otherwise a few reads that hang, one per thread, would block all others.
         """
         with self._lock:
             first = next(iter(self.urgent_jobs or self.jobs), None)
@@ -108,19 +108,19 @@ class WorkerQueue:
                 return
             patience_s = STALL_SHARE * min(first.deadline_s - first.submitted_s, STUCK_S)
             if max(self._began_s.values()) + patience_s <= self._clock():
-                with suppress(RuntimeError):  # the system has no more threads
+                with suppress(RuntimeError):  # the system provides no more threads
                     self._start_thread()
 
     @property
     def is_stuck(self) -> bool:
-        """Whether all threads have been in their current jobs for `STUCK_S`. Takes no lock."""
+        """Whether all threads have been in their current jobs for `STUCK_S`. This takes no lock."""
         began_s = list(self._began_s.values())
         return 0 < len(self._threads) <= len(began_s) and max(began_s) <= self._clock() - STUCK_S
 
     def add(self, jobs: Sequence[Job], *, bound: int, is_urgent: bool = False) -> int:
         """Queue `jobs` until `bound` jobs wait, and return how many were queued. The caller completes the others.
 
-        A queue that is not open accepts none.
+        A closed queue accepts no jobs.
         """
         with self._lock:
             if not self.is_open:
@@ -142,7 +142,7 @@ class WorkerQueue:
     def expire(self, now_s: float) -> list[Job]:
         """Remove the oldest jobs that are past their deadline. The caller completes them.
 
-        Otherwise jobs behind threads that hang would wait as long as the threads do.
+        Otherwise jobs behind threads that hang would wait as long as these threads.
         """
         late: list[Job] = []
         if self.urgent_jobs or self.jobs:
@@ -181,7 +181,7 @@ class WorkerQueue:
             try:
                 while jobs := self._next():
                     self._run(jobs, scratch)
-            except BaseException:  # the thread goes on, because other jobs wait for it
+            except BaseException:  # the thread continues, because other jobs wait for it
                 logger.exception("internal error in a thread of the %s queue", self.name)
             else:
                 return

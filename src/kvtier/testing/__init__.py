@@ -1,1 +1,1 @@
-"""Contract suites: run them against your own tier, codec, policy or copier. `MemoryTier` is the reference tier."""
+"""Contract suites to run against your own tier, codec, policy or copier. `MemoryTier` is the reference tier."""

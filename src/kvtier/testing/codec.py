@@ -1,4 +1,4 @@
-"""Contract tests for codecs. Subclass `CodecContract` in a pytest module and give it a `make`."""
+"""Contract tests for codecs. Subclass `CodecContract` in a pytest module and override `make`."""
 
 import math
 import random
@@ -14,11 +14,11 @@ from kvtier.layout import ELEMENT_BYTES, LOSSY_ELEMENTS, SECTION_BYTES_MAX, Axes
 _LENGTHS = (1, 2, 511, 4095, 4096, 68_608, SECTION_BYTES_MAX)
 _GUARD = 64
 _FORMS: dict[Element, tuple[str, int]] = {"fp32": ("<f4", 0), "bf16": ("<f4", 2), "fp16": ("<f2", 0)}
-"""An element's form in memory: NumPy's type, and how many of its low bytes the element drops."""
+"""An element's form in memory: NumPy's type, and the number of its low bytes that the element drops."""
 
 
 class CodecContract:
-    """A codec is lossless and says so. Damaged input never makes it write outside its buffer.
+    """A codec is lossless and declares this. Damaged input never makes it write outside its buffer.
 
     Test your codec with::
 
@@ -28,11 +28,11 @@ class CodecContract:
     """
 
     def make(self) -> Codec:
-        """Return a codec. Called for each test."""
+        """Return a codec. Each test calls this."""
         raise NotImplementedError
 
     def test_has_a_name_and_an_id_that_fits_the_frame(self) -> None:
-        """Settings refer to the name, frames to the id."""
+        """Settings refer to the name, and frames refer to the id."""
         codec = self.make()
         assert codec.name
         assert codec.name == codec.name.lower().strip()
@@ -40,7 +40,7 @@ class CodecContract:
         assert codec.is_exact is True, "a codec that does not restore every byte is refused"
 
     def test_another_instance_decodes(self) -> None:
-        """Another process reads what this one wrote. A codec has no arguments and no state."""
+        """Another process can decode what this one encoded. A codec has no arguments and no state."""
         codec = self.make()
         for element in ELEMENT_BYTES:
             for raw in _samples(element):
@@ -49,7 +49,7 @@ class CodecContract:
                 assert into == raw, element
 
     def test_round_trip(self) -> None:
-        """Decoding restores any content of any length and element. Memory may be read-only or unaligned."""
+        """Decoding restores any bytes of any length and element. Memory may be read-only or unaligned."""
         codec = self.make()
         for element in ELEMENT_BYTES:
             for raw in _samples(element):
@@ -81,7 +81,7 @@ class CodecContract:
                     assert _refuses(codec, stored, length, element), f"{length} bytes of {element} accepted"
 
     def test_refuses_what_is_cut_off_or_continued(self) -> None:
-        """A section that is cut off or continued at any position is refused."""
+        """A section that is truncated or extended at any position is refused."""
         codec = self.make()
         for element in ELEMENT_BYTES:
             for raw in (_noise(2048) + bytes(2048), _numbers(4096, element)):
@@ -100,7 +100,7 @@ class CodecContract:
                 for _ in range(150):
                     damaged = bytearray(stored)
                     for _ in range(draw.randrange(1, 4)):
-                        # Damage every other one near the front, where lengths are.
+                        # Damage every other sample near the front, where the lengths are.
                         damaged[draw.randrange(draw.choice((min(24, len(damaged)), len(damaged))))] = draw.randrange(
                             256
                         )
@@ -122,10 +122,10 @@ class CodecContract:
 
 
 class LossyCodecContract:
-    """A lossy codec keeps its own bound, and coding what it restored changes next to nothing."""
+    """A lossy codec stays within its own error bound, and coding its output again changes almost nothing."""
 
     def make(self) -> LossyCodec:
-        """Return a codec. Called for each test."""
+        """Return a codec. Each test calls this."""
         raise NotImplementedError
 
     def test_says_that_it_is_lossy(self) -> None:
@@ -133,7 +133,7 @@ class LossyCodecContract:
         assert self.make().is_exact is False
 
     def test_keeps_its_bound_in_any_arrangement(self) -> None:
-        """Memory may be read-only and unaligned. The codec writes only where it may, and leaves its input alone."""
+        """Memory may be read-only and unaligned. The codec writes only to its output, and leaves its input alone."""
         codec = self.make()
         for cut in _cuts():
             raw = _kv(cut)
@@ -162,7 +162,7 @@ class LossyCodecContract:
             assert 0 < errors[-1] <= 1.01 * errors[0], (cut, errors)
 
     def test_leaves_what_is_not_finite_to_other_codecs(self) -> None:
-        """One number without a value would take its whole group with it."""
+        """One number that is not finite would spoil its whole group."""
         codec = self.make()
         for cut in _cuts():
             for value in (math.nan, math.inf, -math.inf):
@@ -173,7 +173,7 @@ class LossyCodecContract:
                 assert _coded(codec, bytes(raw), cut) == b"", f"{value} was coded"
 
     def test_refuses_what_does_not_fit(self) -> None:
-        """Lengths fit exactly, and so do the fields before the numbers."""
+        """Lengths must match exactly, and so must the fields before the numbers."""
         codec = self.make()
         for cut in _cuts():
             raw = _kv(cut)
@@ -187,7 +187,7 @@ class LossyCodecContract:
                 assert _refuses(codec, stored, length, cut), cut
 
     def test_ends_in_value_error_or_not_at_all_on_noise(self) -> None:
-        """Damage within the numbers may be accepted; checksums find it."""
+        """A codec may accept damage within the numbers; checksums detect it."""
         codec = self.make()
         draw = random.Random(7)
         for cut in _cuts():
@@ -212,7 +212,7 @@ class LossyCodecContract:
 
 
 def _cuts() -> Iterator[Cut]:
-    """Sections in the arrangements of engines, in each element."""
+    """Yield sections in the arrangements of engines, for each element."""
     arrangements: list[tuple[RunKind, Axes]] = [
         ("kv", Axes(("side", "head", "token", "channel"), (2, 2, 256, 64))),
         ("kv", Axes(("page", "token", "head", "side", "channel"), (9, 16, 2, 2, 128))),
@@ -225,7 +225,7 @@ def _cuts() -> Iterator[Cut]:
 
 
 def _kv(cut: Cut, seed: int = 1) -> bytes:
-    """Numbers like those of a model: channels differ in size, and some have a large mean."""
+    """Return numbers like those of a model: channels differ in size, and some have a large mean."""
     assert cut.axes is not None
     draw = np.random.default_rng(seed)
     channels = cut.axes.size("channel")
@@ -234,7 +234,7 @@ def _kv(cut: Cut, seed: int = 1) -> bytes:
 
 
 def _elements(numbers: np.typing.NDArray[np.float64], element: Element) -> bytes:
-    """Return numbers as `element` in memory. For `bytes` and `fp8e4m3` they are `fp8e5m2` numbers."""
+    """Return numbers as `element` in memory. For `bytes` and `fp8e4m3`, return `fp8e5m2` numbers."""
     kind, dropped = _FORMS.get(element, ("<f2", 1))
     whole = numbers.astype(kind).reshape(-1)
     return whole.view(np.uint8).reshape(len(whole), -1)[:, dropped:].tobytes()
@@ -247,7 +247,7 @@ def _floats(raw: bytes, element: Element) -> np.typing.NDArray[np.float64]:
 
 
 def _coded(codec: LossyCodec, raw: bytes, cut: Cut) -> bytes:
-    """Return the stored section, or nothing if it is not coded."""
+    """Return the stored section; empty if it is not coded."""
     into = memoryview(bytearray(len(raw)))
     used = codec.encode(memoryview(raw), into, cut, is_first=False)
     return bytes(into[:used]) if used < len(raw) else b""
@@ -258,12 +258,12 @@ def _noise(length: int) -> bytes:
 
 
 def _numbers(length: int, element: Element) -> bytes:
-    """Normally distributed numbers, as `_elements` returns them."""
+    """Return normally distributed numbers in the form of `_elements`."""
     return _elements(np.random.default_rng(length).standard_normal(length), element)[:length]
 
 
 def _samples(element: Element) -> Iterator[bytes]:
-    """Zeros, noise, pairs and numbers of many lengths, and each pattern of two bytes once."""
+    """Yield zeros, noise, pairs and numbers of many lengths, and each pattern of two bytes once."""
     yield np.arange(1 << 16, dtype="<u2").tobytes()
     size = ELEMENT_BYTES[element]
     for length in {max(it // size, 1) * size for it in _LENGTHS}:
@@ -277,7 +277,7 @@ def _encoded(codec: Codec, raw: bytes, element: Element = "bytes") -> bytes:
 
 
 def _decoded(codec: Any, stored: bytes | memoryview, length: int, about: Element | Cut, *, at: int = 0) -> bytes:  # noqa: ANN401 - of either interface
-    """Decode into `length` bytes, `at` bytes after an aligned address. `decode` must not write outside of them."""
+    """Decode into `length` bytes, `at` bytes after an aligned address. `decode` must not write outside them."""
     memory = bytearray(b"\xa5" * (at + length + _GUARD))
     try:
         codec.decode(memoryview(stored), memoryview(memory)[at : at + length], about)
@@ -287,7 +287,7 @@ def _decoded(codec: Any, stored: bytes | memoryview, length: int, about: Element
 
 
 def _refuses(codec: Codec | LossyCodec, stored: bytes | memoryview, length: int, about: Element | Cut) -> bool:
-    """Whether `decode` raises ValueError."""
+    """Return whether `decode` raises ValueError."""
     try:
         _decoded(codec, stored, length, about)
     except ValueError:

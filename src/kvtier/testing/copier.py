@@ -1,4 +1,4 @@
-"""Contract tests for copiers. Subclass `CopierContract` in a pytest module and give it a `make`."""
+"""Contract tests for copiers. Subclass `CopierContract` in a pytest module and override `make`."""
 
 import mmap
 import random
@@ -22,7 +22,7 @@ class CopierWorld(ABC):
 
     Args:
         copier: the copier under test.
-        layout: its layout. The tests check more if its layers end with padding.
+        layout: the copier's layout. The tests check more if its layers end with padding.
         request: the request of all copies.
     """
 
@@ -33,7 +33,7 @@ class CopierWorld(ABC):
 
     @abstractmethod
     def chunks(self, group: int) -> list[tuple[int, ...]]:
-        """Return addresses of at least four disjoint full chunks. Some must have blocks out of order."""
+        """Return the addresses of at least four disjoint full chunks. Some must have blocks out of order."""
 
     @abstractmethod
     def wrong(self, group: int) -> list[tuple[int, ...]]:
@@ -53,7 +53,7 @@ class CopierWorld(ABC):
 
 
 class CopierContract:
-    """Gather and scatter copy the bytes of the chunk, and no others.
+    """Gather and scatter copy only the bytes of the chunk.
 
     Test your copier with::
 
@@ -63,13 +63,13 @@ class CopierContract:
     """
 
     def make(self) -> CopierWorld:
-        """Return a world whose memory is not zero. Called for each test."""
+        """Return a world whose memory is not zero. Each test calls this."""
         raise NotImplementedError
 
     def test_gather_puts_each_layer_at_its_offset(self) -> None:
         """The payload is layer-major, as in the layout. No byte of a slot's previous chunk remains.
 
-        The frame owns the padding, which stays as it is.
+        The frame owns the padding, which stays unchanged.
         """
         world = self.make()
         before = world.everything()
@@ -169,7 +169,7 @@ def _finish(copier: Copier, fence: Fence | None) -> None:
 
 
 def _payload(group: GroupLayout, layers: list[bytes] | None = None) -> memoryview:
-    """Return a slot's payload with `layers` in their places and a filler everywhere else."""
+    """Return a slot's payload with `layers` at their offsets and a filler everywhere else."""
     payload = memoryview(mmap.mmap(-1, group.payload_bytes))
     payload[:] = bytes([_FILLER]) * group.payload_bytes
     for offset, layer in zip(group.layer_offsets, layers or (), strict=False):

@@ -1,4 +1,4 @@
-"""An example of a tier that another package may bring, in one file. Copy it to start your own."""
+"""An example of a tier from another package, in one file. Copy it to start your own."""
 
 import os
 import threading
@@ -16,7 +16,7 @@ from kvtier.types import ObjectName
 
 
 class Shelf(OneByOneTier):
-    """A tier with a file per object, which evicts the oldest first."""
+    """A tier with a file per object, which evicts the oldest objects first."""
 
     def __init__(self, root: Path, capacity_bytes: int, name: str = "shelf") -> None:
         super().__init__(name)
@@ -45,7 +45,7 @@ class Shelf(OneByOneTier):
         return len(part)
 
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:  # noqa: ARG002 - of the interface
-        """Write one whole frame. Evict the oldest ones until it fits."""
+        """Write one whole frame. Evict the oldest objects until it fits."""
         with self._lock:
             self._check_open()
             if name in self._sizes:
@@ -69,7 +69,7 @@ class Shelf(OneByOneTier):
                 self._forget(name)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Return every name, and the bytes of its frame."""
+        """Return every name with the size of its frame in bytes."""
         with self._lock:
             self._check_open()
             return iter(list(self._sizes.items()))

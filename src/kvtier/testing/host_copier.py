@@ -1,4 +1,4 @@
-"""A copier for numbered blocks in host memory, for tests and benchmarks. Engines have copiers of their own."""
+"""A copier for numbered blocks in host memory, for tests and benchmarks. Engines have their own copiers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ Blocks = npt.NDArray[np.uint8]
 
 class _Group(NamedTuple):
     layers: Sequence[tuple[int, int, memoryview]]
-    """Offset in the payload, bytes of a block, and memory of each layer."""
+    """For each layer, its offset in the payload, the bytes of a block, and its memory."""
     ids: range
     """Block ids that every layer has."""
     blocks: int
@@ -50,10 +50,10 @@ class HostCopier:
         ]
 
     def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:  # noqa: ARG002
-        """Copy engine blocks into `payload`. Complete on return.
+        """Copy engine blocks into `payload`. The copy is complete on return.
 
         Raises:
-            ValueError: there are too many or unknown blocks, or the payload is too small. No byte was copied.
+            ValueError: there are too many or unknown blocks, or the payload is too small. Nothing was copied.
         """
         known = self._groups[group]
         for slot, engine in _runs(known, blocks, payload):
@@ -64,14 +64,14 @@ class HostCopier:
         return None
 
     def scatter(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:  # noqa: ARG002
-        """Copy `payload` into engine blocks. Complete on return. Raises as `gather` does."""
+        """Copy `payload` into engine blocks. The copy is complete on return. See `gather` for errors."""
         known = self._groups[group]
         for slot, engine in _runs(known, blocks, payload):
             _copy(engine, slot)
         return None
 
     def done(self, fence: Fence) -> bool:  # noqa: ARG002
-        """Return True: copies are complete on return."""
+        """Return True, because copies are complete on return."""
         return True
 
 

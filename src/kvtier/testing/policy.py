@@ -1,4 +1,4 @@
-"""Contract tests for eviction policies. Subclass `EvictorContract` in a pytest module and give it a `make`."""
+"""Contract tests for eviction policies. Subclass `EvictorContract` in a pytest module and override `make`."""
 
 import random
 
@@ -11,12 +11,12 @@ def use_of(number: int, parent: int | None = None) -> Use:
 
 
 def name_of(number: int) -> bytes:
-    """Return a 32-byte name, as keys and objects have."""
+    """Return a 32-byte name, like those of keys and objects."""
     return number.to_bytes(32, "big")
 
 
 class EvictorContract:
-    """A policy chooses freely, but evicts every object once, and never a pinned one.
+    """A policy chooses freely, but it evicts every object exactly once, and never a pinned one.
 
     Test your policy with::
 
@@ -26,7 +26,7 @@ class EvictorContract:
     """
 
     def make(self) -> Evictor:
-        """Return an empty evictor. Called for each test."""
+        """Return an empty evictor. Each test calls this."""
         raise NotImplementedError
 
     def test_the_victim_is_present_and_stays_until_it_is_removed(self) -> None:
@@ -40,7 +40,7 @@ class EvictorContract:
         assert evictor.victim(_none) is None
 
     def test_never_chooses_a_pinned_object(self) -> None:
-        """The bytes of a pinned object are being read or written. It is evicted once the pin is gone."""
+        """The bytes of a pinned object are being read or written. It can be evicted once it is unpinned."""
         evictor = self.make()
         for number in range(50):
             evictor.added(use_of(number))
@@ -50,7 +50,7 @@ class EvictorContract:
         assert _drain(evictor) == {name_of(number) for number in range(50)}
 
     def test_every_object_is_evicted_once(self) -> None:
-        """Any additions, uses and removals may come before, even of names that the evictor lacks."""
+        """Any additions, uses and removals may precede eviction, even of names that the evictor lacks."""
         chance = random.Random(7)
         evictor = self.make()
         present: set[bytes] = set()

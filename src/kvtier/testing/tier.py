@@ -1,4 +1,4 @@
-"""Contract tests for tiers. Subclass `TierContract` in a pytest module and give it a `make_tier` fixture.
+"""Contract tests for tiers. Subclass `TierContract` in a pytest module and define a `make_tier` fixture.
 
 The suite needs pytest and hypothesis.
 """
@@ -27,7 +27,7 @@ from kvtier.tier.loan import Loan
 from kvtier.types import NextTurn, ObjectName
 
 MakeTier = Callable[[int], Tier]
-"""Makes an empty tier with a capacity in bytes."""
+"""Returns an empty tier with a capacity in bytes."""
 
 BLOCK_BYTES = 4096
 ROOMY_BYTES = 64 << 20
@@ -52,7 +52,7 @@ def frame_of(number: int, byte_count: int = 2 * BLOCK_BYTES) -> memoryview:
 
 
 def empty_frame(byte_count: int) -> memoryview:
-    """Return page-aligned bytes to read into."""
+    """Return a page-aligned buffer to read into."""
     return memoryview(mmap.mmap(-1, max(byte_count, 1)))[:byte_count]
 
 
@@ -64,14 +64,14 @@ def check_stored(tier: Tier, name: ObjectName, frame: memoryview) -> None:
 
 
 def behind_proxy(tier: Tier) -> DeferredTier:
-    """Return `tier` as a session sees it when it opened late."""
+    """Return `tier` behind the proxy of a tier that opened late."""
     proxy = DeferredTier(tier.name, lambda: tier, 1.0)
     proxy.opened(_DEADLINE_S, is_required=True)
     return proxy
 
 
 class TierContract:
-    """A tier may forget, but it returns only written bytes, whole, and stays within its capacity.
+    """A tier may forget objects, but it returns only complete written objects and stays within its capacity.
 
     Test your tier with::
 
@@ -80,21 +80,21 @@ class TierContract:
             def make_tier(self, tmp_path):
                 return lambda capacity_bytes: Mine(capacity_bytes=capacity_bytes)
 
-    The suite uses frames whose sizes are multiples of 4096 bytes, and those of `odd_sizes`.
+    The suite uses frames whose sizes are multiples of 4096 bytes, and frames of `odd_sizes`.
     """
 
     odd_sizes: Sequence[int] = (1, 511, 4095, 4097, 10_000)
-    """Further frame lengths that the tier must support."""
+    """Other frame lengths that the tier must support."""
     forgets_below_capacity = False
-    """Whether the tier may forget below its capacity. The tests then check only returned bytes."""
+    """Whether the tier may forget objects below its capacity. The tests then check only returned bytes."""
     has_cap = True
     """Whether the tier enforces a capacity. If not, `make_tier` ignores its argument."""
 
     give_up_s = 3.0
-    """Seconds after which the tier may give up reads; see `stalled`."""
+    """Seconds after which the tier may abandon reads; see `stalled`."""
 
     lists = True
-    """Whether `scan` finds the objects. It yields nothing if the store cannot list them."""
+    """Whether `scan` finds the objects. If the store cannot list them, `scan` yields nothing."""
 
     reads_past_deletes = True
     """Whether a read that races with a delete returns the object's bytes or None. If not, the frame's check fails."""
@@ -106,21 +106,21 @@ class TierContract:
 
     @pytest.fixture
     def tier(self, make: MakeTier) -> Tier:
-        """A tier with room for all objects of a test."""
+        """Return a tier with room for all objects of a test."""
         return make(ROOMY_BYTES)
 
     def stalled(self, tier: Tier) -> AbstractContextManager[Callable[[], None]]:  # noqa: ARG002 - for subclasses
-        """Hook: inside it, the storage answers no read of `tier` until the function that it yields is called.
+        """Let the storage answer no read of `tier` until the yielded function is called.
 
-        Override it if you can, and let `make_tier` give the tier a deadline below `give_up_s`.
+        Override this hook if you can, and let `make_tier` give the tier a deadline below `give_up_s`.
         """
         return pytest.skip("the suite cannot stall the storage of this tier")
 
     @contextmanager
     def failing(self, tier: Tier) -> Generator[Callable[[], None]]:  # noqa: ARG002 - for subclasses
-        """Hook: inside it, the library below `tier` reports an error for each read.
+        """Let the library below `tier` report an error for each read.
 
-        It keeps the buffers, and writes to them when the function that the hook yields is called. Override the hook
+        The library keeps the buffers, and writes to them when the yielded function is called. Override this hook
         unless the library is `os.preadv`.
         """
         kept: list[memoryview] = []
@@ -134,7 +134,7 @@ class TierContract:
         def write() -> None:
             while kept:
                 view = kept.pop()
-                with suppress(ValueError):  # the tier has released this one
+                with suppress(ValueError):  # the tier has released this buffer
                     view.cast("B")[:] = b"\xff" * view.nbytes
 
         with pytest.MonkeyPatch.context() as patch:
@@ -144,7 +144,7 @@ class TierContract:
             pytest.skip("the suite cannot make the library of this tier fail")
 
     def test_has_a_name(self, tier: Tier) -> None:
-        """Metrics and errors use it."""
+        """Metrics and errors use the name."""
         assert tier.name
 
     def test_its_figures_are_within_its_capacity(self, tier: Tier) -> None:
@@ -157,7 +157,7 @@ class TierContract:
             assert figures.used_bytes <= figures.capacity_bytes
 
     def test_absent_is_none_and_no_error(self, tier: Tier) -> None:
-        """A miss is a value."""
+        """A miss is a return value."""
         assert tier.contains([object_name(1)]) == [False]
         assert tier.contains([]) == []
         assert tier.read(object_name(1), empty_frame(BLOCK_BYTES)) is None
@@ -165,7 +165,7 @@ class TierContract:
         assert list(tier.scan()) == []
 
     def test_an_acknowledged_write_is_readable(self, tier: Tier) -> None:
-        """The object is readable at once, also from another thread."""
+        """The object is readable at once, even from another thread."""
         frame = frame_of(1)
         assert tier.write(object_name(1), frame)
         assert tier.contains([object_name(2), object_name(1)]) == [False, True]
@@ -176,14 +176,14 @@ class TierContract:
         assert list(tier.scan()) == [(object_name(1), frame.nbytes)][: self.lists]
 
     def test_an_existing_name_is_not_overwritten(self, tier: Tier) -> None:
-        """The bytes of a name never change. Writing an existing name succeeds, so kvtier does not repeat it."""
+        """The bytes of a name never change. Writing an existing name succeeds, so that kvtier does not retry."""
         assert tier.write(object_name(1), frame_of(1))
         for other in (frame_of(2, BLOCK_BYTES), frame_of(3), frame_of(4, 3 * BLOCK_BYTES)):
             assert tier.write_many([Write(object_name(1), other)]) == [True]
             check_stored(tier, object_name(1), frame_of(1))
 
     def test_names_that_differ_in_one_byte_are_different(self, tier: Tier) -> None:
-        """A tier that shortens names or folds their case finds one name and returns another's bytes."""
+        """A tier that shortens names or folds their case would return another name's bytes."""
         names = [ObjectName(b"A" * 32)]
         names += [ObjectName(b"A" * at + byte + b"A" * (31 - at)) for at in (0, 15, 31) for byte in (b"a", b"\0", b"/")]
         for number, name in enumerate(names):
@@ -193,7 +193,7 @@ class TierContract:
             check_stored(tier, name, frame_of(number))
 
     def test_the_tier_keeps_no_hold_of_the_buffers(self, tier: Tier) -> None:
-        """The slot may get another chunk as soon as `write` returns."""
+        """The slot may be reused as soon as `write` returns."""
         frame = frame_of(1)
         assert tier.write(object_name(1), frame)
         frame[:] = bytes(frame.nbytes)
@@ -204,7 +204,7 @@ class TierContract:
         check_stored(tier, object_name(1), frame_of(1))
 
     def test_nothing_refers_to_a_buffer_after_a_call(self, tier: Tier) -> None:
-        """Otherwise kvtier must wait. The next object would get the memory while something still writes to it."""
+        """Otherwise kvtier must wait, because the next object would use memory that something still writes to."""
         name, absent = object_name(1), object_name(2)
         calls: list[Call] = [
             lambda view: tier.write(name, view),
@@ -227,7 +227,7 @@ class TierContract:
             gc.enable()
 
     def test_a_late_answer_of_the_storage_spoils_no_other_object(self, tier: Tier) -> None:
-        """A read may end before the storage answers. The memory then has another owner."""
+        """A read may end before the storage answers. By then the memory has another owner."""
         _check_late_writes(tier, self.stalled, self.give_up_s)
 
     def test_a_write_after_a_reported_error_spoils_no_other_object(self, tier: Tier) -> None:
@@ -256,10 +256,10 @@ class TierContract:
                 assert count is not None
                 assert count == expected.nbytes, (offset, wanted)
                 assert into[:count] == expected, (offset, wanted)
-                assert into[count:] == bytes(wanted - count), "wrote behind what it said it had read"
+                assert into[count:] == bytes(wanted - count), "wrote past the bytes that it reported as read"
 
     def test_reads_into_and_writes_from_unaligned_memory(self, tier: Tier) -> None:
-        """Slots are page-aligned, but other buffers need not be."""
+        """Slots are page-aligned, but other buffers may not be."""
         padded = empty_frame(4 * BLOCK_BYTES)
         frame = padded[3 : 3 + 2 * BLOCK_BYTES]
         frame[:] = frame_of(1)
@@ -269,7 +269,7 @@ class TierContract:
         assert into == frame_of(1)
 
     def test_keeps_frames_of_any_length(self, tier: Tier) -> None:
-        """Frames are multiples of 4096 bytes, but the tier does not rely on that."""
+        """Frames are multiples of 4096 bytes, but a tier must not rely on that."""
         for number, size in enumerate(self.odd_sizes):
             assert tier.write(object_name(number), frame_of(number, size))
         for number, size in enumerate(self.odd_sizes):
@@ -312,7 +312,7 @@ class TierContract:
         assert tier.write(object_name(3), frame_of(3, 4 * BLOCK_BYTES))
 
     def test_room_is_given_back(self, make: MakeTier) -> None:
-        """A tier that leaked capacity would keep less and less."""
+        """A tier that leaked capacity would hold less and less."""
         tier = make(4 * BLOCK_BYTES)
         for number in range(50):
             assert tier.write(object_name(number), frame_of(number, 2 * BLOCK_BYTES))
@@ -325,7 +325,7 @@ class TierContract:
             assert tier.contains([object_name(100), object_name(101)]) == [True, True]
 
     def test_a_batch_is_answered_object_by_object(self, tier: Tier) -> None:
-        """One call may name present, absent, too large and oddly sized objects. Answers come in order."""
+        """One call may name present, absent, oversized and oddly sized objects. Answers come in order."""
         large = 2 * ROOMY_BYTES if self.has_cap else BLOCK_BYTES
         sizes = [BLOCK_BYTES, 4097, 2 * BLOCK_BYTES, large, BLOCK_BYTES, 3 * BLOCK_BYTES]
         frames = [
@@ -354,7 +354,7 @@ class TierContract:
         ]
 
     def test_closed_is_closed(self, tier: Tier) -> None:
-        """Every method but `close` raises."""
+        """Every method except `close` raises an exception."""
         assert tier.write(object_name(1), frame_of(1))
         tier.close()
         tier.close()
@@ -374,7 +374,7 @@ class TierContract:
                 call()
 
     def test_a_proxy_loses_nothing(self, make_tier: MakeTier) -> None:
-        """It forwards batches, reasons of refusals, hints and figures."""
+        """The proxy forwards batches, reasons for refusals, hints and figures."""
         kind = make_tier(ROOMY_BYTES)
         heard: list[object] = []
 
@@ -391,7 +391,7 @@ class TierContract:
         assert heard == [("note_use", False), ("expects", "session", NextTurn.USER), ("figures",)]
 
     def test_many_threads_never_see_other_bytes(self, make: MakeTier) -> None:
-        """Concurrent writers, readers and deleters of the same names, with constant eviction."""
+        """Threads write, read and delete the same names concurrently, with constant eviction."""
         capacity = 24 * BLOCK_BYTES
         tier = make(capacity)
         frames = [bytes(frame_of(number, (1 + number % 3) * BLOCK_BYTES)) for number in range(30)]
@@ -426,7 +426,7 @@ class TierContract:
         _run_machine(make, ROOMY_BYTES, may_forget=self.forgets_below_capacity, lists=self.lists)
 
     def test_behaves_like_a_dict_that_forgets(self, make: MakeTier) -> None:
-        """A tier without room returns the last written bytes, or nothing."""
+        """A full tier returns the last written bytes, or nothing."""
         self._needs_cap()
         _run_machine(make, 6 * BLOCK_BYTES, may_forget=True, lists=self.lists)
 
@@ -436,22 +436,23 @@ class TierContract:
 
 
 def _called(call: Call, view: memoryview) -> None:
-    """Make the call, and ignore what it raises."""
+    """Make the call, and ignore any exception."""
     try:
         call(view)
-    except Exception as error:  # noqa: BLE001 - of any tier
+    except Exception as error:  # noqa: BLE001 - a tier may raise any exception
         clear_frames(error)
 
 
 def _check_late_writes(
     tier: Tier, storage: Callable[[Tier], AbstractContextManager[Callable[[], None]]], give_up_s: float
 ) -> None:
-    """Check that no byte arrives in a buffer that a read has given back.
+    """Check that no byte arrives in a buffer that a read has released.
 
     Args:
         tier: the tier.
-        storage: inside it, reads stay unanswered or fail, and their bytes arrive when what it yields is called.
-        give_up_s: seconds after which the tier may give up reads.
+        storage: a context in which reads stay unanswered or fail; their bytes arrive when the yielded function is
+            called.
+        give_up_s: seconds after which the tier may abandon reads.
     """
     name, memory, other = object_name(1), empty_frame(2 * BLOCK_BYTES), frame_of(2)
     assert tier.write(name, frame_of(1))
@@ -483,7 +484,7 @@ def _until_over(loan: Loan) -> None:
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Any sequence of operations, compared with a dict. Subclasses set the class attributes."""
+    """Compares the tier with a dict after any sequence of operations. Subclasses set the class attributes."""
 
     make_tier: MakeTier
     capacity_bytes: int
@@ -506,7 +507,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(number=names, blocks=blocks, content=st.integers(0, 3))
     def write(self, number: int, blocks: int, content: int) -> None:
-        """An existing name keeps its bytes."""
+        """Write an object. An existing name keeps its bytes."""
         name = object_name(number)
         frame = frame_of(content, blocks * BLOCK_BYTES)
         parent = object_name(number - 1) if number % 4 else None
@@ -517,7 +518,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(number=names, offset=st.integers(0, 3), length=st.integers(0, 4))
     def read(self, number: int, offset: int, length: int) -> None:
-        """The tier returns the bytes in the dict, or None."""
+        """Read a range. The tier returns the bytes in the dict, or None."""
         into = empty_frame(length * BLOCK_BYTES)
         count = self.tier.read(object_name(number), into, offset * BLOCK_BYTES)
         kept = self.model.get(object_name(number))
@@ -531,14 +532,14 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(number=names)
     def delete(self, number: int) -> None:
-        """The name is gone."""
+        """Delete a name. The tier then lacks it."""
         self.tier.delete(object_name(number))
         self.model.pop(object_name(number), None)
         assert self.tier.contains([object_name(number)]) == [False]
 
     @invariant()
     def agrees(self) -> None:
-        """A scan shows objects in the dict: all of them, unless the tier may forget."""
+        """Check that a scan yields only objects in the dict, and all of them unless the tier may forget."""
         if not hasattr(self, "tier"):
             return
         shown = dict(self.tier.scan())

@@ -1,1 +1,1 @@
-"""Storage tiers below host memory: directories, a drive, and stores of several nodes. `registry` knows every kind."""
+"""Storage tiers below host memory: directories, a drive, and stores that nodes share. `registry` lists every kind."""

@@ -45,7 +45,7 @@ class Read(NamedTuple):
     name: ObjectName
     into: memoryview
     offset: int = 0
-    """Position in the frame of the first byte to read."""
+    """Position in the frame where the read starts."""
 
 
 class Write(NamedTuple):
@@ -59,24 +59,24 @@ class Write(NamedTuple):
 class Tier(ABC):
     """Keeps frames under object names. Methods block and are thread-safe.
 
-    The interface takes batches. Results are in the order of the objects. An object that fails has its error in its
-    place and does not affect the others. A call raises only errors that concern the whole batch. `read` and `write` are
+    The interface takes batches. Results are in the order of the objects. If an object fails, its result is the error,
+    and the others are not affected. A call raises only errors that concern the whole batch. `read` and `write` are
     batches of one object. A kind whose storage has no batches inherits from `OneByOneTier`.
 
     A buffer belongs to a call until everything that the call has started ends. kvtier reuses it when no view, slice or
-    array of it is left (`tier/loan.py`). A tier whose native code keeps its address waits for that code.
+    array of it remains (`tier/loan.py`). A tier whose native code keeps the address must wait for that code.
 
     A tier may forget any object at any time, and answers may be stale. It never knowingly returns bytes that were not
     written whole under that name; the reader verifies every frame. Every method may raise `TierError`; after `close`,
-    all but `close` do. A write that finds no room fails with `NoRoomError`, or with an `OSError` or cause of ENOSPC or
-    EDQUOT. It is logged once and opens no circuit breaker.
+    all but `close` do. A write that finds no room fails with `NoRoomError`, or with an `OSError` of ENOSPC or EDQUOT
+    as the error or its cause. It is logged once and opens no circuit breaker.
 
     Args:
         name: the tier's name in metrics and errors.
     """
 
     takes_batches = True
-    """Whether a batch costs less than its objects one by one. If not, the mover's threads share the objects."""
+    """Whether a batch is cheaper than its objects one by one. If not, the mover's threads share the objects."""
 
     name: str
     refusals: RefusalLog
@@ -85,7 +85,7 @@ class Tier(ABC):
         """Refuse a class that lacks methods, such as one written for an older release of kvtier.
 
         Raises:
-            ConfigError: methods are missing. Python's own error would look like a storage error, which may pass.
+            ConfigError: methods are missing. Python's own error would look like a temporary storage error.
         """
         if cls.__abstractmethods__:
             raise ConfigError(
@@ -102,7 +102,7 @@ class Tier(ABC):
 
     @abstractmethod
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Return for each name whether the tier holds it. The answer may be stale. Does not count as a use.
+        """Return for each name whether the tier holds it. The answer may be stale. This does not count as a use.
 
         Sessions call it once a second as a health check, without names or with names that were published to routers. It
         raises `TierError` while the storage is gone.
@@ -110,10 +110,10 @@ class Tier(ABC):
 
     @abstractmethod
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """Read frames, each from its offset into its buffer. Counts as a use.
+        """Read frames, each from its offset into its buffer. This counts as a use.
 
         Returns:
-            For each frame, the bytes read (fewer than the buffer's size at the end of the frame), or None if absent.
+            For each frame, the number of bytes read (fewer than the buffer has at the frame's end), or None if absent.
         """
 
     @abstractmethod
@@ -121,17 +121,17 @@ class Tier(ABC):
         """Write frames of different names, each atomically. An existing object is not replaced.
 
         Returns:
-            For each frame, whether the tier now holds the name, perhaps from before. False if the frame is not admitted
-            or does not fit.
+            For each frame, whether the tier now holds the name, even if from an earlier write. False if the frame is
+            not admitted or does not fit.
         """
 
     @abstractmethod
     def delete(self, name: ObjectName) -> None:
         """Delete `name`, if it exists. It must not depend on reading the object, because that may be what fails.
 
-        To replace an object, kvtier deletes it and writes it. A name has one content, so another writer in between
-        writes the same bytes, and a reader in between has a miss. With a replacement conditional on the old copy, the
-        second writer would fail, and not every kind of storage offers it.
+        To replace an object, kvtier deletes it and writes it. A name has only one content, so another writer in
+        between writes the same bytes, and a reader in between has a miss. If a replacement were conditional on the old
+        copy, the second writer would fail, and not every kind of storage offers such writes.
         """
 
     @abstractmethod
@@ -139,27 +139,27 @@ class Tier(ABC):
         """Yield the name and frame bytes of every object. Concurrent changes may be missing."""
 
     def newest(self, most: int, until_s: float) -> Iterable[ObjectName]:
-        """Return at most `most` names, newest first where the kind knows the order cheaply.
+        """Return at most `most` names, newest first if the kind can tell the order cheaply.
 
-        By default these are the first that `scan` yields. The search ends at `until_s` (`time.monotonic`) with what it
-        has found by then.
+        By default, these are the first names that `scan` yields. The search ends at `until_s` (`time.monotonic`) with
+        the names found by then.
         """
         return islice(within(until_s, (name for name, _ in self.scan())), most)
 
     def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """Read heads of frames like `read_many`, but without counting as a use where the kind can avoid it."""
+        """Read the heads of frames like `read_many`, without counting as a use if the kind can avoid it."""
         return self.read_many(reads)
 
     @abstractmethod
     def figures(self) -> Figures:
-        """Return the current figures. Called about once a second by a thread of the tier; may raise after `close`."""
+        """Return the current figures. A thread calls this about once a second. It may raise after `close`."""
 
     @abstractmethod
     def close(self) -> None:
         """Release all resources. Idempotent."""
 
     def note_use(self, *, is_up: bool) -> None:  # noqa: B027 - most kinds have no use for it
-        """Note whether the session uses the tier or backs off from it. A kind may record it for people."""
+        """Note whether the session uses the tier or backs off from it. A kind may record it for operators."""
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:  # noqa: B027 - as above
         """Give the tier's eviction policy a hint (`policy.base.Hinted`). Most kinds ignore it."""
@@ -184,7 +184,7 @@ class Tier(ABC):
 
 
 class OneByOneTier(Tier):
-    """A tier whose storage takes one object at a time. A kind has `read_one` and `write_one` instead of batches."""
+    """A tier whose storage takes one object at a time. A kind implements `read_one` and `write_one`, not batches."""
 
     takes_batches = False
 
@@ -197,14 +197,14 @@ class OneByOneTier(Tier):
         """Write one object of `write_many`."""
 
     def read_many(self, reads: Sequence[Read], *, is_use: bool = True) -> list[int | TierError | None]:
-        """Call `read_one`, or `peek_one` if it is not a use, for each of `reads`."""
+        """Call `read_one` for each of `reads`, or `peek_one` if it is not a use."""
         read_one = self.read_one if is_use else self.peek_one
         answers: list[int | TierError | None] = []
         for each in reads:
             try:
                 answers.append(read_one(*each))
             except TierError as error:
-                clear_frames(error)  # its frames refer to the buffers
+                clear_frames(error)  # its stack frames refer to the buffers
                 answers.append(error.with_traceback(None))  # the frame of this method refers to `answers`
         return answers
 
@@ -243,12 +243,12 @@ def clear_frames(error: BaseException) -> None:
         traceback.clear_frames(each.__traceback__)
         if each is not error:
             each.__traceback__ = None
-        grouped: Sequence[BaseException] = getattr(each, "exceptions", ())  # those of an exception group
+        grouped: Sequence[BaseException] = getattr(each, "exceptions", ())  # the members of an exception group
         errors += [it for it in (each.__cause__, each.__context__, *grouped) if it is not None and it not in errors]
 
 
 def _only(answers: list[_Answer | TierError]) -> _Answer:
-    """Return or raise the only answer. An error that its own frames refer to would keep the caller's memory in use."""
+    """Return or raise the only answer. An error that its own stack frame refers to would keep memory in use."""
     answer = answers.pop()
     try:
         if isinstance(answer, TierError):
@@ -259,17 +259,17 @@ def _only(answers: list[_Answer | TierError]) -> _Answer:
 
 
 class RawClient(Protocol):
-    """The client library or file system below a tier, at its best setting. `kvtier bench tier` compares tiers with it.
+    """The client library or file system below a tier, at its best. `kvtier bench tier` compares tiers with it.
 
-    Methods block, are thread-safe and may raise any error. Names are those that the benchmark gives its objects.
+    Methods block, are thread-safe and may raise any error. The names are those of the benchmark's objects.
     """
 
     def put(self, name: ObjectName, frame: memoryview) -> None:
-        """Write `frame` so that it becomes visible as a whole, if the tier does so."""
+        """Write `frame`, atomically if the tier writes atomically."""
         ...
 
     def get(self, name: ObjectName, into: memoryview) -> None:
-        """Load an object of as many bytes as `into` has."""
+        """Load an object that is as large as `into`."""
         ...
 
     def has(self, name: ObjectName) -> bool:

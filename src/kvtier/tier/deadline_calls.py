@@ -1,4 +1,4 @@
-"""Gives deadlines to calls that have none, such as those of a client library and host lookups, by using threads."""
+"""Adds deadlines to calls that have none, such as client library calls and host lookups, by means of threads."""
 
 import errno
 import os
@@ -44,7 +44,7 @@ def connected(host: str, port: int, end_s: float) -> socket.socket:
         end_s: when the connection must be open, on the monotonic clock.
 
     Raises:
-        TimeoutError: it is not open by then.
+        TimeoutError: the connection is not open by then.
         OSError: the host has no address, or none accepts the connection.
     """
     cause: OSError = OSError(errno.EADDRNOTAVAIL, "the host has no address")
@@ -97,7 +97,7 @@ def _answer(host: str, answer: Future[list[Any]]) -> None:
 def _look_up(host: str, flags: int) -> list[Any]:
     try:
         return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
-    except ValueError:  # also for a name that cannot be encoded
+    except ValueError:  # also raised for a name that cannot be encoded
         raise OSError(errno.EINVAL, "not a host name") from None
 
 
@@ -108,7 +108,7 @@ class DeadlineCalls:
 
     Args:
         tier: the tier's name, for errors.
-        subject: what is not answering, for errors.
+        subject: what the calls ask, for errors.
     """
 
     def __init__(self, tier: str, subject: str) -> None:
@@ -131,7 +131,7 @@ class DeadlineCalls:
         try:
             answer = self._pool.submit(act)
         except RuntimeError:
-            raise TierError(self._tier, "Python ends") from None
+            raise TierError(self._tier, "Python is exiting") from None
         try:
             return answer.result(deadline_s)
         except TimeoutError:

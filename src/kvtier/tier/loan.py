@@ -1,6 +1,6 @@
 """Memory that a tier uses during one call.
 
-A tier may give up a read while one of its threads or libraries still writes to the buffer. The memory belongs to the
+A tier may give up on a read while one of its threads or libraries still writes to the buffer. The memory belongs to the
 call until nothing refers to the buffer any more, however the call has ended.
 """
 
@@ -19,7 +19,7 @@ from kvtier.tier.base import clear_frames
 WAIT_S_MIN = 20e-6
 
 ATTEMPTS_QUICK = 14
-"""The wait doubles this often, to 0.3 s. Then garbage is collected once, and after that a warning is logged."""
+"""The wait doubles this many times, to 0.3 s. Then garbage is collected once, and after that a warning is logged."""
 
 _BYTE = np.dtype(np.uint8)
 
@@ -29,12 +29,12 @@ _log = logging.getLogger(__name__)
 class Loan:
     """Views of `memory` for one call of a tier, as a context manager that ends when nothing uses the views any more.
 
-    Each view belongs to an object of its own, which slices, casts and arrays of the view keep alive in any thread. A
-    view that is not in use raises ValueError after the call. Addresses in native code are invisible, so a tier that
-    uses them must wait.
+    Each view has an owner object, which slices, casts and arrays of the view keep alive in any thread. After the call,
+    a view that is not in use raises ValueError. Addresses in native code are invisible, so a tier that uses them must
+    wait.
 
     Args:
-        memory: the parts, each contiguous.
+        memory: contiguous parts.
         tier: the tier's name, for the log.
     """
 
@@ -64,7 +64,7 @@ class Loan:
         for view in self.views:
             try:
                 view.release()
-            except BufferError:  # in a system call, or below an array
+            except BufferError:  # in use by a system call or an array
                 is_over = False
         for owner in self._owners:
             if owner() is not None:

@@ -8,7 +8,7 @@ from kvtier.errors import TierError
 
 
 class OperationGuard:
-    """A context manager around each operation of tier `tier`. Raises `TierError` once closed, and in a forked child.
+    """A context manager around each operation of tier `tier`. It raises `TierError` once closed and in a forked child.
 
     A forked child shares its parent's open files and locks, so a tier must not be used there.
     """
@@ -21,7 +21,7 @@ class OperationGuard:
         self._changed = threading.Condition()
 
     def __enter__(self) -> None:
-        if self._process != os.getpid():  # before any lock: a forked lock may be held for ever
+        if self._process != os.getpid():  # before any lock, because a forked lock may be held for ever
             raise TierError(self._tier, f"is open in process {self._process}, and this is a fork of it")
         with self._changed:
             if self._is_closed:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 QUIET_S = 60.0
-"""Refusals have ended when writes are accepted this long after the last refusal."""
+"""Refusals count as over when a write is accepted this long after the last one."""
 
 
 class RefusalLog:
@@ -28,7 +28,7 @@ class RefusalLog:
         self._is_logged = False
 
     def refused(self, why: str, after: int = 1) -> None:
-        """Note that the tier refused a write. Log `why` from the refusal number `after` in a row on, but only once."""
+        """Note that the tier refused a write. Log `why` once, when `after` writes in a row were refused."""
         with self._lock:
             self._in_a_row += 1
             self._last_s = self._clock()

@@ -1,8 +1,9 @@
-"""The known kinds of tier. To add one, add a line to `_BUILT_IN`, or an entry point of `kvtier.tiers` elsewhere.
+"""The known kinds of tier. A new kind needs a line in `_BUILT_IN` or, in another package, an entry point.
 
-A kind is one module that defines a subclass of `TierSettings` and a `TierKind` named ``KIND``. An entry point names the
-`TierKind` object; its own name must be the kind's. Everything that handles tiers (settings, ranks, adapters, probe,
-benchmarks, inspection, replay) asks this registry. A kind's module is imported when the kind is first named.
+A kind is one module that defines a subclass of `TierSettings` and a `TierKind` named ``KIND``. An entry point of
+`kvtier.tiers` refers to the `TierKind` object, and its name must be the kind's. Everything that handles tiers
+(settings, ranks, adapters, probe, benchmarks, inspection, replay) asks this registry. A kind's module is imported when
+the kind is first named.
 """
 
 import re
@@ -17,7 +18,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast, g
 
 from kvtier.codec import registry as codecs
 from kvtier.config.schema import Setting, SettingsSection, setting, settings, unknown
-from kvtier.config.value_types import Choice, Count, Seconds, Size, Switch
+from kvtier.config.value_types import ChoiceKind, Count, Seconds, Size, Switch
 from kvtier.errors import ConfigError, check_interface, described, install_hint, takes
 from kvtier.layout import KvLayout
 from kvtier.tier.base import RawClient, Tier
@@ -41,7 +42,7 @@ RESERVED = frozenset({"host", "gpu", "device", "engine"})
 """Places that are not tiers; metrics and reports name them next to the tiers."""
 
 SMALL_BYTES_IN_FLIGHT = 16 << 20
-"""Each tier's default."""
+"""Default for every tier."""
 
 S = TypeVar("S", bound="TierSettings")
 
@@ -69,17 +70,17 @@ class TierSettings(SettingsSection):
     read_threads: int = setting(4, Count(1, 256), "Threads that read objects.")
     write_threads: int = setting(2, Count(1, 256), "Threads that write objects.")
     probe_deadline_s: float = setting(0.5, Seconds(1e-3, 60), "How long a lookup waits for the tier's answer.")
-    transfer_deadline_s: float = setting(10.0, Seconds(1e-2, 3600), "After this long a read or write has failed.")
+    transfer_deadline_s: float = setting(10.0, Seconds(1e-2, 3600), "Time after which a read or write fails.")
     failures: int = setting(3, Count(1, 1000), "Consecutive failures that open the tier's circuit breaker.")
     seal: Literal["auto", "on", "off"] = setting(
         "auto",
-        Choice(("auto", "on", "off")),
+        ChoiceKind(("auto", "on", "off")),
         "Encrypt and authenticate objects; auto: in tiers that other nodes use.",
     )
     codec: str = setting(
         "",
-        Choice(lambda: ["", *codecs.names(), *codecs.lossy_names()]),
-        "Encoding of chunks in it; empty: store.codec.",
+        ChoiceKind(lambda: ["", *codecs.names(), *codecs.lossy_names()]),
+        "Encoding of chunks in the tier; empty: store.codec.",
     )
     retry_s: float = setting(5.0, Seconds(1e-2, 3600), "Delay before a trial of the tier; doubles up to a minute.")
 
@@ -94,7 +95,7 @@ class TierSettings(SettingsSection):
 
 
 class Problem(NamedTuple):
-    """A setting that will not work on this machine (error) or not as expected (warning), or that has a price (note)."""
+    """A setting that fails on this machine (error), does not work as expected (warning) or has a price (note)."""
 
     level: Literal["error", "warning", "note"]
     key: str
@@ -104,7 +105,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierContext:
-    """The values that a rank passes to a tier that it opens."""
+    """The values that a rank passes to a tier when it opens it."""
 
     layout: KvLayout
     """The rank's KV groups."""
@@ -117,11 +118,11 @@ class TierContext:
     is_sealed: bool = False
     """Whether objects are sealed, so that no file of the tier may reveal conversations."""
     memory: tuple[memoryview, ...] = ()
-    """The rank's host memory with its slots, one mapping per group. A tier may use it until it is closed."""
+    """The rank's host memory with its slots, one mapping per group. A tier may use it until the tier is closed."""
     clock: Callable[[], float] = time.monotonic
 
     def shared_key_id(self, tier: str) -> bytes:
-        """Return `key_id`, which a store of other nodes demands.
+        """Return `key_id`, which a store shared with other nodes requires.
 
         Raises:
             ConfigError: no secret is configured; the message names `tier`.
@@ -133,35 +134,35 @@ class TierContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierKind(Generic[S]):
-    """A kind of tier, with all that code outside its module knows of it."""
+    """A kind of tier: all that code outside its module knows about it."""
 
     name: str
     help: str
     """One sentence about the kind."""
     settings: type[S]
     where: str
-    """The setting that the middle of ``KIND:WHERE?key=value`` fills, such as ``path``."""
+    """The setting for ``WHERE`` in ``KIND:WHERE?key=value``, such as ``path``."""
     open: Callable[[S, TierContext], Tier]
     """Opens the tier of one rank.
 
     Raises:
-        ConfigError: a mistake in the settings, which stops the start; never what the store contains.
+        ConfigError: a mistake in the settings, which stops the start; never the store's contents.
         DamagedStoreError: the store cannot be used before an operator acts. The engine starts without it.
         TierError: the storage fails; it may open later.
     """
     persists: bool = True
     """Whether objects survive the process."""
     is_remote: bool = False
-    """Whether a lookup costs a round trip, so that few names are asked for at a time."""
+    """Whether a lookup costs a round trip, so that callers look up few names at a time."""
     is_shared: Callable[[S], bool] = lambda _settings: False
-    """Returns whether other nodes use the same store. It demands a configured secret and a model that can be
-    identified."""
+    """Returns whether other nodes use the same store. Such a store requires a configured secret and an identifiable
+    model."""
     is_common: Callable[[S], bool] = lambda _settings: False
-    """Returns whether all ranks of an engine use one store, in which each finds what another wrote. Of ranks with the
-    same KV, only the first then writes. A store of other nodes (`is_shared`) is also common."""
+    """Returns whether all ranks of an engine use one store, in which each finds what the others wrote. Among ranks with
+    the same KV, only the first then writes. A store shared with other nodes (`is_shared`) is also common."""
     has_one_cap: bool = False
-    """Whether all ranks of an engine use one cap, so that each reports the fill level of the whole store. So does each
-    rank of a store of other nodes (`is_shared`)."""
+    """Whether all ranks of an engine share one cap, so that each reports the fill level of the whole store. So do ranks
+    that share a store with other nodes (`is_shared`)."""
     needs_drive: bool = False
     """Whether it needs a drive of this machine, so that a network file system is a mistake."""
     has_cap: bool = True
@@ -169,32 +170,32 @@ class TierKind(Generic[S]):
     keeps_memory: bool = True
     """Whether it may register `TierContext.memory` with a device, so that the pages of the memory must not change."""
     check: Callable[[S], Iterator[Problem]] = lambda _settings: iter(())
-    """Compares the settings with this machine. Read-only. OSError becomes an error of the setting `where`."""
+    """Checks the settings against this machine. Changes nothing. An OSError becomes an error of the setting `where`."""
     folder: Callable[[S], Path | None] = lambda _settings: None
-    """Returns the store's directory on this machine, for notes and the facts of its file system; None if it has none.
+    """Returns the store's directory on this machine, for notes and facts about its file system; None if it has none.
     If the directory is missing, `kvtier inspect` opens no tier there."""
     secret_path: Callable[[S], Path | None] = lambda _settings: None
     """Returns the file for an automatic secret; None if the tier has no place for one, like a shared tier. Without a
-    secret, a store is not found again after a restart."""
+    secret, the store's objects are not found after a restart."""
     inspect: Callable[[S], Sequence[StoreView]] | None = None
-    """Returns the store for `kvtier inspect`, or the stores of all ranks. None: `kvtier inspect` uses the opened
-    tier."""
+    """Returns the store for `kvtier inspect`, or the stores of all ranks. If it is None, `kvtier inspect` uses the
+    opened tier."""
     view_at: Callable[[Path], StoreView | None] = lambda _root: None
     """Returns the store in a directory, for `kvtier inspect DIR`; None if there is none of this kind."""
     repair: Callable[[S], Sequence[str] | None] = lambda _settings: None
-    """Mends what keeps the store from opening, for `kvtier inspect repair`. Returns sentences about what it did, none
-    if nothing was wrong. Returns None if the place has no names of a store of this kind, or there is nothing to mend.
+    """Repairs what keeps the store from opening, for `kvtier inspect repair`. Returns sentences about what it did, none
+    if nothing was wrong. Returns None if the place has no file names of such a store, or the kind has no repair.
     Raises ConfigError if the store may not be changed."""
     open_trial: Callable[[S, Path, int, int], Tier] | None = None
     """Opens an empty temporary tier for measurements, given (settings, an empty directory on the same device, bytes to
-    hold, bytes of the largest object). None: measurements open the configured tier with a random model id and key id,
-    and delete what they wrote."""
+    hold, bytes of the largest object). If it is None, measurements open the configured tier with a random model
+    id and key id, and delete what they wrote."""
     discard: Callable[[S, TierContext], None] | None = None
-    """Removes all objects of such measurements by their model id, and the key id's traces if nothing else uses it.
-    None: measurements delete each of their objects."""
+    """Removes all objects of such measurements by their model id, and all traces of the key id if nothing else uses
+    it. If it is None, measurements delete each of their objects."""
     raw: Callable[[S, TierContext], RawClient | None] | None = None
-    """Returns the client below the tier, for `kvtier bench tier`. None: it is not measured. Its objects go below the
-    context's key id. If `open_trial` is defined, the setting `where` is a directory of its own."""
+    """Returns the client below the tier, for `kvtier bench tier`. If it is None, no client is measured. Its objects go
+    below the context's key id. If `open_trial` is defined, the setting `where` is a directory for this client alone."""
 
 
 def built_in() -> list[str]:
@@ -252,10 +253,10 @@ def is_sealed(tier: TierSettings) -> bool:
 
 
 def checked_name(name: str, origin: str = "") -> str:
-    """Return `name`, if a tier may have it.
+    """Return `name` if a tier may have it.
 
     Raises:
-        ConfigError: a tier may not have it.
+        ConfigError: the name is not allowed.
     """
     if not NAME.fullmatch(name) or len(name) > NAME_LENGTH_MAX or name in RESERVED:
         raise ConfigError(
@@ -269,7 +270,7 @@ def checked_name(name: str, origin: str = "") -> str:
 
 
 def make(kind: TierKind[S], name: str, values: Mapping[str, object], origin: str) -> S:
-    """Make the settings of a tier named `name` from these values, which `schema.read` returned.
+    """Make the settings of a tier named `name` from `values`, which `schema.read` returned.
 
     Raises:
         ConfigError: a setting is missing, or the values do not fit together.

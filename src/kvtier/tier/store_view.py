@@ -1,6 +1,6 @@
-"""The view of a store for `kvtier inspect`, which reads its objects from outside the process that uses it.
+"""The view of a store for `kvtier inspect`, which reads the objects from outside the process that uses the store.
 
-A kind of tier declares how to open its views (`TierKind.inspect`). Otherwise a `ScannedTier` views any open tier.
+A kind of tier may declare how to open its views (`TierKind.inspect`). Otherwise, a `ScannedTier` shows the open tier.
 """
 
 import errno
@@ -45,7 +45,7 @@ class ObjectFile(NamedTuple):
     store: int = 0
     """Number of the view, if several are inspected together."""
     model: str = ""
-    """The model id in hexadecimal digits, if the object's place shows it; else empty."""
+    """The model id in hexadecimal digits, if the object's location shows it; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Usage:
     open_in: int | None = None
     """1 if a running process has the store open, 0 if none has, None if unknown. For several stores, the sum."""
     free_bytes: int | None = None
-    """Free space of the file system; None if the store is in none."""
+    """Free space of the file system; None if the store does not use one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Purge:
 def remove_files(top: int, marker: str, files: re.Pattern[str], folders: re.Pattern[str], result: Purge) -> None:
     """Remove a store's files and the directories that become empty, and record everything else in `result`.
 
-    A link is never followed, and is kept. The marker goes last, so that an interrupted purge can be repeated.
+    Links are kept and never followed. The marker goes last, so that an interrupted purge can be repeated.
 
     Args:
         top: descriptor of the store's root.
@@ -106,7 +106,7 @@ def remove_files(top: int, marker: str, files: re.Pattern[str], folders: re.Patt
 def _remove_below(
     folder: int, inside: str, marker: str, files: re.Pattern[str], folders: re.Pattern[str], result: Purge
 ) -> None:
-    """Do `remove_files` in the directory `inside`, with descriptor `folder`. Foreign directories are not opened."""
+    """Apply `remove_files` to the directory `inside`, open as `folder`. Foreign directories are not opened."""
     for name in sorted(os.listdir(folder)):
         path = f"{inside}/{name}" if inside else name
         with SuppressErrno(MISSING):  # a foreign file may vanish meanwhile
@@ -134,12 +134,12 @@ class ObjectReader(Protocol):
         ...
 
     def read(self, into: memoryview, offset: int = 0) -> int:
-        """Read from `offset` of the frame, and return the bytes read. Raises OSError."""
+        """Read from `offset` of the frame, and return the number of bytes read. Raises OSError."""
         ...
 
 
 class Health(Protocol):
-    """The health of a store: a dataclass, whose fields are the result in JSON."""
+    """The health of a store, a dataclass whose fields form the JSON output."""
 
     directory: str
 
@@ -149,14 +149,14 @@ class Health(Protocol):
         ...
 
     def rows(self) -> Sequence[tuple[str, str]]:
-        """Return what there is to show, with its values as text."""
+        """Return the labels and values to show, as text."""
         ...
 
 
 class StoreView(Protocol):
-    """One store, seen from outside. Takes no lock and writes nothing, except in `opened_tier` and `purge`.
+    """One store, seen from outside. It takes no lock and writes nothing, except in `opened_tier` and `purge`.
 
-    A store that records its health has a method ``health``, too, without arguments. It returns a `Health`.
+    A store that records its health also has a method ``health``, without arguments, which returns a `Health`.
     """
 
     @property
@@ -178,16 +178,16 @@ class StoreView(Protocol):
         ...
 
     def opened(self, stored: ObjectFile) -> AbstractContextManager[ObjectReader]:
-        """Open the object for the block. Thread-safe.
+        """Open the object for the `with` block. Thread-safe.
 
         Raises:
-            FileNotFoundError: the object disappeared.
+            FileNotFoundError: the object no longer exists.
             OSError: the object cannot be opened.
         """
         ...
 
     def opened_tier(self) -> AbstractContextManager[Tier]:
-        """Open the store for the block, as a tier that evicts nothing.
+        """Open the store for the `with` block, as a tier that evicts nothing.
 
         Raises:
             ConfigError: the store cannot be opened.
@@ -217,7 +217,7 @@ class FileReader:
         self.size_bytes = size_bytes
 
     def read(self, into: memoryview, offset: int = 0) -> int:
-        """Read from `offset` of the frame, and return the bytes read."""
+        """Read from `offset` of the frame, and return the number of bytes read."""
         return read_part(self._descriptor, into, self._offset + offset)
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ class ScannedTier:
 
     Args:
         tier: the tier.
-        place: where it is, for people.
+        place: the tier's location, for people.
         model: the model id of all its objects, in hexadecimal digits; empty if only their heads show it.
     """
 
@@ -249,7 +249,7 @@ class ScannedTier:
             yield ObjectFile(name, size_bytes, None, self.place, model=self.model)
 
     def usage(self) -> Usage:
-        """Return the usage that the store records. The charged bytes are those that the last `objects` found."""
+        """Return the usage that the store records. The last call of `objects` determines the charged bytes."""
         figures = self._tier.figures()
         return Usage(
             charged_bytes=self._used_bytes,
@@ -259,15 +259,15 @@ class ScannedTier:
 
     @contextmanager
     def opened(self, stored: ObjectFile) -> Generator[ObjectReader]:
-        """Open the object for the block."""
+        """Open the object for the `with` block."""
         yield _TierReader(self._tier, stored)
 
     @contextmanager
     def opened_tier(self) -> Generator[Tier]:
-        """Open the store for the block, as a tier that evicts nothing."""
+        """Open the store for the `with` block, as a tier that evicts nothing."""
         yield self._tier
 
-    def purge(self, *, force: bool) -> Purge:  # noqa: ARG002 - the tier has no other users that it knows of
+    def purge(self, *, force: bool) -> Purge:  # noqa: ARG002 - the tier knows of no other users
         """Delete every object that the tier lists. The store itself is kept."""
         result = Purge(directory=self.place, is_emptied_only=True)
         found = self._tier.scan()

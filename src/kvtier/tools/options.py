@@ -31,7 +31,7 @@ class WorkDirectory(click.Path):
         return super().convert(value, param, ctx)
 
 
-class Number(click.FloatRange):
+class NumberRange(click.FloatRange):
     """A finite number in a range, also written ``10k``.
 
     click's own range accepts nan, which is neither above nor below a limit.
@@ -59,7 +59,7 @@ class Bytes(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - no
 
 
 def gpu_option(help: str) -> Callable[[Any], Any]:  # noqa: A002 - the word that click uses
-    """The option `--gpu`, with one kind of GPU."""
+    """Return the option `--gpu`, which takes one kind of GPU."""
     return click.option("--gpu", multiple=True, metavar="[Nx]NAME", callback=only_one("one kind of GPU"), help=help)
 
 
@@ -78,7 +78,7 @@ ignore_option = click.option(
 
 
 def refuse_beside(option: str) -> None:
-    """Refuse what is on the command line beside `option` and --json, since the list of `option` depends on neither."""
+    """Refuse other parameters beside `option` and --json, since the list that `option` prints ignores them."""
     shown = [it.opts[0] for it in click.get_current_context().command.params if is_given(it.name or "")]
     if others := [name for name in shown if name not in (option, "--json")]:
         raise click.UsageError(f"{option} is given with {', '.join(others)}; allowed: {option} alone, or with --json")
@@ -91,7 +91,7 @@ def origin(name: str) -> str:
 
 @contextmanager
 def noted_signals(*numbers: signal.Signals) -> Generator[Callable[[], int | None]]:
-    """Yield a function that returns the signal that came, if any. The second signal ends the process as usual."""
+    """Yield a function that returns the signal that arrived, if any. The second signal ends the process as usual."""
     seen: int | None = None
 
     def note(number: int, _frame: FrameType | None) -> None:

@@ -18,8 +18,8 @@ from kvtier.tools.bench import io_workloads as io_samples
 from kvtier.tools.bench.io import Fio, FioResult, IoLatency, IoPair, has_fio, io_row
 from kvtier.tools.bench.io_report import io_report, notes
 from kvtier.tools.bench.io_workloads import FullTier, IoSample, layout_of
-from kvtier.tools.probe.record import Facts
 from kvtier.tools.probe.run import machine_warnings
+from kvtier.tools.run_record import Facts
 from kvtier.types import Direction, Outcome
 
 

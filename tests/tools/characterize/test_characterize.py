@@ -327,7 +327,7 @@ def test_a_recording_of_one_moment_has_sizes_and_no_rates():
     assert (it.requests, it.bytes["read"], it.gb_per_s, it.burst_factor) == (
         3, 3 * MIB, {"mean": 0.0, "peak": 0.0, "busy_mean": 0.0}, None,
     )  # fmt: skip
-    assert any("at one moment" in note for note in notes(it))
+    assert any("have the same time" in note for note in notes(it))
     json.dumps(asdict(it), allow_nan=False)
 
 

@@ -6,8 +6,8 @@ import platform
 from tests.programs import program
 
 from kvtier.report.output import write_json
-from kvtier.tools.probe import record
-from kvtier.tools.probe.record import RecordedSetting, file_system, make_record
+from kvtier.tools import run_record
+from kvtier.tools.run_record import RecordedSetting, file_system, make_record
 
 
 def test_a_record_carries_the_conditions_and_is_plain_json(tmp_path):
@@ -22,7 +22,7 @@ def test_a_record_carries_the_conditions_and_is_plain_json(tmp_path):
     write_json("--record", tmp_path / "io.json", made)
     read = json.loads((tmp_path / "io.json").read_text(encoding="utf-8"))
     assert read == made
-    assert read["version"] == record.VERSION
+    assert read["version"] == run_record.VERSION
     assert read["settings"] == {"size": {"value": 4, "origin": "flag"}}
     assert read["seed"] == 7
     assert read["samples"] == [1, 2]
@@ -43,18 +43,18 @@ def test_a_record_names_no_host():
 
 def test_a_record_names_the_gpus_and_their_driver(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "gpus" not in record.machine()
+    assert "gpus" not in run_record.machine()
     smi = program(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'NVIDIA H100, 580.1, 81559 MiB, 700.00 W'\n")
-    assert record.machine()["gpus"] == ["NVIDIA H100, 580.1, 81559 MiB, 700.00 W"]
+    assert run_record.machine()["gpus"] == ["NVIDIA H100, 580.1, 81559 MiB, 700.00 W"]
     smi.write_text("#!/bin/sh\necho 'no devices'\nexit 6\n")
-    assert "gpus" not in record.machine()
+    assert "gpus" not in run_record.machine()
 
 
 def test_the_file_system_of_a_directory_that_is_not_there_yet_is_that_of_its_parent(tmp_path):
     assert file_system(tmp_path / "not" / "there") == file_system(tmp_path)
-    assert file_system(record.Path("/proc")) == "proc"
+    assert file_system(run_record.Path("/proc")) == "proc"
 
 
 def test_a_checkout_is_named_by_its_commit():
-    told = record.commit()
+    told = run_record.commit()
     assert told is None or (len(told["id"]) == 40 and isinstance(told["is_modified"], bool))

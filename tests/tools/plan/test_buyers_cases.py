@@ -6,6 +6,7 @@ figure follows from the hits at the load, the case makes them certain: GPU memor
 
 import json
 import math
+import re
 
 import pytest
 
@@ -325,11 +326,13 @@ def test_settings_take_the_tiers_that_need_the_fewest_gpus(answer):
     assert "[host]" not in plan["settings"]
 
 
-def test_a_reserve_is_in_whole_copies_of_the_size_that_the_load_needs(answer):
-    """80 users need TP 8 and, at 70 % use, 12 GPUs stood below: three copies of TP 4."""
+def test_a_reserve_is_in_whole_copies_and_names_their_size(answer, capsys):
+    """80 users need TP 8 and, at 70 % use, 12 GPUs stood below without a word: three copies of TP 4."""
     plan = answer("llama-3.3-70b --weights fp8")
     assert [it["tp"] for it in plan["needs"]] == [4, 8, 8]
-    assert (plan["tiered"]["gpus_needed"], plan["alone"]["gpus_needed"]) == (16, 16)
+    assert [(plan[it]["gpus_needed"], plan[it]["tp_needed"]) for it in ("tiered", "alone")] == [(12, 4), (16, 4)]
+    assert run(["plan", "llama-3.3-70b", "--weights", "fp8"]) == 0
+    assert re.search(r"GPUs with a reserve \(70% used\) +16 +12 \(TP 4\) +12 \(TP 4\)\n", capsys.readouterr().out)
 
 
 def test_gains_divide_the_users_and_not_their_whole_numbers(answer):

@@ -362,3 +362,20 @@ def test_the_classes_with_loss_are_compared_on_the_hardware_of_the_load(capsys, 
     text = " ".join(output(capsys, *arguments).split())
     hardware = f"KV with loss on {gpus} x l40s with host memory and local drives: "
     assert f"{hardware}most users, and figures for {users} users store.loss" in text
+
+
+def test_the_json_has_the_gpu_seconds_and_the_price_of_computing_a_token(capsys, quick, tmp_path):
+    """A token of 22,000 takes two operations a parameter, and four a layer and channel for each of 11,000 others."""
+    one = json.loads(output(capsys, MODEL, "--gpu", "1xh100-sxm", "--tp", "1", "--json"))
+    flop = 2 * 8e9 + 4 * 32 * 4096 * 11_000
+    assert one["prefill_gpu_s_per_token"] == pytest.approx(flop / (989e12 * 0.5))
+    assert one["price_per_gpu_hour"] is None
+    (tmp_path / "plan.json").write_text(output(capsys, MODEL, "--example", "prices", "--json"))
+    many = json.loads((tmp_path / "plan.json").read_text())
+    assert many["price_per_gpu_hour"] == pytest.approx(many["tiered"]["cost"]["per_hour"] / 8)
+    assert many["prefill_gpu_s_per_token"] > one["prefill_gpu_s_per_token"], "its GPUs exchange"
+    trace = Path(__file__).parents[2] / "golden/traces/claude_code_17sessions.jsonl.gz"
+    assert run(["trace", "advise", str(trace), "--plan", str(tmp_path / "plan.json"), "--json"]) == 0
+    cuts = json.loads(capsys.readouterr().out)["savings"][0]
+    assert cuts["gpu_s"] == pytest.approx(213_952 * many["prefill_gpu_s_per_token"])
+    assert cuts["cost"] == pytest.approx(cuts["gpu_s"] * many["tiered"]["cost"]["per_hour"] / 8 / 3600)

@@ -121,7 +121,7 @@ def test_a_model_that_keeps_states_only_is_planned_with_them(name, state):
     text = "a constant state of 36.7 MB a user" if state < 1e8 else "a constant state of 272 MB a user"
     assert request(plan).startswith(f"Nothing to offload: {name} keeps {text}. 80 users fit on 8 x h100-sxm with GPU")
     assert dict(circumstances(plan))["KV"].startswith("a constant state, ")
-    assert "# no tier is worth it here" in settings_toml(plan)
+    assert "# no tier is worth buying for 80 users\n" in settings_toml(plan)
     # Of a day's users GPU memory, which keeps each state twice, forgets most; drives keep them.
     seldom = planned(name, "disk=4xpm1753", traffic__users=50_000, traffic__interval_s=600.0, traffic__prefix_tokens=0,
                      traffic__interval_cv=0.0, software__gpu_reuse=False)  # fmt: skip

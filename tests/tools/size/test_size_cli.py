@@ -1,6 +1,7 @@
 """`kvtier size`: the JSON contract, the text, and exit code 2 with one line for an error."""
 
 import json
+import re
 
 import pytest
 
@@ -111,18 +112,18 @@ def test_the_list(capsys):
         (["nowhere/below/config.json"], "no such file or folder"),
         (["qwen3-8b", "--tp", "5"], "tp: 5 ranks cannot share the 32 attention heads"),
         (["qwen3-8b", "--tp", "-1"], "'--tp': -1 is not in the range"),
-        (["qwen3-8b", "--tp", "0"], "tp: 0 is not allowed; it must be from 1 to"),
-        (["qwen3-8b", "--tp", "0", "--memory", "80GB"], "tp: 0 is not allowed"),
-        (["qwen3-8b", "--gpu", "8xh100-sxm", "--tp", "0"], "tp: 0 is not allowed"),
-        (["qwen3-8b", "--gpu", "8xh100-sxm", "--pp", "0"], "pp: 0 is not allowed"),
+        (["qwen3-8b", "--tp", "0"], "'--tp': 0 is not in the range x>=1"),
+        (["qwen3-8b", "--tp", "0", "--memory", "80GB"], "'--tp': 0 is not in the range x>=1"),
+        (["qwen3-8b", "--gpu", "8xh100-sxm", "--tp", "0"], "'--tp': 0 is not in the range x>=1"),
+        (["qwen3-8b", "--gpu", "8xh100-sxm", "--pp", "0"], "'--pp': 0 is not in the range x>=1"),
         (["qwen3-8b", "--pp", "37"], "pp: 37 is not allowed"),
         (["qwen3-8b", "--dtype", "fp7"], "unknown format 'fp7'"),
         (["qwen3-8b", "--tokens", "-5"], "'--tokens': -5 is not in the range"),
-        (["qwen3-8b", "--tokens", "0"], "tokens: 0 is not allowed"),
+        (["qwen3-8b", "--tokens", "0"], "'--tokens': 0 is not in the range x>=1"),
         (["qwen3-8b", "--tokens", "9999999999999"], "tokens: 9999999999999 is not allowed"),
         (["qwen3-8b", "--users", "many"], "'many' is not a whole number"),
-        (["qwen3-8b", "--users", "0"], "users: 0 is not allowed"),
-        (["qwen3-8b", "--chunk-tokens", "0"], "chunk-tokens: 0 is not allowed"),
+        (["qwen3-8b", "--users", "0"], "'--users': 0 is not in the range x>=1"),
+        (["qwen3-8b", "--chunk-tokens", "0"], "'--chunk-tokens': 0 is not in the range x>=1"),
         (["qwen3-8b", "--list"], "--list is given with model; allowed: --list alone, or with --json"),
         (["--list", "--tier", "disk=1TB", "--tokens", "1k"], "--list is given with --tokens, --tier; allowed"),
         (["qwen3-8b", "--tier", "disk=1TB", "--tier", "host=1TB"], "disk=1TB and host=1TB are given; allowed: one"),
@@ -134,3 +135,24 @@ def test_an_error_is_one_line_and_exit_code_2(capsys, arguments, named):
     assert out == ""
     assert named in err
     assert "Traceback" not in err
+
+
+def test_the_help_allows_no_number_that_is_refused(capsys):
+    """It allowed 0 tokens, users, ranks and stages."""
+    assert run(["size", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("x>=0]") == 1  # --in-flight
+    assert text.count("x>=1]") == 5
+    assert run(["size", "gemma-3-27b", "--gpu", "h100-sxm", "--in-flight", "0"]) == 0
+
+
+def test_a_tier_of_drives_says_that_it_fills_a_part_of_them(capsys):
+    """Four drives of 2.5 TB were "a tier of 9 TB" without a word, and disk=10TB one of 10 TB."""
+    shown: list[str] = []
+    for tier in ("disk=10TB", "disk=4x2.5TB", "disk?drives=10TB", "s3=10TB", "disk=4xpm1753"):
+        assert run(["size", "qwen3-8b", "--tier", tier]) == 0
+        shown += re.findall("a tier of .*", capsys.readouterr().out)
+    drives = ", 90% of the drives"
+    assert shown == [
+        f"a tier of {it}" for it in ("10 TB", f"9 TB{drives}", f"9 TB{drives}", "10 TB", f"55.3 TB{drives}")
+    ]

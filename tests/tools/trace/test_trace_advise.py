@@ -264,3 +264,79 @@ def test_a_trace_without_blocks_is_refused(tmp_path, capsys):
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n")
     assert run(["trace", "advise", str(path)]) == 2
     assert "has no blocks" in capsys.readouterr().err
+
+
+def planned(tmp_path, **fields):
+    """Output of `kvtier plan --json`: a token costs a millisecond of a GPU, at 18 EUR an hour."""
+    inputs = {"price.currency": {"value": "EUR", "from": "default", "help": ""}}
+    plan = {"prefill_gpu_s_per_token": 0.001, "price_per_gpu_hour": 18, "inputs": inputs, "model": "m"}
+    (tmp_path / "plan.json").write_text(json.dumps(plan | fields))
+    return tmp_path / "plan.json"
+
+
+def cut_trace(tmp_path):
+    """Two requests of one session; the second is cut after 10 of 100 blocks, which costs 90 * 64 = 5,760 tokens."""
+    return written(tmp_path / "t.jsonl", requests([[*range(100)], [*range(10), *range(200, 290)]], ["s", "s"]))
+
+
+def test_with_a_plan_each_change_has_gpu_seconds_and_a_cost(tmp_path, capsys):
+    trace = cut_trace(tmp_path)
+    found = advised(capsys, trace, "--plan", planned(tmp_path))
+    assert found["plan"] == {"gpu_s_per_token": 0.001, "price_per_gpu_hour": 18, "currency": "EUR"}
+    cuts, rest = found["savings"]
+    assert (cuts["change"], cuts["tokens"]) == ("early cuts", 5760)
+    assert (cuts["gpu_s"], cuts["cost"]) == (pytest.approx(5.76), pytest.approx(5.76 / 3600 * 18))
+    assert (rest["change"], rest["tokens"]) == ("no prefix", found["bound"]["tokens"])
+    assert rest["gpu_s"] == pytest.approx(rest["tokens"] / 1000)
+    out = printed(capsys, trace, "--plan", planned(tmp_path))
+    assert re.search(r"of all misses  GPU seconds +cost\n.* 5\.76k .* 5\.76 +0\.0288\n", out)
+    assert "Costs are in EUR." in out
+    assert (
+        run(["trace", "advise", str(trace), "--plan", str(planned(tmp_path)), "--report", str(tmp_path / "r.html")])
+        == 0
+    )
+    assert "GPU seconds" in (tmp_path / "r.html").read_text()
+
+
+def test_a_plan_without_prices_gives_gpu_seconds_and_no_plan_gives_neither(tmp_path, capsys):
+    trace, plan = cut_trace(tmp_path), planned(tmp_path, price_per_gpu_hour=None)
+    assert [it["cost"] for it in advised(capsys, trace, "--plan", plan)["savings"]] == [None, None]
+    assert re.search(r" 5\.76 +-\n", printed(capsys, trace, "--plan", plan))
+    found = advised(capsys, trace)
+    assert found.keys().isdisjoint({"plan", "savings"})
+    out = printed(capsys, trace)
+    assert "GPU seconds" not in out
+    assert "Costs are in" not in out
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prefill_gpu_s_per_token": None},
+        {"prefill_gpu_s_per_token": "0.001"},
+        {"prefill_gpu_s_per_token": 0},
+        {"prefill_gpu_s_per_token": float("nan")},
+        {"price_per_gpu_hour": "1"},
+        {"price_per_gpu_hour": -1},
+        {"inputs": {}},
+        {"inputs": []},
+        {"inputs": {"price.currency": {"value": 1}}},
+    ],
+)
+def test_a_plan_with_other_values_is_refused_before_the_trace_is_read(tmp_path, capsys, fields):
+    assert run(["trace", "advise", "none.jsonl", "--plan", str(planned(tmp_path, **fields))]) == 2
+    assert "plan.json': is not a plan; allowed: the output of `kvtier plan MODEL --json`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"3", b"{}", b"\xff", b"# a text", b"[" * 100_000, None])
+def test_a_file_that_is_no_plan_is_refused(tmp_path, capsys, content):
+    path = tmp_path / "plan"
+    if content is not None:
+        path.write_bytes(content)
+    assert run(["trace", "advise", str(cut_trace(tmp_path)), "--plan", str(path)]) == 2
+    assert "--plan" in capsys.readouterr().err
+
+
+def test_the_directory_of_a_plan_is_refused(tmp_path, capsys):
+    assert run(["trace", "advise", str(cut_trace(tmp_path)), "--plan", str(tmp_path)]) == 2
+    assert "is not a plan" in capsys.readouterr().err

@@ -38,6 +38,18 @@ WHY = {
     "loaded_tokens": {"host": 512},
     "reasons": [{"code": "absent", "text": "the chunk at token 512 was in no place that answered"}],
     "missing_chunk_now": ["disk"],
+    "cuts": [
+        {
+            "request": "chat-0",
+            "at_token": 50,
+            "is_exact": True,
+            "lost_tokens": 650,
+            "repeated_tokens": 640,
+            "before": {"ids": [3, 4], "text": "It is "},
+            "earlier": {"ids": [5, 7], "text": "Monday"},
+            "this": {"ids": [6, 7], "text": None},
+        }
+    ],
 }
 HEALTH = {
     "live": True,
@@ -111,7 +123,9 @@ def test_why_clear_and_health_answer_first(at, capsys):
     out = told(capsys, "why", "chat-1")
     assert out.startswith("chat-1: of 700 tokens 188 were computed; loaded: 512 from host; ended: 2 s ago\n")
     assert "absent" in out
-    assert out.endswith("the missing chunk is now in: disk\n")
+    assert "the missing chunk is now in: disk\n" in out
+    assert "equals that of request chat-0 up to token 50. 650 tokens after it are lost; 640 of them occur in" in out
+    assert out.endswith("both, before  It is\nchat-0        Monday\nchat-1        6 7\n")
     assert told(capsys, "clear", "--all").startswith("cleared: 7 objects left host memory, 2 stay until")
     assert told(capsys, "clear", "--salt", "a")
     out = told(capsys, "health", code=1)
@@ -120,6 +134,38 @@ def test_why_clear_and_health_answer_first(at, capsys):
     told(capsys, "health", "--live")
     assert [command for command, _ in at.asked] == ["why", "clear", "clear", "health", "health"]
     assert at.asked[1:3] == [("clear", {"all": True}), ("clear", {"salt": "a"})]
+
+
+def test_why_shows_ids_as_text_with_a_tokenizer_and_escapes_what_could_drive_a_terminal(at, capsys, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "two\nlines": 5, "\x1b[2J": 6, "end": 7}, "a"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        out = told(capsys, "why", "chat-1", "--tokenizer", str(path))
+        assert "chat-0        two\\nlines end\nchat-1        \\x1b[2J end\n" in out
+    (cut,) = json.loads(told(capsys, "why", "chat-1", "--tokenizer", str(tmp_path), "--json"))["cuts"]
+    assert cut["earlier"] == {"ids": [5, 7], "text": "two\\nlines end"}
+    at.asked.clear()
+    for path, wrong in (
+        (tmp_path / "none", "is not a file; allowed: a tokenizer.json"),
+        (at.path.parent, "not a file"),
+    ):
+        assert run(["cache", "why", "chat-1", "--tokenizer", str(path)]) == 2
+        assert wrong in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert run(["cache", "why", "chat-1", "--tokenizer", str(tmp_path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert at.asked == []
+
+
+def test_why_draws_a_cut_that_only_chunk_keys_tell(at, capsys, monkeypatch):
+    nothing = {"ids": [], "text": None}
+    cut = {"request": "a", "at_token": 512, "is_exact": False, "lost_tokens": 88, "repeated_tokens": None}
+    monkeypatch.setitem(WHY, "cuts", [cut | dict.fromkeys(("before", "earlier", "this"), nothing)])
+    out = told(capsys, "why", "chat-1")
+    assert out.endswith("request a up to a token of the chunk at 512. 88 tokens after it are lost\n")
+    monkeypatch.setitem(WHY, "cuts", [])
+    assert told(capsys, "why", "chat-1").endswith("the missing chunk is now in: disk\n")
 
 
 def test_an_error_of_the_engine_is_printed(at, capsys):

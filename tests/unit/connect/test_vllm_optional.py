@@ -40,7 +40,7 @@ from kvtier.runtime.observers.fault_record import FaultRecord
 from kvtier.runtime.observers.guards import ENDING, Feature, Guards
 from kvtier.runtime.observers.journal import Journal
 from kvtier.runtime.observers.trace_recorder import Recorder
-from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.open_object_store import open_object_store
 from kvtier.runtime.recall import TierRecall
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.types import Outcome, RequestId

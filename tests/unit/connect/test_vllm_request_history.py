@@ -19,8 +19,9 @@ KEYS = tuple(ChunkKey(bytes([number])) for number in range(5))
 
 def record(account: RequestAccount | None = None, name: str = "r", **given: object) -> RequestRecord:
     """A request of 1400 tokens that ended at 100 s."""
-    fields = {"ended_s": 100.0, "prompt_tokens": 1400, "most_tokens": 1280, "announced_tokens": 0, "skips": False}
-    fields |= {"max_load_tokens": None, "keys": KEYS, "account": account or RequestAccount(), **given}
+    fields = {"ended_s": 100.0, "prompt_tokens": 1400, "most_tokens": 1280, "skips": False}
+    fields |= {"number": 0, "max_load_tokens": None, "keys": KEYS, "prompt": [], "account": account or RequestAccount()}
+    fields |= given
     return RequestRecord(name, **fields)
 
 
@@ -46,7 +47,7 @@ def planned(chosen: int, expected_s: float, best_s: float | None) -> Planned:
         (record(RequestAccount(obstacles=("rank 1 is lost",))), ["obstacle", "absent", "shared"]),
         (record(RequestAccount(planned=planned(0, 1.0, None))), ["absent", "shared"]),
         (
-            record(RequestAccount(planned=planned(0, 1.0, None)), announced_tokens=512),
+            record(RequestAccount(planned=planned(0, 1.0, None), announced_tokens=512)),
             ["absent", "announced", "shared"],
         ),
         (record(RequestAccount(found=(("disk", 1280),), planned=planned(0, 1.0, 2.0))), ["planner"]),
@@ -94,7 +95,8 @@ def test_the_history_is_bounded_and_takes_both_ids():
     for number in range(300):
         name = f"chatcmpl-c{number}-0a1b2c3d"
         request = SimpleNamespace(request_id=name, num_prompt_tokens=9, skip_reading_prefix_cache=False)
-        tracked = SimpleNamespace(id=name, request=request, keys=None, account=RequestAccount(), announced_tokens=0)
+        tracked = SimpleNamespace(id=name, number=number, request=request, keys=None, account=RequestAccount())
+        tracked.announced_tokens = 0
         tracked.hints = SimpleNamespace(max_load_tokens=None)
         history.arrived(tracked, "vLLM sleeps" if number == 299 else "")
         if number == 299:

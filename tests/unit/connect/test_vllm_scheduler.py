@@ -27,7 +27,7 @@ from kvtier.connect.vllm.scheduler.step_timer import StepTimer
 from kvtier.connect.vllm.scheduler.stores import Stores
 from kvtier.connect.vllm.step_metadata import StepDone, StepOrders
 from kvtier.connect.vllm.worker.worker import Worker
-from kvtier.core import probes
+from kvtier.core import tier_searches
 from kvtier.core.cache import Cache
 from kvtier.core.planner import Planner
 from kvtier.keys.chain import Chain, Extra
@@ -345,7 +345,7 @@ def test_of_a_step_without_the_draft_model_vllms_own_cache_gives_nothing_to_stor
 
 def test_resets_leave_nothing_behind_that_keeps_tiers_from_being_asked(start, tmp_path, monkeypatch):
     """Each round is a request that is waiting when vLLM resets its caches: more of them than `REQUESTS_MAX`."""
-    monkeypatch.setattr(probes, "REQUESTS_MAX", 100)
+    monkeypatch.setattr(tier_searches, "REQUESTS_MAX", 100)
     below = Config(
         host=HostConfig(capacity_bytes="64MiB"),
         tiers=(DirectorySettings(path=tmp_path / "kv"),),

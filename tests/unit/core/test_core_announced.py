@@ -6,7 +6,7 @@ import pytest
 from tests.core_driver import CHUNK, Driver, prefix_of
 from tests.unit.core.test_core_hierarchy import long_prefix, near_and_far, rules, tell
 
-from kvtier.core.probes import ASK_AGAIN_S_MAX, ASK_AGAIN_S_MIN, ASKING_MAX, ROUND_NAMES, STALL_S
+from kvtier.core.tier_searches import ASK_AGAIN_S_MAX, ASK_AGAIN_S_MIN, ASKING_MAX, ROUND_NAMES, STALL_S
 from kvtier.layout import History, Window
 from kvtier.types import Direction, Lookup, Prefix, Presence
 

@@ -324,5 +324,5 @@ def test_a_budget_below_one_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("slots", [(1,), (4, 4), ()])
 def test_a_cache_needs_two_slots_for_each_group(slots: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="slots must name at least 2 for each of the 1 groups"):
+    with pytest.raises(ValueError, match="each of the 1 groups needs at least 2 slots"):
         Driver(slots=slots)

@@ -50,7 +50,7 @@ def test_a_chunk_of_which_only_some_groups_are_there_is_held_in_part_and_loads_n
 
 
 def test_a_remote_tier_is_asked_for_few_names_at_a_time_and_its_answers_are_remembered(monkeypatch) -> None:
-    monkeypatch.setattr("kvtier.core.probes.REMOTE_NAMES", 3)
+    monkeypatch.setattr("kvtier.core.tier_searches.REMOTE_NAMES", 3)
     core = Driver(tiers=("disk", FAR))
     prompt = prefix_of("abcdefgh")
     core.held["far"] = {(one, 0) for one in prompt.keys[:5]}
@@ -84,7 +84,7 @@ def test_an_overdue_answer_ends_the_survey_of_that_tier() -> None:
 
 
 def test_a_survey_that_was_stopped_takes_no_answer_and_asks_no_more(monkeypatch) -> None:
-    monkeypatch.setattr("kvtier.core.probes.REMOTE_NAMES", 1)
+    monkeypatch.setattr("kvtier.core.tier_searches.REMOTE_NAMES", 1)
     core = Driver(tiers=("disk", FAR))
     survey = begun(core, prefix_of("ab"))
     survey.stop()

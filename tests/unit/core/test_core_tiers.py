@@ -3,7 +3,7 @@
 import pytest
 from tests.core_driver import CHUNK, LONG_S, Driver, key, prefix_of
 
-from kvtier.core import probes, tier_state
+from kvtier.core import tier_searches, tier_state
 from kvtier.core.limits import TierRules, WritePolicy
 from kvtier.layout import History, Window
 from kvtier.types import Direction, Drop, Outcome, Presence, RequestId, StoreDone
@@ -124,7 +124,7 @@ def test_an_unanswered_probe_means_absent_after_its_deadline() -> None:
 
 
 def test_only_so_many_requests_are_kept_in_mind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "REQUESTS_MAX", 1)
+    monkeypatch.setattr(tier_searches, "REQUESTS_MAX", 1)
     core = Driver()
     core.lookup("a", prefix_of("a"))
     assert core.lookup("b", prefix_of("b")).presence is Presence.ABSENT

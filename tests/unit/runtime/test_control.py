@@ -12,7 +12,7 @@ from tests.rig import CHUNK_TOKENS, Engine, local, looked_up, places_of, prefix_
 from tests.system import until
 
 from kvtier.core import hints
-from kvtier.core.probes import Probes
+from kvtier.core.tier_searches import Probes
 from kvtier.keys.chain import Chain, Extra
 from kvtier.runtime import control_socket, locked_core
 from kvtier.runtime.control_socket import ControlError

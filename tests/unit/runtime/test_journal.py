@@ -36,7 +36,7 @@ from kvtier.runtime.observers import journal as journals
 from kvtier.runtime.observers import line_file
 from kvtier.runtime.observers.journal import Journal, Planned
 from kvtier.runtime.open import open_session
-from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.open_object_store import open_object_store
 from kvtier.tier.disk.kind import DiskSettings
 from kvtier.types import (
     Direction,

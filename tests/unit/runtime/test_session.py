@@ -28,7 +28,7 @@ from tests.rig import (
 from tests.system import until
 
 from kvtier.config.sections import StoreConfig
-from kvtier.core import operations, probes
+from kvtier.core import operations, tier_searches
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.layout import Axes, GroupLayout, History, KvLayout, Run
@@ -234,7 +234,7 @@ def test_other_calls_go_on_while_a_lookup_waits():
 @pytest.mark.parametrize(
     ("bounded", "name", "text"),
     [
-        (probes, "REQUESTS_MAX", "1 requests are open"),
+        (tier_searches, "REQUESTS_MAX", "1 requests are open"),
         (operations, "WAITING_MAX", "1 objects of stores wait for slots"),
     ],
 )
@@ -248,7 +248,7 @@ def test_a_bound_that_is_reached_is_logged_once(caplog, monkeypatch, bounded, na
         stored(session, f"b{number}", prefix_of(2, seed=number), places_of(range(2)))
     session._next_second_s = 0.0
     session.tick()
-    assert (cache.counters.unprobed if bounded is probes else cache.counters.unqueued) > 1
+    assert (cache.counters.unprobed if bounded is tier_searches else cache.counters.unqueued) > 1
     (record,) = caplog.records
     assert record.getMessage().startswith(text)
     session.close()

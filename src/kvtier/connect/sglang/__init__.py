@@ -1,10 +1,10 @@
-"""SGLang: a storage backend for HiCache, which SGLang imports by name.
+"""A storage backend for SGLang's HiCache, which SGLang imports by name.
 
     --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"backend_name": "kvtier", "module_path": "kvtier.connect.sglang",
         "class_name": "KvtierStorage", "interface_v1": 1, "tiers": ["disk:/path/to/kv"]}'
 
-The backend is imported on demand, so that the other modules work and can be tested without SGLang.
+The backend is imported on demand, so that the other modules can be used and tested without SGLang.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ __all__ = ["KvtierStorage", "register"]  # pyright: ignore[reportUnsupportedDund
 
 
 def register() -> None:
-    """Note the model's files before SGLang reads them (see `model_files`). SGLang calls this as a plug-in."""
+    """Record the model's files before SGLang reads them (see `model_files`). SGLang calls this as a plug-in."""
     from kvtier.connect.sglang.model_files import register as at_publication  # noqa: PLC0415
 
     at_publication()

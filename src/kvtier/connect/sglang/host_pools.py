@@ -1,6 +1,6 @@
-"""SGLang's host pools: which ones are stored, what identifies a page's bytes, and where they lie.
+"""Describes SGLang's host pools: which are stored, what identifies a page's bytes, and where the bytes are.
 
-A page is opaque. Its object contains the pieces that the pool itself names (`get_page_buffer_meta`): K and V of all
+A page is opaque. Its object contains the pieces that the pool itself reports (`get_page_buffer_meta`): K and V of all
 layers, K and V of each layer, or one latent. Only tested classes are stored, by exact name, because a subclass may
 store something else.
 """
@@ -19,7 +19,7 @@ from kvtier.errors import ConfigError
 from kvtier.layout import Axes, Axis, GroupLayout, History, Part, Run, RunKind, State, run_of
 
 KV = "kv"
-"""SGLang's name of the pool with the KV of tokens. Other pools belong to windows, states and indexers."""
+"""SGLang's name for the pool that holds the KV of tokens. Other pools belong to windows, states and indexers."""
 
 POOLS: Mapping[str, frozenset[str]] = {
     "MHATokenToKVPoolHost": frozenset({"layer_first", "page_first", "page_first_direct", "page_head"}),
@@ -30,15 +30,15 @@ POOLS: Mapping[str, frozenset[str]] = {
     "DeepSeekV4PagedHostPool": frozenset({"layer_first", "page_first", "page_first_direct"}),
     "DeepSeekV4StateHostPool": frozenset({"layer_first", "page_first", "page_first_direct"}),
 }
-"""Host pools and layouts that are stored."""
+"""The host pools and layouts that are stored."""
 
 WITHOUT_KV = frozenset({"LogicalHostPool"})
-"""Pools of positions for other pools' pages. They have no bytes of their own."""
+"""Pools that hold positions for other pools' pages. They have no bytes of their own."""
 
 SAME_ON_ALL_RANKS = frozenset({
     "MLATokenToKVPoolHost", "DSAIndexerPoolHost", "DeepSeekV4PagedHostPool", "DeepSeekV4StateHostPool",
 })  # fmt: skip
-"""Pools with equal content on every tensor-parallel rank of a model with a replicated cache. One rank writes them."""
+"""Pools with equal contents on every tensor-parallel rank of a model with a replicated cache. One rank writes them."""
 
 STATES = frozenset({"MambaPoolHost"})
 """Pools of recurrent states. A page is valid only at its own boundary."""
@@ -50,7 +50,7 @@ RUNS: Mapping[str, tuple[RunKind, tuple[str, ...]]] = {
     "MambaPoolHost": ("state", ("conv_dtype", "temporal_dtype")),
     "DSAIndexerPoolHost": ("index", ()),
 }
-"""What a piece of a page contains, and the attributes that name its dtype. Pieces of mixed dtypes are `bytes`."""
+"""The kind of a page's pieces, and the attributes that give their dtype. Pieces of mixed dtypes are `bytes`."""
 
 ARRANGEMENTS: Mapping[str, tuple[tuple[Axis, ...], tuple[str, ...]]] = {
     "layer_first": (("token", "head", "channel"), ("page_size", "head_num")),
@@ -58,8 +58,8 @@ ARRANGEMENTS: Mapping[str, tuple[tuple[Axis, ...], tuple[str, ...]]] = {
     "page_first_direct": (("layer", "token", "head", "channel"), ("layer_num", "page_size", "head_num")),
     "page_head": (("layer", "token", "head", "channel"), ("head_num", "page_size", "layer_num")),
 }
-"""The axes of a piece with keys or values in each layout. For each axis but `channel`, the attributes of the pool whose
-product is its size. Codecs mix neither heads nor layers, so the two may stand for each other."""
+"""The axes of a piece with keys or values in each layout, and for each axis except `channel` the pool attributes whose
+product is its size. Codecs mix neither heads nor layers, so the two are interchangeable."""
 
 FIELDS = (
     "page_size", "logical_page_size", "layer_num", "target_layer_num", "start_layer", "end_layer", "head_num",
@@ -68,7 +68,7 @@ FIELDS = (
     "conv_dtype", "temporal_dtype", "indexer_dtype", "indexer_page_stride_size", "ring_size", "dcp_size",
     "storage_format_tag",
 )  # fmt: skip
-"""Attributes that define what a pool's bytes mean. Each pool has some of them."""
+"""Attributes that define the meaning of a pool's bytes. Each pool has some of them."""
 
 
 @dataclass(frozen=True)
@@ -76,31 +76,31 @@ class StoredPool:
     """A host pool whose pages are stored."""
 
     name: str
-    """SGLang's name of the pool, such as ``kv``."""
+    """SGLang's name for the pool, such as ``kv``."""
     pool: HostPool
     layout: GroupLayout
     """The layout of a page."""
     number: int
-    """Number of its group in the store's layout."""
+    """Number of the pool's group in the store's layout."""
 
     @property
     def page_size(self) -> int:
-        """Positions of one page."""
+        """Number of positions in one page."""
         return int(self.pool.page_size)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page."""
+        """Number of bytes in a page."""
         return sum(self.layout.layer_bytes)
 
     def are_pages(self, indices: Indices) -> bool:
-        """Whether these positions are whole pages. SGLang's pools take the first of each and add the page's length."""
+        """Return whether these positions are whole pages. SGLang's pools use only the first position of each page."""
         pages = indices.reshape(-1, self.page_size)
         starts = pages[:, 0]
         return bool((starts % self.page_size == 0).all()) and bool((pages.diff(dim=1) == 1).all())
 
     def pieces(self, indices: Indices) -> list[list[Any]]:
-        """Return the memory of each of these pages, in pieces.
+        """Return the memory of each page, in pieces.
 
         Args:
             indices: `page_size` positions for each page.
@@ -112,10 +112,10 @@ class StoredPool:
 
 
 def describe(name: str, pool: HostPool, config: StorageConfig, one_page: Indices, number: int = 0) -> StoredPool | None:
-    """Return how a host pool's pages are stored. None: the pool has no bytes.
+    """Return how a host pool's pages are stored; None if the pool has no bytes.
 
     Args:
-        name: SGLang's name of the pool.
+        name: SGLang's name for the pool.
         pool: the pool.
         config: the ranks.
         one_page: the positions of the pool's first page.
@@ -162,9 +162,9 @@ def describe(name: str, pool: HostPool, config: StorageConfig, one_page: Indices
 
 
 def _axes(layout: str, pool: HostPool, runs: Sequence[tuple[Run]]) -> tuple[tuple[Axes | None], ...]:
-    """Return the axes of a page's pieces. `get_page_buffer_meta` gives keys and values alternately.
+    """Return the axes of a page's pieces. `get_page_buffer_meta` returns keys and values alternately.
 
-    A pool of another release may lack an attribute. Then its pieces have no axes.
+    If a pool of another release lacks an attribute, its pieces have no axes.
     """
     names, attributes = ARRANGEMENTS[layout]
     outer = [math.prod(int(getattr(pool, it, 0)) for it in product.split()) for product in attributes]
@@ -174,7 +174,7 @@ def _axes(layout: str, pool: HostPool, runs: Sequence[tuple[Run]]) -> tuple[tupl
 
 
 def _pages(name: str, kind: str, layout: str, pool: HostPool, config: StorageConfig) -> str:
-    """Return everything besides the fingerprint that decides what a page's bytes mean."""
+    """Return everything except the fingerprint that determines the meaning of a page's bytes."""
     values = {field: getattr(pool, field, None) for field in FIELDS}
     fields = {field: plain(value) for field, value in values.items() if value is not None}
     ranks = [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]

@@ -1,10 +1,10 @@
-"""Identity of an SGLang engine: the fingerprint of its weights and of every setting that changes a token's KV.
+"""Identifies an SGLang engine: computes the fingerprint of its weights and of every setting that changes a token's KV.
 
-SGLang's page hash covers the tokens, items of other kinds (as tokens of 62 bits), the adapter's id and the salt of a
-request. It covers neither the model nor the adapter's content. SGLang makes the id of an adapter that is named at
+SGLang's page hash covers a request's tokens, its items of other kinds (as 62-bit tokens), its adapter's id and its
+salt. It covers neither the model nor the adapter's contents. SGLang derives the id of an adapter that is named at
 start from its name and path. So the fingerprint includes the digests of those adapters' files.
 
-Ranks, the layout and the page size are not included, because the name of every object contains them (`host_pools`).
+The fingerprint excludes ranks, the layout and the page size, because every object's name contains them (`host_pools`).
 """
 
 import json
@@ -33,7 +33,7 @@ SETTINGS = (
     "mamba_ssm_dtype", "qsa_indexer_dtype", "prefill_kv_cache_dequant_dtype", "enable_int8_mamba_checkpoint",
     "enable_deepseek_v4_fp4_indexer", "enable_dsa_cache_layer_split", "enable_kv_cache_sharding",
     "enable_prefill_cp", "cp_strategy", "disable_hybrid_swa_memory", "mm_process_config", "trust_remote_code",
-    # attention kernels, which also decide the order of bytes in a page
+    # attention kernels, which also determine the order of bytes in a page
     "attention_backend", "prefill_attention_backend", "decode_attention_backend", "enable_page_major_kv_layout",
     "dsa_prefill_backend", "dsa_decode_backend", "dsa_topk_backend", "dsa_paged_mqa_logits_backend",
     "dsv4_attn_backend", "dsv4_prefill_backend", "enable_hisparse", "hisparse_config", "c128_page_size",
@@ -51,7 +51,7 @@ SETTINGS = (
     # attention between the items of a prompt, and the modules that an adapter changes
     "enable_mis", "lora_target_modules", "experts_shared_outer_loras",
 )  # fmt: skip
-"""Server arguments that change KV or its meaning. The fingerprint has their values after SGLang's resolution."""
+"""Server arguments that change KV or its meaning. The fingerprint includes their values as resolved by SGLang."""
 
 DRAFT_SETTINGS = (
     "speculative_draft_load_format", "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype",
@@ -73,7 +73,7 @@ REFUSED = {
     "forward_hooks": "their changes are not identified",
     "trust_mm_content_hashes": "a client could name the content of its images or other items falsely",
 }
-"""Server arguments that kvtier refuses, and why."""
+"""Server arguments that kvtier refuses, and the reasons."""
 
 ENVIRONMENT = (
     "SGLANG_", "SGL_", "FLASHINFER_NVFP4_", "USE_ROCM_AITER_", "USE_TRITON_W8A8_", "DEEP_NORMAL_MODE_", "TIMM_FUSED_",
@@ -87,7 +87,7 @@ UNRELATED_WORDS = frozenset({
     "VISIBLE", "WARMUP", "WATCHDOG", "ZMQ",
     "AUTH", "CREDENTIAL", "KEY", "PASSWORD", "SECRET",
 })  # fmt: skip
-"""A variable with one of these words in its name does not change KV, or is a secret."""
+"""Words in the names of variables that do not change KV or are secret."""
 
 REFUSED_VARIABLES = {
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "code of a model that is not SGLang's is not identified",
@@ -103,7 +103,7 @@ NO_MODEL = frozenset({"", "none", "dummy"})
 
 
 def identify(leaf: Leaves, release: str) -> tuple[Fingerprint, dict[Path, FileVersion]]:
-    """Return the fingerprint of this engine, equal in all of its processes, and the files that it digests.
+    """Return the fingerprint of this engine, which is equal in all of its processes, and the files that it digests.
 
     Args:
         leaf: the resolved server arguments.
@@ -113,7 +113,7 @@ def identify(leaf: Leaves, release: str) -> tuple[Fingerprint, dict[Path, FileVe
         The fingerprint, and the version of each file whose digest is part of it.
 
     Raises:
-        ConfigError: the model cannot be identified, or a setting is not supported. The message says what was found.
+        ConfigError: the model cannot be identified, or a setting is not supported. The message names the cause.
     """
     for name, why in REFUSED.items():
         value = _value(leaf, name, release)
@@ -145,14 +145,14 @@ def identify(leaf: Leaves, release: str) -> tuple[Fingerprint, dict[Path, FileVe
 
 
 def model_files(leaf: Leaves) -> tuple[dict[Path, FileVersion], bool]:
-    """Return versions of the local files that SGLang reads for a model, its draft model and adapters.
+    """Return the versions of the local files that SGLang reads for a model, its draft model and adapters.
 
     Returns:
         The versions, and whether SGLang may download more files.
     """
     files: dict[Path, FileVersion] = {}
     for find in (_folder, _draft_folder):
-        with suppress(ConfigError):  # it is not local yet
+        with suppress(ConfigError):  # the model is not local yet
             files |= checkpoint_versions(find(leaf, ""), is_code_trusted=bool(leaf("trust_remote_code")))
     for adapter in cast("list[Any]", leaf("lora_paths") or []):
         files |= file_versions(_adapter_files(adapter))
@@ -161,10 +161,10 @@ def model_files(leaf: Leaves) -> tuple[dict[Path, FileVersion], bool]:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `environment` that may change KV. If a value names a file, its digest replaces it.
+    """Return the environment variables that may change KV. If a value names a file, the file's digest replaces it.
 
     Raises:
-        ConfigError: a variable adds something to SGLang that cannot be identified.
+        ConfigError: a variable adds code to SGLang that cannot be identified.
     """
     for name, why in REFUSED_VARIABLES.items():
         if variables.get(name):
@@ -173,7 +173,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     for name, value in sorted(variables.items()):
         if name.startswith(ENVIRONMENT) and UNRELATED_WORDS.isdisjoint(name.split("_")):
             file = Path(value)
-            is_file = len(value) < PATH_MAX and os.path.isfile(file)  # noqa: PTH113 - a bad path is False, no error
+            is_file = len(value) < PATH_MAX and os.path.isfile(file)  # noqa: PTH113 - returns False for a bad path, without an error
             found[name] = digest_files([file], home_cache()).digest.hex() if is_file else value
     return found
 
@@ -189,7 +189,7 @@ def _folder(leaf: Leaves, release: str) -> Path:
     """Return the checkpoint's folder, or its file.
 
     Raises:
-        ConfigError: the settings name no model, or its files are not local.
+        ConfigError: the settings name no model, or the model's files are not local.
     """
     name = str(_value(leaf, "model_path", release) or "")
     load_format = str(_value(leaf, "load_format", release)).rpartition(".")[2].lower()
@@ -218,7 +218,7 @@ def _model_config(folder: Path) -> dict[str, object]:
     """Return the model's description in its checkpoint.
 
     Raises:
-        ConfigError: the checkpoint has none, or it is not JSON.
+        ConfigError: the checkpoint has no description, or it is not JSON.
     """
     if folder.is_file():  # a format such as GGUF, which describes itself
         return {}
@@ -243,7 +243,7 @@ def _adapter_files(adapter: Any) -> list[Path]:  # noqa: ANN401 - SGLang's `LoRA
 
 
 def _adapters(leaf: Leaves, release: str, digested: dict[Path, FileVersion]) -> list[object]:
-    """Return id and files of each adapter named at start. An adapter that is loaded later has a random id."""
+    """Return the id and files of each adapter named at start. An adapter that is loaded later has a random id."""
     found: list[object] = []
     for adapter in cast("list[Any]", _value(leaf, "lora_paths", release) or []):
         files = _adapter_files(adapter)
@@ -259,10 +259,10 @@ def _adapters(leaf: Leaves, release: str, digested: dict[Path, FileVersion]) -> 
 
 
 def _draft_folder(leaf: Leaves, release: str) -> Path | None:
-    """Return the folder of the draft model. None: there is no draft model.
+    """Return the folder of the draft model; None if there is no draft model.
 
     Raises:
-        ConfigError: its files are not local.
+        ConfigError: the draft model's files are not local.
     """
     name = _value(leaf, "speculative_draft_model_path", release)
     if name is None:
@@ -275,7 +275,7 @@ def _draft_folder(leaf: Leaves, release: str) -> Path | None:
 
 
 def _draft(leaf: Leaves, release: str, digested: dict[Path, FileVersion]) -> dict[str, object]:
-    """Return the algorithm, settings and draft-model weights of speculative decoding."""
+    """Return the algorithm, settings and draft model weights of speculative decoding."""
     algorithm = _value(leaf, "speculative_algorithm", release)
     if algorithm is None:
         return {}
@@ -293,7 +293,7 @@ def leaves(context: Any) -> Leaves:  # noqa: ANN401 - SGLang's runtime context
     """Return the resolved server arguments of SGLang's runtime context.
 
     Raises:
-        ConfigError: SGLang has not published any in this process.
+        ConfigError: SGLang has published no arguments in this process.
     """
     try:
         context.server_args  # noqa: B018 - raises

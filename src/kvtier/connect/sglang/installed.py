@@ -1,4 +1,4 @@
-"""Ask the installed SGLang for its release and how it reads a command line, and list the flags for kvtier's backend."""
+"""Queries the installed SGLang for its release and its view of a command line, and lists the flags for the backend."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ BACKEND: Mapping[str, object] = {
     "class_name": "KvtierStorage",
     "interface_v1": 1,
 }
-"""SGLang's part of ``--hicache-storage-backend-extra-config``. ``interface_v1`` avoids another copy."""
+"""SGLang's part of ``--hicache-storage-backend-extra-config``. ``interface_v1`` avoids an extra copy."""
 
 OWN_KEYS: Mapping[str, object] = {
     "prefetch_threshold": 256,
@@ -29,48 +29,48 @@ OWN_KEYS: Mapping[str, object] = {
     "hicache_storage_pass_prefix_keys": False,
     "tp_lcm_size": None,
 }
-"""Keys of the extra config that SGLang reads, with their defaults. Except for `BACKEND`, all others are kvtier's."""
+"""Keys of the extra config that SGLang reads, with their defaults. All others except `BACKEND` are kvtier's."""
 
 COMPILE_ADVICE = (
     "install a C++ compiler, ninja and the headers of Python and OpenSSL (apt-get install g++ ninja-build python3-dev "
     "libssl-dev), or mount a TORCH_EXTENSIONS_DIR in which the same SGLang has compiled it"
 )
-"""What SGLang needs for the hash that names its pages."""
+"""Advice for compiling the hash that names SGLang's pages."""
 
 EXTRA = "--hicache-storage-backend-extra-config"
 
 PAGE_TOKENS = 64
-"""Recommended tokens per page. SGLang's default is one token, which is too little for an object."""
+"""Recommended tokens per page. SGLang's default of one token is too small for an object."""
 
 UNUSED = ("host.capacity_bytes",)
-"""Settings that have no effect, because SGLang owns the host memory."""
+"""Settings without effect, because SGLang owns the host memory."""
 
 PROGRAM = Path(__file__).with_name("server_arguments.py")
 
 DEADLINE_S = 180.0
-"""Seconds for an import of SGLang, which takes 10 s, or a minute from a cold disk."""
+"""Deadline for importing SGLang, which takes 10 s, or a minute from a cold disk."""
 
 
 class Environment(NamedTuple):
     """One Python environment, as `server_arguments` describes it."""
 
     version: str | None
-    """Release of SGLang; None without SGLang."""
+    """SGLang's release; None if it is not installed."""
     has_kvtier: bool
     fields: Mapping[str, Any]
-    """The command line as SGLang resolved it, by field of its `ServerArgs`; empty if SGLang did not read it."""
+    """The command line as resolved by SGLang, by field of its `ServerArgs`; empty if SGLang did not read it."""
     asked: Mapping[str, Any]
-    """The same fields as given, before SGLang's rules changed them."""
+    """The same fields before SGLang's rules changed them."""
     refused: str
-    """SGLang's message, if it refuses the command line."""
+    """SGLang's message if it refuses the command line; otherwise empty."""
     no_plug_in: str = ""
-    """Why SGLang does not load kvtier as a plug-in (by this `SGLANG_PLUGINS`), and what to do; empty if it does."""
+    """Why SGLang does not load kvtier as a plug-in with this `SGLANG_PLUGINS`, and what to do; empty if it does."""
     no_page_hash: str = ""
     """Why SGLang cannot compile the hash that names its pages; empty if it can."""
 
 
 def installed() -> str | None:
-    """Release of SGLang in this environment, such as ``0.5.23``; None without SGLang."""
+    """Return SGLang's release in this environment, such as ``0.5.23``; None if it is not installed."""
     return installed_version("sglang")
 
 
@@ -78,11 +78,11 @@ def check_version(version: str | None, unsupported: str = "refuse") -> None:
     """Refuse an unsupported release.
 
     Args:
-        version: release of SGLang.
+        version: SGLang's release.
         unsupported: value of the setting `sglang.unsupported`.
 
     Raises:
-        ConfigError: SGLang is missing, or its release was not tested.
+        ConfigError: SGLang is missing, or its release has not been tested.
     """
     allowed = " and ".join(SUPPORTED)
     if version is None:
@@ -96,7 +96,7 @@ def check_version(version: str | None, unsupported: str = "refuse") -> None:
 
 
 def is_supported(version: str) -> bool:
-    """Whether this release was tested."""
+    """Return whether this release has been tested."""
     return version.partition("+")[0] in SUPPORTED
 
 
@@ -108,13 +108,13 @@ def look(
     Args:
         python: the environment's interpreter; None means this one.
         arguments: arguments of ``python -m sglang.launch_server``. If None, SGLang is not imported.
-        deadline_s: seconds for all of it.
+        deadline_s: how long the whole call may take.
 
     Raises:
         NotInTimeError: the deadline has passed.
         ConfigError: the interpreter cannot be run.
     """
-    # -P, because the current folder may contain modules of the same names. Like kvtier, it needs Python 3.11.
+    # -P ignores modules with the same names in the current folder. Like kvtier, it needs Python 3.11.
     command = [str(python or sys.executable), "-P", "-c", PROGRAM.read_text(encoding="utf-8")]
     if arguments is not None:
         command.append(json.dumps(list(arguments)))
@@ -134,7 +134,7 @@ def read_extra(text: str) -> dict[str, object]:
     """Read the value of `EXTRA` as SGLang does: JSON, or ``@`` and a JSON or TOML file. SGLang also reads YAML.
 
     Raises:
-        ConfigError: it has none of these forms. The message does not repeat it, since it may contain a secret.
+        ConfigError: `text` has none of these forms. The message does not repeat it, because it may contain a secret.
     """
     problem, hint, suffix = "is not valid JSON", "; did the shell remove its quotes?", ".json"
     if text.startswith("@"):

@@ -1,6 +1,6 @@
-"""Notes a model's files before SGLang reads them, to compare them with those that the backend digests later.
+"""Records a model's files before SGLang reads them, to compare them with the files that the backend digests later.
 
-SGLang reads the weights long before it makes a storage backend, and the folder may change in between. kvtier is a
+SGLang reads the weights long before it creates a storage backend, and the folder may change in between. kvtier is a
 plug-in (``sglang.srt.plugins``), which SGLang calls first in each process. The plug-in registers a hook. SGLang calls
 the hook after publishing its arguments and before reading the model.
 """
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 PUBLISH = "sglang.srt.runtime_context.publish"
 
 _before: list[tuple[dict[Path, FileVersion], bool]] = []
-"""The last note, if there is one: versions, and whether SGLang may download more files."""
+"""The last record, if any: the versions, and whether SGLang may download more files."""
 
 
 def register() -> None:
@@ -38,13 +38,13 @@ def _published(context: Any, *_: object, role: str = "", **__: object) -> None: 
 
 
 def look(context: Any) -> None:  # noqa: ANN401 - SGLang's runtime context
-    """Note the versions of the model's files, which SGLang is about to read in this process."""
+    """Record the versions of the model's files, which SGLang is about to read in this process."""
     _before[:] = [model_files(leaves(context))]
     weight_updates.install()
 
 
 def doubt(context: Any, digested: Mapping[Path, FileVersion]) -> str:  # noqa: ANN401 - SGLang's runtime context
-    """Return why SGLang may have read files that were not digested. Empty if it cannot have.
+    """Return why SGLang may have read files that were not digested; empty if it cannot have.
 
     Args:
         context: SGLang's runtime context.

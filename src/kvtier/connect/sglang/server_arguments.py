@@ -2,10 +2,10 @@
 
     python -P -c SOURCE '["--model-path", "MODEL", "--enable-hierarchical-cache"]'
 
-It needs the standard library alone, because kvtier may be missing there. It writes one line of JSON to stdout: the
-versions, whether SGLang loads kvtier as a plug-in and can compile its page hash, and SGLang's own resolution of
-`FIELDS`, which needs neither a model nor a GPU. Other output goes to stderr.
-Without an argument the command line is not read, and SGLang is not imported.
+It needs only the standard library, because kvtier may be missing there. It writes one line of JSON to stdout: the
+versions, whether SGLang loads kvtier as a plug-in and can compile its page hash, and `FIELDS` as resolved by
+SGLang, which needs neither a model nor a GPU. Other output goes to stderr.
+Without an argument, no command line is read and SGLang is not imported.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ FIELDS = (
     "radix_cache_backend",
     "revision",
 )
-"""Fields of SGLang's `ServerArgs` that decide whether KV is stored and found."""
+"""Fields of SGLang's `ServerArgs` that determine whether KV is stored and found."""
 
 HASH_SOURCE, HASH_LIBRARY = "srt/mem_cache/cpp_utils/hash_binding.cpp", "hicache_hash_cpp.so"
-"""What SGLang compiles at its first page, in `native_hash.py`, and what it keeps of it."""
+"""The source that SGLang compiles at its first page, in `native_hash.py`, and the library that it keeps."""
 
 COMPILE_S = 60.0
 
@@ -73,7 +73,7 @@ def _version(name: str) -> str | None:
 
 
 def _no_plug_in() -> str:
-    """Return why SGLang does not load kvtier as a plug-in. Empty if it does."""
+    """Return why SGLang does not load kvtier as a plug-in; empty if it does."""
     chosen = os.environ.get("SGLANG_PLUGINS")
     if "kvtier" not in metadata.entry_points(group="sglang.srt.plugins").names:
         return "kvtier's installation there names no plug-in of SGLang; install this release of kvtier again"
@@ -83,7 +83,7 @@ def _no_plug_in() -> str:
 
 
 def page_hash_problem() -> str:
-    """Why SGLang cannot compile the hash that names its pages; empty if it can, or has."""
+    """Return why SGLang cannot compile the hash that names its pages; empty if it can or already has."""
     package = importlib.util.find_spec("sglang")
     if package is None or not (Path(package.origin or "").parent / HASH_SOURCE).exists():
         return ""

@@ -1,7 +1,7 @@
-"""Metrics in SGLang's `/metrics`: SGLang's own for a storage backend, and kvtier's with the prefix ``sglang:``.
+"""Exports metrics in SGLang's `/metrics`: SGLang's own for a storage backend, and kvtier's with the prefix ``sglang:``.
 
-SGLang takes its figures in the scheduler's thread (`KvtierStorage.get_stats`). The same call exports kvtier's figures,
-at most four times a second.
+SGLang fetches its figures in the scheduler's thread (`KvtierStorage.get_stats`). The same call exports kvtier's
+figures, at most four times a second.
 """
 
 import importlib
@@ -14,23 +14,23 @@ from kvtier.connect.engine_metrics import PromMetrics, StatsReader
 from kvtier.observe.metrics import Metrics
 
 CALLS_MAX = 4096
-"""Calls whose figures wait for SGLang. Beyond this many, the oldest are dropped."""
+"""Maximum number of calls whose figures wait for SGLang. Beyond this, the oldest are dropped."""
 
 GB = 1e9
 
 CallKind: TypeAlias = Literal["prefetch", "backup"]
-"""SGLang's words for pages that come from the store and pages that go to it."""
+"""SGLang's words for reading pages from the store and for writing pages to it."""
 
 _places: dict[tuple[str, ...], int] = {}
 _values: dict[int, tuple[str, ...]] = {}
-"""Label values, by number. There is one entry per rank in this process, which is one outside tests."""
+"""Label values, by number. There is one entry per rank in this process, so only one outside tests."""
 
 
 class StorageStats:
-    """Collects figures until SGLang takes them.
+    """Collects figures until SGLang fetches them.
 
     Args:
-        is_wanted: whether SGLang's metrics are on.
+        is_wanted: whether SGLang's metrics are enabled.
         labels: name and value of each label of this process.
     """
 
@@ -52,7 +52,7 @@ class StorageStats:
             self._calls[way].append((pages, pages * page_bytes / max(seconds, 1e-9) / GB))
 
     def take(self, make: Callable[[], Any]) -> Any:  # noqa: ANN401 - SGLang's `StorageMetrics`
-        """Return SGLang's figures since the last call. Export kvtier's."""
+        """Return SGLang's figures since the last call, and export kvtier's."""
         figures = make()
         for way, calls in self._calls.items():
             while calls:

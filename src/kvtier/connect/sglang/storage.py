@@ -1,7 +1,7 @@
 """The storage backend that SGLang's HiCache creates by name.
 
-HiCache's threads call `batch_exists*`, `batch_get*` and `batch_set*` with pages of SGLang's own host pools. After the
-attach, no method raises: a failure is a miss, and is logged once.
+HiCache's threads call `batch_exists*`, `batch_get*` and `batch_set*` with pages of SGLang's own host pools. Once the
+backend is attached, no method raises: a failure is a miss, and is logged once.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from kvtier.connect.sglang.weight_updates import forget, watch_weights
 from kvtier.errors import ConfigError
 from kvtier.layout import KvLayout, Loss
 from kvtier.runtime.observers.guards import Feature
-from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.open_object_store import open_object_store
 from kvtier.runtime.tiered_object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.tier.registry import kind_of
 from kvtier.types import ChunkKey, Outcome
@@ -43,7 +43,7 @@ from kvtier.types import ChunkKey, Outcome
 logger = logging.getLogger(__name__)
 
 THREAD_S = 8.0
-"""Most seconds in a storage thread. To empty its cache, SGLang waits 10 s for its threads, then ends the engine."""
+"""Longest call in a storage thread. To empty its cache, SGLang waits 10 s for its threads, then ends the engine."""
 
 KEY_BYTES = 32
 _KEY_DOMAIN = b"kvtier.sglang\0"
@@ -51,17 +51,17 @@ _NOTICES_MAX = 256
 
 
 class _OwnRank(NamedTuple):
-    """This process among the processes of the engine."""
+    """The position of this process among the engine's processes."""
 
     number: int
     ranks: int
 
 
 def check_page_hash() -> None:
-    """Log what SGLang lacks to compile the hash that names its pages.
+    """Log why SGLang cannot compile the hash that names its pages.
 
-    This is a trial in a folder of its own. torch compiles under a lock without an owner: a process that ends meanwhile
-    leaves it behind, and the next one waits for it without a limit.
+    The trial runs in its own folder. torch compiles under a lock without an owner: a process that ends meanwhile
+    leaves the lock behind, and the next one waits for it forever.
     """
     try:
         problem = page_hash_problem()
@@ -79,7 +79,7 @@ class KvtierStorage(sglang.HiCacheStorage):
     """Keeps pages of SGLang's host pools in kvtier's tiers.
 
     Args:
-        storage_config: model, ranks, and the extra config with kvtier's settings.
+        storage_config: the model, the ranks, and the extra config with kvtier's settings.
         kwargs: empty in SGLang 0.5.23.
 
     Raises:
@@ -105,9 +105,9 @@ class KvtierStorage(sglang.HiCacheStorage):
         self._hosts: dict[str, HostPool] = {}
         """Host pools by name, in the order in which SGLang registers them."""
         self._pools: dict[str, StoredPool] = {}
-        """Stored pools by name, without those that have no bytes."""
+        """Stored pools by name, except those without bytes."""
         self._store: ObjectStore | None = None
-        """The tiers; None until all pools are known, and after the end."""
+        """The tiers; None until all pools are known, and after `close`."""
         self._is_over = bool(doubt := model_files.doubt(sglang.context(), digested))
         if doubt:
             logger.warning("kvtier stores and finds nothing in this engine, whose KV cannot be named: %s", doubt)
@@ -119,7 +119,7 @@ class KvtierStorage(sglang.HiCacheStorage):
     # ---- attach and detach -----------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
-        """Add the pool with the KV of tokens."""
+        """Add the pool that holds the KV of tokens."""
         self.mem_pool_host = mem_pool_host
         self._describe(KV, mem_pool_host)
         self._hosts[KV] = mem_pool_host
@@ -136,7 +136,7 @@ class KvtierStorage(sglang.HiCacheStorage):
             self._open()
 
     def on_host_pools_registered(self) -> None:
-        """Open the store, because all pools are known now.
+        """Open the store, because all pools are now known.
 
         Raises:
             ConfigError: a pool is not supported, or a tier cannot be used.
@@ -200,7 +200,7 @@ class KvtierStorage(sglang.HiCacheStorage):
     # ---- questions -------------------------------------------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
-        """Whether the page is stored."""
+        """Return whether the page is stored."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: ExtraInfo = None) -> int:
@@ -211,7 +211,7 @@ class KvtierStorage(sglang.HiCacheStorage):
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Sequence[PoolTransfer] | None = None, extra_info: ExtraInfo = None
     ) -> PoolTransferResult:
-        """Return which prefixes of `keys` all pools can restore."""
+        """Return the prefixes of `keys` that all pools can restore."""
         del extra_info
         nothing = sglang.PoolTransferResult(0, {}, [])
         return self._guarded("batch_exists_v2", lambda: self._restorable(keys, pool_transfers or ()), nothing)
@@ -237,7 +237,7 @@ class KvtierStorage(sglang.HiCacheStorage):
         return sglang.PoolTransferResult(max(restorable, default=0), found, sorted(restorable))
 
     def _run(self, name: str, keys: Sequence[str]) -> int:
-        """Return the number of leading pages that the store has."""
+        """Return the number of leading pages in the store."""
         if name == KV and KV not in self._pools and self._pools:
             return len(keys)  # positions have no bytes, so the other pools decide
         store, pool = self._usable(name)
@@ -254,11 +254,11 @@ class KvtierStorage(sglang.HiCacheStorage):
     # ---- pages -----------------------------------------------------------------------------------------------------
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Indices, extra_info: ExtraInfo = None) -> list[bool]:
-        """Load pages into the pool. Return for each whether it arrived; if not, its bytes are undefined."""
+        """Load pages into the pool. Return for each whether it was loaded; if not, its bytes are undefined."""
         return self._move("prefetch", KV, keys, host_indices, extra_info, self._until_s("prefetch"))
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Indices, extra_info: ExtraInfo = None) -> list[bool]:
-        """Store pages of the pool. Return for each whether a tier has it."""
+        """Store pages from the pool. Return for each whether a tier has it."""
         return self._move("backup", KV, keys, host_indices, extra_info, self._until_s("backup"))
 
     def batch_get_v2(self, transfers: Sequence[PoolTransfer], extra_info: ExtraInfo = None) -> dict[Any, list[bool]]:
@@ -301,14 +301,14 @@ class KvtierStorage(sglang.HiCacheStorage):
     # ---- SGLang's other methods ------------------------------------------------------------------------------------
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:  # noqa: ANN401
-        """Miss. With ``interface_v1``, SGLang calls only methods for batches of pages."""
+        """Return None, a miss. With ``interface_v1``, SGLang calls only the methods for batches of pages."""
 
     def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:  # noqa: ANN401, ARG002
-        """Miss every page, as `get` does."""
+        """Return None for every page; see `get`."""
         return [None] * len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:  # noqa: ANN401, ARG002
-        """Store nothing, for the reason of `get`."""
+        """Store nothing; see `get`."""
         return False
 
     def batch_set(
@@ -318,14 +318,14 @@ class KvtierStorage(sglang.HiCacheStorage):
         target_locations: Any = None,  # noqa: ANN401, ARG002
         target_sizes: Any = None,  # noqa: ANN401, ARG002
     ) -> bool:
-        """Store nothing, for the reason of `get`."""
+        """Store nothing; see `get`."""
         return False
 
     def clear(self) -> None:
         """Refuse, because other engines may use the store.
 
         Raises:
-            NotImplementedError: always. SGLang's request to clear fails with this text.
+            NotImplementedError: always. SGLang's clear request fails with this message.
         """
         raise NotImplementedError(
             "kvtier removes nothing on request, because a cap evicts and other engines may use the store. To remove "
@@ -333,7 +333,7 @@ class KvtierStorage(sglang.HiCacheStorage):
         )
 
     def get_stats(self) -> object:
-        """Return figures for SGLang's metrics since the last call."""
+        """Return the figures for SGLang's metrics since the last call."""
         nothing = sglang.StorageMetrics()
         return self._guarded("get_stats", lambda: self._stats.take(sglang.StorageMetrics), nothing)
 
@@ -369,11 +369,11 @@ class KvtierStorage(sglang.HiCacheStorage):
 
 
 class _UnusableError(Exception):
-    """The store cannot be used for a call."""
+    """Raised if the store cannot be used for a call."""
 
 
 def settings_of(extra: Mapping[str, object] | None) -> Config:
-    """Return the engine's settings. They are equal in all its processes with the same environment.
+    """Return the engine's settings, which are equal in all its processes with the same environment.
 
     Args:
         extra: the value of ``--hicache-storage-backend-extra-config`` without the keys that SGLang removes. It
@@ -398,10 +398,10 @@ def settings_of(extra: Mapping[str, object] | None) -> Config:
 
 
 def _check_common(config: Config, ranks: StorageConfig) -> None:
-    """Refuse tiers of which only the writing rank sees the objects.
+    """Refuse tiers whose objects only the writing rank sees.
 
     Raises:
-        ConfigError: each rank has a store of its own, but SGLang lets one rank write for all.
+        ConfigError: each rank has its own store, but SGLang lets one rank write for all.
     """
     if not ranks.is_mla_model or ranks.tp_size == 1:
         return
@@ -414,7 +414,7 @@ def _check_common(config: Config, ranks: StorageConfig) -> None:
 
 
 def _check_alone(loss: Loss, arguments: Leaves) -> None:
-    """Refuse a class of the engine (`store.loss`) where SGLang passes KV on to other engines, whose class is unknown.
+    """Refuse a lossy class (`store.loss`) if SGLang passes KV on to other engines, whose class is unknown.
 
     Raises:
         ConfigError: the engine has a class, and its `disaggregation_mode` is not ``null``.
@@ -429,7 +429,7 @@ def _check_alone(loss: Loss, arguments: Leaves) -> None:
 
 
 def _place() -> _OwnRank:
-    """Find this process among those of the engine that have stores of their own."""
+    """Return this process's number among the engine's processes that have their own stores, and their count."""
     widths = sglang.parallel()
     replica = widths.dp_rank or 0
     world = int(widths.tp_size) * int(widths.pp_size)
@@ -438,7 +438,7 @@ def _place() -> _OwnRank:
 
 
 def _labels(ranks: StorageConfig) -> dict[str, str]:
-    """Return the labels of this process's metrics, which are those of SGLang's own metrics."""
+    """Return the labels of this process's metrics, which are also the labels of SGLang's own metrics."""
     return {name: str(getattr(ranks, name)) for name in ("tp_rank", "pp_rank", "dp_rank")}
 
 
@@ -464,7 +464,7 @@ def _items(pool: StoredPool, keys: Sequence[str], indices: Indices, extra_info: 
 
 
 def _keys(texts: Sequence[str]) -> list[ChunkKey]:
-    """Return 32 bytes per page hash, even if a string is not SHA-256 in hexadecimal, as in SGLang's own tests."""
+    """Return 32 bytes per page hash. A string need not be a hexadecimal SHA-256, and is not in SGLang's own tests."""
     try:
         keys = list(map(bytes.fromhex, texts))
     except ValueError:
@@ -475,7 +475,7 @@ def _keys(texts: Sequence[str]) -> list[ChunkKey]:
 
 
 def _objects(keys: Sequence[str], pool: StoredPool) -> list[ObjectId]:
-    """Return the objects of these pages."""
+    """Return the object ids of these pages."""
     return list(map(ObjectId._make, zip(_keys(keys), repeat(pool.number))))  # twice as fast as ObjectId(key, number)
 
 

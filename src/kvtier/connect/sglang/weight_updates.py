@@ -1,7 +1,8 @@
-"""Weights that change while the engine runs. SGLang replaces them in place and does not notify a storage backend.
+"""Detects changes of weights while the engine runs. SGLang replaces weights without notifying a storage backend.
 
 KV of the new weights must not be stored under the digest of the old ones. So kvtier wraps SGLang's methods that
-replace weights. From the first such call on, it stores and finds nothing. A restart identifies the new weights.
+replace weights in place. From the first such call on, it stores and finds nothing. A restart identifies the new
+weights.
 """
 
 import importlib
@@ -28,7 +29,7 @@ def watch_weights(changed: Callable[[], None]) -> None:
     """Call `changed` before this process's weights change. SGLang itself does not notify storage backends.
 
     Raises:
-        ConfigError: the weights have changed already, so the checkpoint no longer identifies them; or SGLang lacks a
+        ConfigError: the weights have already changed, so the checkpoint no longer identifies them; or SGLang lacks a
             method.
     """
     if getattr(install(), _SEEN):
@@ -37,7 +38,7 @@ def watch_weights(changed: Callable[[], None]) -> None:
 
 
 def install() -> Any:  # noqa: ANN401 - SGLang's class
-    """Notice changes of this process's weights from now on. Return SGLang's class that makes them.
+    """Detect changes of this process's weights from now on. Return SGLang's class that makes them.
 
     Raises:
         ConfigError: SGLang lacks a method.

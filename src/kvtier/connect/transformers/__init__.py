@@ -1,4 +1,4 @@
-"""Hugging Face Transformers, in the process that runs the model.
+"""Gives a Hugging Face Transformers model a KV cache, in the process that runs the model.
 
 from kvtier.connect.transformers import attach
 kv = attach(model, directory="/path/to/kv")

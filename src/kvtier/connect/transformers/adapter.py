@@ -1,7 +1,7 @@
-"""`attach` and `Attachment`: `generate` with a cache that outlives the process. See `docs/transformers.md`.
+"""`attach` and `Attachment` give `generate` a cache that outlives the process. See `docs/transformers.md`.
 
 A call reads the options and the padding, computes the chunk keys of each row, and looks up and loads the known prefix.
-The library then generates from there, and new chunks are stored. Only that store continues after the call.
+The library then generates from there, and new chunks are stored. Only the store continues after the call.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from kvtier.connect.transformers.call import (
     sequences_of,
 )
 from kvtier.connect.transformers.open import ModelSession, open_model
-from kvtier.connect.transformers.restore import Restored
+from kvtier.connect.transformers.restore import RestoreResult
 from kvtier.connect.transformers.support import accepts_padding, check_model
 from kvtier.errors import ConfigError, described
 from kvtier.keys.fingerprint import Fingerprint
@@ -70,18 +70,18 @@ def attach(
 
     Args:
         model: a decoder-only model of the Transformers library, in evaluation mode.
-        directory: where KV is stored on disk, as in ``tiers=["directory:PATH"]``. None: the tiers of the settings.
+        directory: where KV is stored on disk, as in ``tiers=["directory:PATH"]``. None uses the tiers in the settings.
         config: all settings. None reads the file that ``KVTIER_CONFIG`` names and the ``KVTIER_…`` environment.
-        checkpoint: file or directory of weights that the model was loaded from and still has. Its digest is cached
-            across processes. Without it, every attach digests the tensors in memory.
+        checkpoint: file or directory from which the model's current weights were loaded. Its digest is cached across
+            processes. Without it, every attach digests the tensors in memory.
         revision: name of the weights. Models with different revisions share nothing.
-        held_calls: how many calls may keep their tensors while their KV is copied to host memory. A further call is
+        held_calls: how many calls may keep their tensors while their KV is copied to host memory. Further calls are
             not stored.
         settings: single settings by section and name, such as ``host__capacity_bytes="8GiB"``; ``tiers``, a list of
             strings or tables; or values of one tier, such as ``tiers__disk__capacity_bytes="200GiB"``.
 
     Raises:
-        UnsupportedModelError: the model cannot be served correctly. The message says what is allowed.
+        UnsupportedModelError: the model cannot be served correctly. The message says which models are allowed.
         ConfigError: a setting is unknown or invalid, or names a path that cannot be used.
     """
     checked = check_model(model)
@@ -111,10 +111,10 @@ def _settings(config: Config | None, directory: Path | str | None, settings: dic
 
 
 class Attachment:
-    """A model with its cache, made by `attach`.
+    """A model with its cache, returned by `attach`.
 
-    Only one `generate` runs at a time; a second thread waits. `close` writes stored chunks to the lower tiers. So does
-    leaving the context manager, and so does the end of the process, within the same deadline.
+    Only one `generate` runs at a time; a second thread waits. `close` writes stored chunks to the lower tiers. So do
+    the exit of the context manager and the end of the process, with the same deadline.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Attachment:
         self.model = model
         self.config = config
         self.last = CallReport()
-        """Report of the latest call."""
+        """The report of the latest call."""
         self._checkpoint = checkpoint
         self._revision = revision
         self._held_calls = held_calls
@@ -137,10 +137,10 @@ class Attachment:
         self._lock = threading.RLock()
         self._numbers = itertools.count()
         self._earlier = StoreCounts()
-        """Counts of closed sessions, plus chunks that were dropped because of `held_calls`."""
+        """Counts of closed sessions, plus the chunks dropped because of `held_calls`."""
         self._logged: set[str] = set()
         self._ended = ""
-        """Why no call uses the cache. Empty while it is open."""
+        """Why calls do not use the cache; empty while it is open."""
         self._opened: ModelSession | None = None
         self._open()
 
@@ -159,18 +159,19 @@ class Attachment:
         """Return what `model.generate` returns for the same arguments, computed from restored KV if possible.
 
         Args:
-            inputs: [rows, columns] tokens, also as `input_ids`. Padding is on the left, and `attention_mask` marks it.
-            generation_config: as for `model.generate`.
+            inputs: [rows, columns] tokens, also accepted as `input_ids`. Padding is on the left; `attention_mask` marks
+                it.
+            generation_config: see `model.generate`.
             session: name of the conversation, for `expects`; a list if there are several rows. A recorded trace
                 contains another name for it.
             store: False keeps tokens, keys and names of the call out of tiers, host memory, traces and logs. `session`
-                then has no effect. The call may still restore what others stored. Any value except True counts as
+                then has no effect. The call may still restore KV that others stored. Any value except True counts as
                 False.
-            return_report: return (output, `CallReport`) instead of the output. `last` has the report in either case.
-            arguments: as for `model.generate`.
+            return_report: whether to return (output, `CallReport`). `last` has the report in either case.
+            arguments: see `model.generate`.
 
         An error inside kvtier never makes the call fail; the call is then computed without the cache. So is a call
-        that the cache cannot serve, and `CallReport.uncached_reason` says why.
+        that the cache cannot serve, and `CallReport.uncached_reason` gives the reason.
         """
         with self._lock:
             output = self._generate(inputs, generation_config, arguments, session, opts_out=self._opts_out(store))
@@ -179,31 +180,30 @@ class Attachment:
     def store(
         self, input_ids: torch.Tensor, cache: DynamicCache, *, known_tokens: int = 0, session: str | None = None
     ) -> int:
-        """Store KV that was computed outside `generate`, such as by a server's own decode loop.
+        """Store KV that was computed outside `generate`, for example by a server's own decode loop.
 
         Args:
             input_ids: [1, columns] tokens without padding.
             cache: KV of the leading tokens. Its tensors are copied in the background. Do not change these columns in
                 place before `flush`.
-            known_tokens: leading tokens that are stored already. Their full chunks are skipped.
-            session: as for `generate`.
+            known_tokens: leading tokens that are already stored. Their full chunks are skipped.
+            session: see `generate`.
 
         Returns:
-            Objects passed on for storing, or 0 after an error inside kvtier. Models with sliding windows store
-                nothing, because their cache has only the last tokens.
-            because their cache holds only the last tokens.
+            Number of objects passed on for storing; 0 after an error inside kvtier. Models with sliding windows store
+            nothing, because their cache holds only the last tokens.
         """
         with self._lock:
             count = self._guarded(lambda: self._store(input_ids, cache, known_tokens, session))
             return 0 if isinstance(count, str) else count
 
     def expects(self, session: str, next_turn: NextTurn | str | None) -> None:
-        """Announce where a conversation's next turn comes from. The cache learns how soon such turns return.
+        """Declare where a conversation's next turn comes from. The cache learns how soon such turns follow.
 
         Args:
-            session: as given to `generate`. An unknown session is ignored.
+            session: the name passed to `generate`. An unknown session is ignored.
             next_turn: "tool" (a tool or an agent, within seconds), "user", or "nobody" (the conversation is over).
-                None withdraws the announcement.
+                None withdraws the declaration.
 
         Raises:
             ConfigError: `session` is not a string, or `next_turn` is unknown.
@@ -220,7 +220,7 @@ class Attachment:
 
     @property
     def stored(self) -> StoreCounts:
-        """Results of all stores so far."""
+        """The results of all stores so far."""
         with self._lock:
             total = self._earlier
             if self._opened is None:
@@ -232,12 +232,12 @@ class Attachment:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Identity of the model. Models with different fingerprints share no KV."""
+        """The model's identity. Models with different fingerprints share no KV."""
         return self._current().fingerprint
 
     @property
     def weights(self) -> WeightsDigest:
-        """Digest of the weights, with the bytes and seconds that it took."""
+        """The digest of the weights, with the bytes read and the seconds taken."""
         return self._current().weights
 
     @property
@@ -247,11 +247,11 @@ class Attachment:
 
     @property
     def session(self) -> Session:
-        """The session underneath. There is a new one after the model has changed."""
+        """The underlying session. A new one replaces it after the model has changed."""
         return self._current().session
 
     def flush(self, deadline_s: float = 30.0) -> bool:
-        """Wait until all stores are copied to host memory. Return False if the deadline passed."""
+        """Wait until all stores are copied to host memory. Return False if the deadline passes first."""
         with self._lock:
             return self._opened is None or self._opened.requests.wait_for_stores(deadline_s)
 
@@ -259,10 +259,10 @@ class Attachment:
         """Write stored chunks to the lower tiers and end all threads. `generate` then works without the cache.
 
         Args:
-            deadline_s: None takes ``limits.close_deadline_s``.
+            deadline_s: how long this may take; None means ``limits.close_deadline_s``.
 
         Returns:
-            How the session closed. None: it had been closed before.
+            The result of closing the session; None if it was already closed.
         """
         with self._lock:
             self._ended = "the attachment is closed"
@@ -338,21 +338,21 @@ class Attachment:
         names = None if opts_out else session
         call = self._guarded(lambda: self._prepare(inputs, given, arguments, names, opts_out=opts_out))
         if isinstance(call, str):
-            if not opts_out:  # a reason may name something that the call was given
+            if not opts_out:  # a reason may contain an argument of the call
                 self._log_once(call, "generated without the cache: %s (logged once)")
             return self._generate_uncached(call, clock, inputs, given, arguments)
         opened, columns = self._current(), call.prompt.input_ids.shape[1]
         rows = [row.request for row in call.rows]
 
-        def restore() -> Restored:
+        def restore() -> RestoreResult:
             opened.requests.poll()
             if not any(row.prefix.keys for row in rows):
-                return Restored()
+                return RestoreResult()
             return opened.restorer.restore(rows, columns)
 
         restored = self._guarded(restore)
         reason = restored if isinstance(restored, str) else ""
-        found: Restored = Restored() if isinstance(restored, str) else restored
+        found: RestoreResult = RestoreResult() if isinstance(restored, str) else restored
         cache = empty_cache(opened.shape) if found.cache is None else found.cache
         rest = {name: value for name, value in arguments.items() if name not in _REPLACED}
         output = self.model.generate(
@@ -399,7 +399,7 @@ class Attachment:
         return output
 
     def _opts_out(self, store: object) -> bool:
-        """Whether nothing of a call may be stored."""
+        """Return whether nothing of a call may be stored."""
         if not isinstance(store, bool):
             what = f"store is of type {type(store).__name__}; allowed: True, False"
             self._log_once(what, "%s; nothing of the call is stored (logged once)")
@@ -470,7 +470,7 @@ class Attachment:
     def _begin_stores(
         self, opened: ModelSession, call: Call, new: Sequence[tuple[Prefix, list[Place]]], spans: Spans
     ) -> int:
-        """Start to store the new places of each row, and return their number."""
+        """Start storing the new places of each row, and return their number."""
         opened.requests.poll()
         is_full = opened.requests.storing_calls >= self._held_calls
         if is_full:
@@ -490,7 +490,7 @@ class Attachment:
     # ---- errors ----------------------------------------------------------------------------------------------------
 
     def _guarded(self, act: "Callable[[], T | str]") -> "T | str":
-        """Return the result of `act`, or the description of its exception: kvtier must never make a call fail."""
+        """Return the result of `act`, or a description of its exception, because kvtier must never make a call fail."""
         try:
             return act()
         except Exception as error:

@@ -1,6 +1,6 @@
-"""The library's cache tensors: a model's layers, the layout of their bytes in a chunk, and how to fill a cache.
+"""Describes a model's cached layers and the layout of their bytes in a chunk, and fills the library's caches.
 
-A layer's share of a chunk is K as [head, token, dim], contiguous, and then V likewise. Layers with full attention form
+A layer's part of a chunk is K as [head, token, dim], contiguous, and then V likewise. Layers with full attention form
 one KV group, which needs all chunks. Layers with the same sliding window form a group that needs only the last window.
 """
 
@@ -18,13 +18,13 @@ Model: TypeAlias = Any
 """A `PreTrainedModel`. Its attributes depend on the model's class, so they cannot be typed."""
 
 ModelConfig: TypeAlias = Any
-"""A `PreTrainedConfig`, mostly the decoder's."""
+"""A `PreTrainedConfig`, usually the decoder's."""
 
 Layer: TypeAlias = Any
 """A layer of the library's cache."""
 
 Output: TypeAlias = Any
-"""Output of `generate`: a tensor of sequences, or an object with `sequences`."""
+"""The output of `generate`: a tensor of sequences, or an object with `sequences`."""
 
 Argument: TypeAlias = Any
 """An argument that is only forwarded."""
@@ -40,9 +40,9 @@ class CachedLayer:
     """One layer of the model's cache that contains KV."""
 
     index: int
-    """Its position in the library's cache."""
+    """The layer's position in the library's cache."""
     window: int | None
-    """Tokens that a query attends to, including its own. None: full attention."""
+    """Number of tokens that a query attends to, including its own; None for full attention."""
     key_heads: int
     key_dim: int
     value_heads: int
@@ -52,22 +52,22 @@ class CachedLayer:
 
     @property
     def key_bytes_per_token(self) -> int:
-        """Bytes of K of one token, over all heads."""
+        """Bytes of a token's K, over all heads."""
         return self.key_heads * self.key_dim * self.dtype.itemsize
 
     @property
     def value_bytes_per_token(self) -> int:
-        """Bytes of V of one token, over all heads."""
+        """Bytes of a token's V, over all heads."""
         return self.value_heads * self.value_dim * self.dtype.itemsize
 
     @property
     def past_tokens(self) -> int | None:
-        """Number of earlier tokens that a query attends to. None: all."""
+        """Number of earlier tokens that a query attends to; None for all."""
         return None if self.window is None else self.window - 1
 
     @property
     def pages(self) -> str:
-        """Name of the layout of the layer's bytes."""
+        """The name of the layer's byte layout."""
         keys, values = f"{self.key_heads}x{self.key_dim}", f"{self.value_heads}x{self.value_dim}"
         return f"{str(self.dtype).removeprefix('torch.')}/K={keys}/V={values}"
 
@@ -77,9 +77,9 @@ class CacheShape:
     """The layers of a model's cache, divided into KV groups."""
 
     config: ModelConfig
-    """The decoder's configuration. The library makes an empty cache from it."""
+    """The decoder's configuration, from which the library creates an empty cache."""
     groups: tuple[tuple[CachedLayer, ...], ...]
-    """Full attention first, if there is any; then one group per window size."""
+    """The group with full attention, if any, and then one group per window size."""
 
     @property
     def layers(self) -> Iterator[CachedLayer]:
@@ -131,7 +131,7 @@ def _group_layout(group: tuple[CachedLayer, ...], chunk_tokens: int) -> GroupLay
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """K and V of a run of columns of one layer: [row, head, column, dim]."""
+    """The K and V of one layer for a run of columns: [row, head, column, dim]."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -149,7 +149,7 @@ Spans: TypeAlias = tuple[tuple[tuple[Span, ...], ...], ...]
 
 
 class RecordingWindowLayer(DynamicSlidingWindowLayer):
-    """The library's sliding-window layer, which also records all its K and V.
+    """The library's sliding-window layer, extended to record all its K and V.
 
     The library keeps only the last window, but most chunks of a prompt lie before it. Attention reads the library's
     own tensors, so results and speed stay the same.
@@ -169,7 +169,7 @@ class RecordingWindowLayer(DynamicSlidingWindowLayer):
 
 
 def _detached(states: torch.Tensor) -> torch.Tensor:
-    # Copy a slice of a fused projection, because it would keep the whole projection in memory.
+    # Copy a slice of a fused projection, because the slice would keep the whole projection in memory.
     is_slice = states.untyped_storage().nbytes() > states.numel() * states.element_size()
     return states.clone(memory_format=torch.contiguous_format) if is_slice else states
 
@@ -186,7 +186,7 @@ def empty_cache(shape: CacheShape) -> DynamicCache:
 def blank_spans(shape: CacheShape, padding: Sequence[int], columns: int) -> Spans:
     """Return tensors for the leading `columns` columns of a cache, one run per layer. Loads fill them.
 
-    Window layers contain the last columns. Padding columns are zero, so that masked values are finite.
+    Window layers have only the last columns. Padding columns are zero, so that masked values are finite.
     """
     # Tensors made in inference mode, which may be on here, cannot be written by other threads.
     with torch.inference_mode(mode=False):
@@ -206,7 +206,7 @@ def _blank_span(layer: CachedLayer, padding: Sequence[int], columns: int) -> Spa
 
 
 def filled_cache(shape: CacheShape, spans: Spans, columns: int) -> DynamicCache:
-    """Return the library's cache of the first `columns` columns, over the tensors of `blank_spans`."""
+    """Return the library's cache for the first `columns` columns, using the tensors of `blank_spans`."""
     cache = empty_cache(shape)
     for group, group_spans in zip(shape.groups, spans, strict=True):
         for cached, (span,) in zip(group, group_spans, strict=True):
@@ -241,7 +241,7 @@ _SMALL_TOKENS = 64
 
 
 def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Join runs of small spans (decode steps), so that a chunk is not copied token by token."""
+    """Join runs of short spans (decode steps), so that a chunk is not copied token by token."""
     joined: list[Span] = []
     for is_small, group in groupby(spans, lambda span: span.keys.shape[-2] < _SMALL_TOKENS):
         run = list(group)

@@ -1,8 +1,8 @@
-"""One `generate` call: its prompt, the rows of its batch with their chunk keys, and its report.
+"""Represents one `generate` call: its prompt, the rows of its batch with their chunk keys, and its report.
 
 A batch is padded on the left, so that all rows end at the same column. Row `i` has `pad_i` columns of padding, and its
-token `t` is in column `pad_i + t`. The library's cache has one length for all rows, counted in columns. To resume at
-column `C`, each row needs KV of its first `C - pad_i` tokens. The attention mask hides padding columns.
+token `t` is in column `pad_i + t`. The library's cache has one length in columns for all rows. To resume at
+column `C`, each row needs the KV of its first `C - pad_i` tokens. The attention mask hides padding columns.
 """
 
 import time
@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from kvtier.connect.transformers.caches import Argument, Model, Output, integers
 from kvtier.connect.transformers.identity import fixed_rope_tokens
 from kvtier.connect.transformers.open_requests import RowRequest
-from kvtier.connect.transformers.restore import Restored, row_tokens
+from kvtier.connect.transformers.restore import RestoreResult, row_tokens
 from kvtier.connect.transformers.support import Options, padding_mask, reason_against
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain
@@ -27,10 +27,10 @@ from kvtier.types import NextTurn, Place, Prefix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallReport:
-    """What one `generate` call restored, computed and stored. Tokens are summed over the rows of a batch."""
+    """Reports what one `generate` call restored, computed and stored. Tokens are summed over the rows of a batch."""
 
     prompt_tokens: int = 0
-    """Tokens of all prompts, not counting padding."""
+    """Tokens of all prompts, without padding."""
     restored_tokens: int = 0
     """Prompt tokens whose KV was restored."""
     restored_by_source: dict[str, int] = field(default_factory=dict[str, int])
@@ -38,30 +38,30 @@ class CallReport:
     computed_tokens: int = 0
     """Prompt tokens that the model computed."""
     generated_tokens: int = 0
-    """New tokens, up to and including each row's end token. 0 for a call without the cache."""
+    """New tokens, up to and including each row's end token; 0 for a call without the cache."""
     ttft_s: float = 0.0
     """Seconds from the call to the first new token, including all of kvtier's work."""
     lookup_s: float = 0.0
-    """Part of `ttft_s` that went to keys and lookups."""
+    """Part of `ttft_s` spent on keys and lookups."""
     load_s: float = 0.0
     """Part of `ttft_s` spent waiting for loads."""
     wall_s: float = 0.0
-    """Seconds of the whole call."""
+    """Duration of the whole call in seconds."""
     stored_chunks: int = 0
-    """Objects (a chunk of one KV group) passed on for storing. Copies continue after the call."""
+    """Objects (each a chunk of one KV group) passed on for storing. Copies continue after the call."""
     uncached_reason: str = ""
-    """Why the call, or a part of it, did not use the cache. Empty if all of it did."""
+    """Why the call, or a part of it, did not use the cache; empty if all of it did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreCounts:
-    """Results of all stores so far, in objects."""
+    """The results of all stores so far, in objects."""
 
     held: int = 0
     """Objects stored: readable in host memory, and on their way to the tiers that the write policy selects."""
     dropped: int = 0
-    """Objects not admitted, without room in time, failed, or refused because `held_calls` calls were still being
-    stored."""
+    """Objects that were not admitted, found no room in time, failed, or were refused because `held_calls` calls were
+    still being stored."""
     pending_calls: int = 0
     """Calls whose KV is still being copied."""
 
@@ -73,7 +73,7 @@ class Prompt(NamedTuple):
     """[rows, columns] tokens."""
     mask: torch.Tensor
     padding: tuple[int, ...]
-    """Columns of padding before each row."""
+    """Number of padding columns before each row."""
     end_tokens: frozenset[int]
 
 
@@ -85,7 +85,7 @@ def prompt_of(
     *,
     accepts_padding: bool,
 ) -> Prompt | str:
-    """Return the prompt in the arguments of `generate`, or why the cache cannot serve the call."""
+    """Return the prompt from the arguments of `generate`, or the reason why the cache cannot serve the call."""
     options = Options(arguments, given, model.generation_config)
     reason = reason_against(model, options)
     if reason:
@@ -109,13 +109,13 @@ def prompt_of(
 
 
 def left_padding(mask: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the columns of padding before each row.
+    """Return the number of padding columns before each row.
 
     Args:
         mask: [rows, columns]. Zero hides a column.
 
     Returns:
-        None if a row has padding elsewhere than on the left, a hole, or no token.
+        None if a row has padding anywhere but on the left, a hole, or no token.
     """
     shown = mask != 0
     columns = shown.shape[1]
@@ -127,7 +127,7 @@ def left_padding(mask: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def conversation_names(session: object, rows: int) -> tuple[Sequence[str | None], str]:
-    """Return the name of each row's conversation. If they are invalid, return no names and what is wrong."""
+    """Return the name of each row's conversation, and an error. If there is an error, all names are None."""
     none = [None] * rows
     if session is None:
         return none, ""
@@ -159,7 +159,7 @@ def sequences_of(output: Output) -> torch.Tensor:
 
 
 def row_end(sequence: Sequence[int], prompt_tokens: int, end_tokens: Collection[int]) -> int:
-    """Return the length of a row up to its first generated end token. After that the library feeds padding.
+    """Return the length of a row up to its first generated end token. The library feeds padding after that token.
 
     Args:
         sequence: the row's prompt and generated tokens, without left padding.
@@ -182,7 +182,7 @@ class CallRow:
     restored_tokens: int = 0
 
     def new_places(self, sequence: torch.Tensor, end_tokens: frozenset[int], groups: int) -> tuple[Prefix, list[Place]]:
-        """Return the full chunks that this call completed, by KV group. A partly restored chunk is stored already.
+        """Return the full chunks that this call completed, by KV group. A partly restored chunk is already stored.
 
         Args:
             sequence: the row's tokens, including padding.
@@ -190,13 +190,13 @@ class CallRow:
             groups: number of KV groups.
         """
         tokens = integers(sequence[self.request.pad :])
-        # The last token of a sequence was sampled but never fed to the model, so it has no KV.
+        # The last token of a sequence is sampled but never fed to the model, so it has no KV.
         kept = min(row_end(tokens, self.prompt_tokens, end_tokens), len(tokens) - 1)
         self.chain.extend(tokens[self.prompt_tokens : kept])
         return self.places(-(-self.restored_tokens // self.request.prefix.chunk_tokens), kept, groups)
 
     def places(self, first: int, tokens: int, groups: int) -> tuple[Prefix, list[Place]]:
-        """Return the full chunks of the leading `tokens` tokens, from chunk `first` on."""
+        """Return the full chunks of the leading `tokens` tokens, starting with chunk `first`."""
         prefix = self.chain.prefix()
         size = prefix.chunk_tokens
         chunks = range(first, tokens // size)
@@ -207,7 +207,7 @@ class CallRow:
 
 @dataclass(slots=True)
 class Call:
-    """A call's rows, and what its report needs."""
+    """The rows of a call, and the values that its report needs."""
 
     number: int
     prompt: Prompt
@@ -217,7 +217,7 @@ class Call:
     arrived_s: float
     recorder: Recorder | None = None
     opts_out: bool = False
-    """Nothing of the call is stored."""
+    """Whether nothing of the call may be stored."""
 
     @classmethod
     def begun(
@@ -238,8 +238,8 @@ class Call:
             rows.append(CallRow(RowRequest(f"{number}/{index}", pad, chain.prefix(), name), len(tokens), chain))
         return cls(number, prompt, rows, time.perf_counter() - started, arrived_s, recorder)
 
-    def report(self, output: Output, restored: Restored, clock: "FirstToken", reason: str) -> CallReport:
-        """Return the report before anything is stored."""
+    def report(self, output: Output, restored: RestoreResult, clock: "FirstToken", reason: str) -> CallReport:
+        """Return the report as it is before anything is stored."""
         prompt_tokens = sum(row.prompt_tokens for row in self.rows)
         generated_tokens = 0
         for row, sequence in zip(self.rows, sequences_of(output), strict=True):
@@ -267,7 +267,7 @@ class Call:
 
 
 class FirstToken(StoppingCriteria):
-    """Records the time of the first new token. It never stops generation, and works with any streamer."""
+    """Records the time of the first new token. It never stops generation and works with any streamer."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -275,7 +275,7 @@ class FirstToken(StoppingCriteria):
         self._continue: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Argument, **_: Argument) -> Argument:  # noqa: ARG002
-        """Note the first call. The library calls this after each new token."""
+        """Record the time of the first call. The library calls this after each new token."""
         if self._first is None or self._continue is None:
             if input_ids.device.type == "cuda":
                 torch.cuda.current_stream(input_ids.device).synchronize()
@@ -289,7 +289,7 @@ class FirstToken(StoppingCriteria):
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first new token. 0 if there was none."""
+        """Seconds to the first new token; 0 if there was none."""
         return 0.0 if self._first is None else self._first - self._started
 
     @property

@@ -1,7 +1,7 @@
-"""Compares a model's weights in memory with the checkpoint that the caller names for them.
+"""Compares a model's weights in memory with the checkpoint that the caller names.
 
-The library reads the files before `attach` is called, so kvtier has not seen which ones. Comparing a few places of
-every weight costs far less than a digest of all bytes. It suffices, because training changes whole weights.
+The library reads the files before `attach` is called, so kvtier does not know which files it read. Comparing a few
+places of every weight costs far less than a digest of all bytes. It suffices because training changes whole weights.
 """
 
 from collections import defaultdict
@@ -17,23 +17,23 @@ from kvtier.connect.transformers.caches import Model
 from kvtier.keys.weights import WeightsDigest, changed_file, file_versions
 
 RUN_VALUES = 4096
-"""Adjacent values compared in each of three places: the start, the middle and the end."""
+"""Number of adjacent values compared in each of three places: the start, the middle and the end."""
 
 _SUFFIX = ".safetensors"
 
 
 def difference(model: Model, files: WeightsDigest) -> str:
-    """Return why the weights in memory may not be those of the digested files. Empty if they are.
+    """Return why the weights in memory may differ from the digested files; empty if they match.
 
-    The dtype may differ: values from the files are cast as the library does.
+    The dtype may differ: values from the files are cast as in the library.
     """
     try:
         with ExitStack() as opened:
             read = [path for path in files.versions if path.name.endswith(_SUFFIX)]
             found = _differing(model, [opened.enter_context(safe_open(path, framework="pt")) for path in read])
-    except Exception as error:  # noqa: BLE001 - of files, and of any kind of tensor
+    except Exception as error:  # noqa: BLE001 - errors of files and of any kind of tensor
         return f"they cannot be compared: {error}"
-    # What was compared must be what was digested.
+    # The compared files must be the digested files.
     changed = changed_file(files.versions, file_versions(files.versions), may_download=False)
     return found if changed is None else f"{changed} has changed meanwhile"
 
@@ -51,7 +51,7 @@ def _differing(model: Model, files: Iterable[Any]) -> str:
             names[tensor].append(name)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for tensor, given in names.items():
-        # Files of a base model lack the prefix. Only files of a model with a head have it.
+        # Only files of a model with a head have the prefix; files of a base model lack it.
         stored = {other for name in given for other in (name, name.removeprefix(prefix), prefix + name)} & held.keys()
         if not stored and isinstance(tensor, torch.nn.Parameter):
             return f"{given[0]} is in none of the files"

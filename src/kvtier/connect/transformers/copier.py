@@ -1,15 +1,15 @@
-"""Copies chunks between the library's cache tensors and host slots. Called from transfer threads.
+"""Copies chunks between the library's cache tensors and host slots. Transfer threads call it.
 
 `blocks` is (first token, token after the last) of a row. A request is one row of one cache. The copier keeps its
 tensors from `expose` until `forget`.
 
 On the CPU a copy is complete on return. It uses NumPy, because torch would start a thread pool in every transfer
-thread and take cores from the model. On a CUDA device, a layer is copied between its tensors and a device buffer laid
-out like the payload. The buffer crosses the bus in one copy. Each direction has one stream, which waits for everything
-that the engine had queued when the request was exposed. The fence is an event after the last copy.
+thread and take cores from the model. On a CUDA device, a layer is copied between its tensors and a device buffer with
+the layout of the payload. The buffer crosses the bus in one copy. Each direction has one stream, which waits for all
+work that the engine had queued when the request was exposed. The fence is an event after the last copy.
 
-A layer's share of a payload is K as [head, token, dim], and then V likewise. In the tensors, each head's tokens are
-contiguous. In the records of a window layer, each token's heads are.
+A layer's part of a payload is K as [head, token, dim], and then V likewise. In the tensors, each head's tokens are
+contiguous. In the records of a window layer, each token's heads are contiguous.
 """
 
 import threading
@@ -29,10 +29,10 @@ from kvtier.layout import KvLayout
 from kvtier.types import RequestId
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers as wide as a KV number, because NumPy has no bfloat16."""
+"""Integer types as wide as a KV value, because NumPy has no bfloat16."""
 
 CudaEvent: TypeAlias = Any
-"""Any, because torch has two types for it."""
+"""A CUDA event. It is `Any` because torch has two types for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class ExposedRow:
     pad: int
     spans: Spans
     ready: dict[torch.device, CudaEvent]
-    """An event per CUDA device, after everything that the engine had queued on these tensors."""
+    """One event per CUDA device, after all work that the engine had queued on these tensors."""
 
 
 class StreamFence:
     """Events after the copies of one chunk, one per CUDA device.
 
-    It keeps the tensors alive even if the request is forgotten meanwhile. Freed memory would be reused during the
-    copy.
+    It keeps the tensors alive even if the request is forgotten meanwhile. Otherwise their memory could be reused during
+    the copy.
     """
 
     def __init__(self, events: Sequence[CudaEvent], row: ExposedRow) -> None:
@@ -82,7 +82,7 @@ class CacheCopier:
         Args:
             request: a row's load or store.
             row: the row's number in the tensors.
-            pad: columns of padding before its first token.
+            pad: number of padding columns before its first token.
             spans: the tensors.
         """
         ready = {device: torch.cuda.current_stream(device).record_event() for device in self._devices}
@@ -119,11 +119,11 @@ class CacheCopier:
         return self._copy(row, group, start, stop, payload, is_gather=False)
 
     def done(self, fence: Fence) -> bool:
-        """Whether the copy that `fence` stands for is complete. Never blocks."""
+        """Return whether the copy that `fence` represents is complete. Never block."""
         return not isinstance(fence, StreamFence) or all(event.query() for event in fence.events)
 
     def _columns(self, request: RequestId, blocks: tuple[int, ...]) -> tuple[ExposedRow, int, int]:
-        """Return the request's row, and the columns of these tokens."""
+        """Return the request's row, and the first column and the end column of these tokens."""
         with self._lock:
             row = self._rows.get(request)
         if row is None:
@@ -159,7 +159,7 @@ def _on_streams(streams: Mapping[torch.device, torch.cuda.Stream], row: ExposedR
     """Queue this thread's work on these streams, after the events of the row."""
     with ExitStack() as entered:
         for device in islice(streams, 1):
-            torch.cuda.set_device(device)  # a new thread is on device 0, where it would take memory for a context
+            torch.cuda.set_device(device)  # a new thread uses device 0, where it would take memory for a context
         for device, stream in streams.items():
             stream.wait_event(row.ready[device])
             entered.enter_context(torch.cuda.stream(stream))
@@ -173,7 +173,7 @@ def _on_streams(streams: Mapping[torch.device, torch.cuda.Stream], row: ExposedR
 
 
 def _check_complete(spans: Sequence[Span], start: int, stop: int) -> None:
-    """Refuse to gather an incomplete chunk, which would store stale bytes of an earlier chunk."""
+    """Refuse to gather an incomplete chunk, because this would store stale bytes of an earlier chunk."""
     found = sum(max(0, min(stop, span.stop) - max(start, span.start)) for span in spans)
     if found != stop - start:
         raise LookupError(f"only {found} of {stop - start} tokens are in the cache's tensors")
@@ -182,7 +182,7 @@ def _check_complete(spans: Sequence[Span], start: int, stop: int) -> None:
 def _move(
     layer: CachedLayer, row: int, spans: Sequence[Span], near: torch.Tensor, start: int, stop: int, *, is_gather: bool
 ) -> None:
-    """Copy K and V of columns [start, stop) between `spans` and `near`, which is laid out like the layer's payload."""
+    """Copy K and V of columns [start, stop) between `spans` and `near`, which has the layout of the layer's payload."""
     tokens = near.numel() // (layer.key_bytes_per_token + layer.value_bytes_per_token)
     key_bytes = tokens * layer.key_bytes_per_token
     keys = near[:key_bytes].view(layer.dtype).view(layer.key_heads, tokens, layer.key_dim)

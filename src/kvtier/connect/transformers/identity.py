@@ -1,12 +1,12 @@
-"""A model's identity: the fingerprint of its weights and settings, and the detection of changes while it is in use.
+"""Identifies a model: computes the fingerprint of its weights and settings, and detects changes while it is in use.
 
 The weights' digest covers the tensors in memory (`state_dict` and the buffers that it omits). If the caller names a
 checkpoint and a sample of every weight matches it, the digest covers its files instead. The whole configuration enters
-the fingerprint, except `IGNORED_FIELDS`. An unknown field may change KV, and then a miss is right.
+the fingerprint, except `IGNORED_FIELDS`. An unknown field may change KV, so a miss is correct.
 
 Some position encodings depend on the length of the text. With ``dynamic`` and ``longrope`` scaling, a text beyond the
-original length has other frequencies from its first token on. So its KV must not be used for a shorter text, nor the
-reverse. A call is cached only if it stays below that length.
+original length has different frequencies from its first token on. So its KV must not be used for a shorter text, or
+vice versa. A call is cached only if it stays below that length.
 """
 
 import logging
@@ -32,7 +32,7 @@ IGNORED_FIELDS = UNRELATED_FIELDS | {
 """Fields that cannot change a token's KV, or that enter the fingerprint separately."""
 
 ADAPTER_STATE = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")
-"""State of a peft adapter layer: which adapters are active, and their scaling."""
+"""The state of a peft adapter layer: which adapters are active, and their scaling."""
 
 
 _ROPE_FIELDS = (
@@ -46,20 +46,20 @@ _ROPE_FIELDS = (
 
 
 def rope_settings(config: ModelConfig) -> dict[str, object]:
-    """Return the rotary position encoding in a decoder's configuration."""
+    """Return the rotary position settings in a decoder's configuration."""
     values = {field: getattr(config, field, None) for field in _ROPE_FIELDS}
     return {field: value for field, value in values.items() if value is not None}
 
 
 def fixed_rope_tokens(model: Model) -> int | None:
-    """Return the length from which the position encoding depends on the text's length. None: it never does."""
+    """Return the length from which the position encoding depends on the text's length; None if it never does."""
     config = model.config.get_text_config(decoder=True)
     lengths = [length for kind, length in _rope_kinds(config) if kind in {"dynamic", "longrope"}]
     return min(lengths) if lengths else None
 
 
 def _rope_kinds(config: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Yield (kind of scaling, original length) of each set of frequencies. Some models have one per type of layer."""
+    """Yield (kind of scaling, original length) for each set of frequencies. Some models have one per type of layer."""
     found: object = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(found, Mapping):
         return
@@ -79,7 +79,7 @@ def weights_digest(model: Model, checkpoint: Path | None, cache_file: Path | Non
     """Return the digest of the model's weights, with its cost.
 
     Args:
-        model: its tensors are digested if there is no checkpoint.
+        model: the model, whose tensors are digested if there is no checkpoint.
         checkpoint: file or directory of the weights. Files that differ from the tensors are not used.
         cache_file: caches the digests of checkpoint files.
 
@@ -128,7 +128,7 @@ def adapter_state(model: Model) -> Iterator[tuple[str, object]]:
 
 
 def _adapter_fields(module: torch.nn.Module) -> dict[str, object]:
-    # Attention layers of many models have a number called scaling, too. Their state then is that number.
+    # Attention layers of many models also have a number called scaling. Their state is then that number.
     return {field: getattr(module, field, None) for field in ADAPTER_STATE}
 
 
@@ -174,9 +174,9 @@ _SAMPLED_VALUES = 8
 class ModelWatch:
     """Detects changes of a model, in well under a millisecond for hundreds of tensors.
 
-    It sees every replaced tensor and every in-place change that torch counts. torch does not count changes through
-    `.data`; the watch notices them only in a few sampled values. An update of all weights shows. An update of a few
-    tensors through `.data` may not, and needs a new `attach`.
+    It detects every replaced tensor and every in-place change that torch counts. torch does not count changes through
+    `.data`; the watch detects them only in a few sampled values. It detects an update of all weights, but may miss an
+    update of a few tensors through `.data`, which needs a new `attach`.
     """
 
     def __init__(self, model: Model) -> None:
@@ -187,7 +187,7 @@ class ModelWatch:
         self._values = _read(self._views)
 
     def has_changed(self) -> bool:
-        """Whether the model has changed since the watch was made."""
+        """Return whether the model has changed since the watch was created."""
         return self._look() != self._seen or _read(self._views) != self._values
 
     def _look(self) -> tuple[object, ...]:
@@ -202,7 +202,7 @@ class ModelWatch:
             held: dict[str, Argument] = vars(module)
             parameters: dict[str, torch.Tensor | None] = held["_parameters"]
             buffers: dict[str, torch.Tensor | None] = held["_buffers"]
-            # The same tensors as parameters() and buffers(), in one pass.
+            # These are the same tensors as in parameters() and buffers(), in one pass.
             for tensor in parameters.values():
                 if tensor is not None:
                     seen += (tensor.data_ptr(), _version(tensor))
@@ -231,5 +231,5 @@ def _sample_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def _read(views: list[torch.Tensor]) -> list[float]:
     if len({(view.device, view.dtype) for view in views}) > 1:
         views = [view.to("cpu", torch.float32) for view in views]
-    # NaN is not equal to itself, so it would count as a change at every call.
+    # NaN is not equal to itself, so it would count as a change in every call.
     return cast("Argument", torch.cat(views).float().nan_to_num(0.0)).tolist() if views else []

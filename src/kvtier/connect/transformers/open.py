@@ -38,7 +38,7 @@ class ModelSession:
     requests: OpenRequests
     restorer: Restorer
     root: bytes
-    """Root of the model's key chains."""
+    """The root of the model's key chains."""
     watch: identity.ModelWatch
     """Detects changes of the model."""
     fingerprint: Fingerprint

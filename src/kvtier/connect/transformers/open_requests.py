@@ -1,4 +1,4 @@
-"""Open loads and stores of the session. A call waits for its loads; stores continue after the call."""
+"""Tracks open loads and stores of the session. A call waits for its loads; stores continue after the call."""
 
 import time
 from collections.abc import Sequence
@@ -17,19 +17,22 @@ class RowRequest:
     """One row of a call: its prompt, and the state of its restoration."""
 
     name: str
-    """Unique. The row's request ids start with it."""
+    """A unique name, with which the row's request ids start."""
     pad: int
     prefix: Prefix
     conversation: str | None = None
     request: RequestId = RequestId("")  # noqa: RUF009  immutable
     restorable: int = 0
     whole_chunks: int | None = None
-    """Chunks before the first hole that a load found. A tier may list a bad object for a while after it was read."""
+    """Chunks before the first hole that a load found. A tier may still list a bad object for a while after a read."""
     prefixes: dict[int, Prefix] = field(default_factory=dict[int, Prefix])
     """Shorter prefixes, by their number of chunks."""
 
     def shortened(self, chunks: int | None) -> Prefix:
-        """Return the first `chunks` chunks (None: all), as the same object each time: lookups compare by identity."""
+        """Return the first `chunks` chunks, or all for None.
+
+        Each call returns the same object, because lookups compare by identity.
+        """
         if chunks is None or chunks >= len(self.prefix.keys):
             return self.prefix
         if chunks not in self.prefixes:
@@ -49,13 +52,13 @@ class OpenRequests:
         self._session = session
         self._copier = copier
         self._loaded: dict[RequestId, LoadDone] = {}
-        """Loads that have ended and that the call has not taken yet."""
+        """Loads that have ended and that the call has not yet taken."""
         self._stores: dict[RequestId, int] = {}
         """Open stores, with the numbers of their calls."""
         self.held = 0
-        """Stored objects."""
+        """Number of stored objects."""
         self.dropped = 0
-        """Objects that were not stored."""
+        """Number of objects that were not stored."""
 
     @property
     def storing_calls(self) -> int:
@@ -63,7 +66,7 @@ class OpenRequests:
         return len(set(self._stores.values()))
 
     def load(self, row: RowRequest, number: int, places: Sequence[Place], spans: Spans) -> None:
-        """Start to load `places` of row `number` into its tensors, and keep these until the load ends."""
+        """Start loading `places` of row `number` into its tensors, and keep these until the load ends."""
         self._copier.expose(row.request, number, row.pad, spans)
         boundary = max(place.chunk for place in places) + 1
         tokens = boundary * row.prefix.chunk_tokens
@@ -76,7 +79,7 @@ class OpenRequests:
     def store(
         self, row: RowRequest, number: int, call: int, prefix: Prefix, places: Sequence[Place], spans: Spans
     ) -> None:
-        """Start to store `places` of row `number` of a call, and keep its tensors until the store ends."""
+        """Start storing `places` of row `number` of a call, and keep its tensors until the store ends."""
         request = RequestId(f"{row.name}/store")
         self._copier.expose(request, number, row.pad, spans)
         try:
@@ -99,7 +102,7 @@ class OpenRequests:
                 self.dropped += event.dropped
 
     def wait_for_loads(self, requests: Sequence[RequestId], until: float) -> dict[RequestId, LoadDone]:
-        """Wait for these loads until `until` on the monotonic clock, and return those that have ended."""
+        """Wait for these loads, until the monotonic time `until`, and return those that have ended."""
         while True:
             self.poll(min(_POLL_S, max(0.0, until - time.monotonic())))
             done = {request: self._loaded[request] for request in requests if request in self._loaded}
@@ -108,7 +111,7 @@ class OpenRequests:
                 return done
 
     def wait_for_stores(self, deadline_s: float = 0.0, call: int | None = None) -> bool:
-        """Wait for the stores of one call, or of all. Return False if `deadline_s` seconds were not enough."""
+        """Wait up to `deadline_s` seconds for the stores of one call, or of all. Return whether they have ended."""
         until = time.monotonic() + deadline_s
         while True:
             left_s = until - time.monotonic()

@@ -2,8 +2,8 @@
 
 The rows of a batch share one cache length, so they resume at a common column. A row with a longer restorable prefix
 may then stop inside a chunk and use only a part of it. Full attention works with any column. A window needs the tokens
-before the column where it resumes, not those before the chunk's end. So the window's chunks of both boundaries around
-that column are loaded, and only if the lookup finds both.
+before the column at which it resumes, not those before the chunk's end. So the window's chunks of both boundaries
+around that column are loaded, and only if the lookup finds both.
 """
 
 import logging
@@ -21,21 +21,21 @@ from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
-"""A load that delivered less than planned (a bad copy, a failed tier) is planned again, up to its first hole."""
+"""Maximum number of attempts. A load with a hole (a bad copy, a failed tier) is planned again, up to that hole."""
 _PROBE_POLL_MIN_S = 0.0001
 _PROBE_POLL_MAX_S = 0.005
 _PLAN_ROUNDS = 8
 
 
 def row_tokens(column: int, pad: int) -> int:
-    """Return the number of a row's tokens before `column`."""
+    """Return the number of tokens of a row before `column`."""
     return max(0, column - pad)
 
 
 def common_column(padding: Sequence[int], restorable: Sequence[int], columns: int) -> int:
     """Return the column at which all rows can resume, given the restorable tokens of each.
 
-    At least the last column is computed, because its logits choose the first new token. A row whose first token lies
+    At least the last column is computed, because its logits determine the first new token. A row whose first token is
     after the common column restores nothing and does not limit the others.
     """
     reach = min(pad + tokens for pad, tokens in zip(padding, restorable, strict=True))
@@ -43,11 +43,11 @@ def common_column(padding: Sequence[int], restorable: Sequence[int], columns: in
 
 
 @dataclass(slots=True)
-class Restored:
-    """What one call restored."""
+class RestoreResult:
+    """The KV that one call restored."""
 
     cache: DynamicCache | None = None
-    """The filled cache. None: nothing could be restored."""
+    """The filled cache; None if nothing could be restored."""
     columns: int = 0
     tokens: int = 0
     """Restored tokens, summed over the rows."""
@@ -64,7 +64,7 @@ class Restorer:
         requests: starts the loads and waits for them.
         shape: the model's KV groups.
         probe_deadline_s: how long a lookup waits for the tiers' answers.
-        load_deadline_s: how long a call waits for all its loads. After that the prompt is computed.
+        load_deadline_s: how long a call waits for all its loads before the prompt is computed.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class Restorer:
         self._probe_deadline_s = probe_deadline_s
         self._load_deadline_s = load_deadline_s
 
-    def restore(self, rows: Sequence[RowRequest], columns: int) -> Restored:
+    def restore(self, rows: Sequence[RowRequest], columns: int) -> RestoreResult:
         """Return a cache for these rows, filled as far as possible.
 
         Args:
             rows: the rows of the call.
             columns: length of the prompt, including padding.
         """
-        restored = Restored()
+        restored = RestoreResult()
         deadline = time.monotonic() + self._load_deadline_s
         for attempt in range(_ATTEMPTS):
-            # Probe answers are kept per request id, so each attempt needs new ids.
+            # Probes' answers are kept by request id, so each attempt needs new ids.
             for row in rows:
                 row.request = RequestId(f"{row.name}/{attempt}")
             try:
@@ -105,7 +105,7 @@ class Restorer:
                 break
         return restored
 
-    def _attempt(self, rows: Sequence[RowRequest], columns: int, deadline: float, restored: Restored) -> bool:
+    def _attempt(self, rows: Sequence[RowRequest], columns: int, deadline: float, restored: RestoreResult) -> bool:
         """Plan and load once. Return False if another attempt may restore something."""
         started = time.perf_counter()
         column = self._plan(rows, columns)
@@ -120,7 +120,7 @@ class Restorer:
     # ---- lookup and plan -------------------------------------------------------------------------------------------
 
     def _plan(self, rows: Sequence[RowRequest], columns: int) -> int:
-        """Return the column to resume at."""
+        """Return the column at which to resume."""
         padding = [row.pad for row in rows]
         found = self._look_up([(row, row.shortened(row.whole_chunks)) for row in rows])
         for row, lookup in zip(rows, found, strict=True):
@@ -160,7 +160,7 @@ class Restorer:
 
     # ---- load ------------------------------------------------------------------------------------------------------
 
-    def _load(self, rows: Sequence[RowRequest], column: int, deadline: float, restored: Restored) -> bool:
+    def _load(self, rows: Sequence[RowRequest], column: int, deadline: float, restored: RestoreResult) -> bool:
         """Load all rows up to `column`. Return whether `restored` now has a cache."""
         spans = blank_spans(self._shape, [row.pad for row in rows], column)
         loaded: list[RowRequest] = []

@@ -1,4 +1,4 @@
-"""Supported models and calls.
+"""Checks whether models and calls are supported.
 
 `attach` refuses an unsupported model. An unsupported call is computed without the cache, and its report says why.
 """
@@ -30,7 +30,7 @@ _ALLOWED = "allowed: decoder-only models whose layers have full or sliding-windo
 _PROBE_TOKENS = 6
 _PROBE_COMMON = 3
 _LEAK_MAX = 0.1
-"""Largest change of a token's KV by later tokens, relative to its size. It is 0 except for rounding in mixtures of
+"""Largest allowed relative change of a token's KV by later tokens. The change is 0 except for rounding in mixtures of
 experts, whose matrix shapes depend on the routing of all tokens. Attention to later tokens changes KV much more."""
 
 
@@ -38,7 +38,7 @@ def check_model(model: object) -> Model:
     """Refuse a model by its class and configuration, before anything is computed.
 
     Raises:
-        UnsupportedModelError: the model is refused. The message says what was found and what is allowed.
+        UnsupportedModelError: the model is refused. The message gives the reason and the allowed models.
     """
     if not isinstance(model, PreTrainedModel):
         hint = "; for a peft model pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
@@ -75,7 +75,7 @@ def inspect_cache(model: Model) -> CacheShape:
     """Find the layers of the model's cache by running the model twice on a few tokens.
 
     Raises:
-        UnsupportedModelError: a layer's cache has another class, or later tokens change the KV of earlier ones.
+        UnsupportedModelError: a layer's cache has an unsupported class, or later tokens change the KV of earlier ones.
     """
     name = type(model).__name__
     decoder = model.config.get_text_config(decoder=True)
@@ -84,7 +84,7 @@ def inspect_cache(model: Model) -> CacheShape:
     except Exception as error:
         raise UnsupportedModelError(f"{name}: the library has no dynamic cache for it: {error}; {_ALLOWED}") from error
     for index, layer in enumerate(cache.layers):
-        # A layer that has no KV, or shares another layer's, has a DummyLayer.
+        # A layer that has no KV, or uses another layer's, has a DummyLayer.
         kind = type(layer)
         if kind not in _SERVED_LAYERS and kind.__name__ != "DummyLayer":
             raise UnsupportedModelError(f"{name}: layer {index} has a cache of class {kind.__name__}; {_ALLOWED}")
@@ -154,7 +154,7 @@ def _cached_layer(name: str, index: int, layer: Layer) -> CachedLayer:
 
 
 def _difference(first: Layer, second: Layer) -> float:
-    """Return the relative difference of two runs in their common tokens. Window layers may lack the first."""
+    """Return the relative difference of two runs in their common tokens. Window layers may lack the first tokens."""
     if first.keys is None:
         return 0.0
     seen = first.keys.shape[-2] - (_PROBE_TOKENS - _PROBE_COMMON)
@@ -170,7 +170,7 @@ def _difference(first: Layer, second: Layer) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A call's generation options. The library's order is: argument, given configuration, the model's own."""
+    """A call's generation options. The library reads the arguments, then the given and the model's configuration."""
 
     arguments: Mapping[str, Argument]
     given: GenerationConfig | None
@@ -228,17 +228,17 @@ _OFF: dict[str, tuple[object, ...]] = {
     "output_hidden_states": (None, False),
     "output_attentions": (None, False),
 }
-"""Options that the cache cannot serve, with the values that turn them off."""
+"""Options that the cache does not support, with the values that turn them off."""
 
 
 _IN_PIECES_SINCE = (5, 23)
-"""First release whose chunked prefill continues a filled cache correctly. 5.17 generates wrong tokens."""
+"""The first release whose chunked prefill continues a filled cache correctly. 5.17 generates wrong tokens."""
 
 CONTINUES_IN_PIECES = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= _IN_PIECES_SINCE
 
 
 def reason_against(model: Model, options: Options) -> str:
-    """Return why a call with these options is computed without the cache. Empty if it can be cached."""
+    """Return why a call with these options is computed without the cache; empty if it can be cached."""
     return _reason_in_options(options) or _reason_around(model)
 
 
@@ -277,7 +277,7 @@ def _reason_around(model: Model) -> str:
 
 
 def padding_mask(input_ids: torch.Tensor, options: Options) -> torch.Tensor:
-    """Return the given attention mask, or the one that the library infers from padding tokens.
+    """Return the given attention mask, or the mask that the library infers from padding tokens.
 
     The library infers no mask if the padding token is also an end token.
     """
@@ -291,5 +291,5 @@ def padding_mask(input_ids: torch.Tensor, options: Options) -> torch.Tensor:
 
 
 def accepts_padding(model: Model) -> bool:
-    """Whether padding leaves a row's KV as it is, because positions are an input that is counted from the mask."""
+    """Return whether padding leaves a row's KV unchanged, because positions are an input derived from the mask."""
     return "position_ids" in inspect.signature(model.forward).parameters

@@ -26,7 +26,7 @@ class _OnImport:
 
     @staticmethod
     def find_spec(name: str, *given: Any) -> Any:  # noqa: ANN401
-        """Return a spec of vLLM's package of loaders that watches them after its execution. None: another module."""
+        """Return a spec that watches vLLM's loaders once their package has run, or None for any other module."""
         if name != _LOADERS:
             return None
         finders: list[Any] = [it for it in sys.meta_path if it is not _OnImport and hasattr(it, "find_spec")]
@@ -43,15 +43,15 @@ class _OnImport:
 
 
 def register() -> None:
-    """Let vLLM find the connector by name alone, as its `MultiConnector` does for metrics, and watch vLLM's loaders.
+    """Register the connector under its name, which `MultiConnector` needs for metrics, and watch vLLM's loaders.
 
-    vLLM calls this in each of its processes, as a plug-in (`vllm.general_plugins`). It does not import the connector.
+    vLLM calls this in each of its processes, as a plug-in (`vllm.general_plugins`). This does not import the connector.
     """
     if _OnImport not in sys.meta_path:
         sys.meta_path.insert(0, _OnImport)
     if _LOADERS in sys.modules:
         import_module(f"{__name__}.engine_hooks").watch_loaders(sys.modules[_LOADERS])
-    with suppress(ImportError, ValueError):  # there is no such vLLM, or the name is registered already
+    with suppress(ImportError, ValueError):  # no such vLLM is installed, or the name is already registered
         factory: Any = import_module(_FACTORY)
         factory.KVConnectorFactory.register_connector("KvtierConnector", __name__, "KvtierConnector")
 

@@ -56,7 +56,7 @@ _IDENTITY, _LAYOUT = "identity", "layout"
 
 
 def _waking() -> Callable[[], None]:
-    """Return a function that wakes the loop of the running engine. It has no effect if its owner steps the engine."""
+    """Return a function that wakes the engine's loop. It has no effect if the engine's owner calls each step."""
     queue = on_stack("input_queue", None)
     return (lambda: None) if queue is None else lambda: queue.put_nowait((wake_up, None))
 
@@ -73,7 +73,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         is_one_of_many = is_worker and vllm_config.parallel_config.world_size > 1
         try:
             self._setup = EngineSetup.of(vllm_config, kv_cache_config)
-            """The setup. In a scheduler's connector, the workers report the identity once they are up."""
+            """The setup. In the scheduler's connector, the workers report its identity once they are up."""
             check(
                 "engine",
                 *(("worker", "layers") if is_worker else ("core", "scheduler")),
@@ -96,13 +96,13 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         """None in the scheduler's connector, and until vLLM registers its KV memory."""
 
     def _guarded(self, act: Callable[[], T], otherwise: T) -> T:
-        """Return the result of `act`, or `otherwise` after the first exception: kvtier stays off until a restart."""
+        """Return the result of `act`, or `otherwise` after an exception, which turns kvtier off until a restart."""
         if not self._is_broken:
             try:
                 return act()
             except Exception as error:
-                # Also after a brief lack of memory, because the scheduler side may be half changed. Making keys needs
-                # the most memory and has guards of its own (`KeyMaker`, `Scheduler._prefix_of`).
+                # This includes a brief lack of memory, because the scheduler side may be half changed. Making keys
+                # needs the most memory and has guards of its own (`KeyMaker`, `Scheduler._prefix_of`).
                 self._is_broken = True
                 self._failure = described(error)
                 logger.exception("kvtier has failed and is off until a restart; requests are computed without it")
@@ -125,7 +125,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     @property
     def _opened_worker_side(self) -> WorkerSide:
-        assert self._worker_side is not None, "vLLM called a worker's method of the scheduler's connector"
+        assert self._worker_side is not None, "vLLM called a worker's method on the scheduler's connector"
         return self._worker_side
 
     # ---- scheduler: requests ---------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         watch_calls(executor, self._around(side), side.noted)
 
     def _around(self, side: SchedulerSide) -> Callable[[WorkerCall], AbstractContextManager[None]]:
-        """Guard `side.around`: vLLM's call is made whatever fails, unless a copy cannot be kept off its memory."""
+        """Guard `side.around`: vLLM's call goes ahead whatever fails, unless a copy may still access its memory."""
 
         @contextmanager
         def around(call: WorkerCall) -> Generator[None]:
@@ -204,7 +204,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
                 self._scheduler_side.scheduler.allocated_after_error(request, tables)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """Return the kinds of places that the load needs, for vLLM's metrics."""
+        """Return the load's tokens by kind of place, for vLLM's metrics."""
         found = self._ask(
             lambda side: side.hit_sources(request, num_external_tokens), {UNKNOWN_PLACE: num_external_tokens}
         )
@@ -226,7 +226,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     # ---- scheduler: steps ------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:  # noqa: ANN401
-        """Return the metadata for the workers of a step."""
+        """Return the metadata of a step for the workers."""
         if self._scheduler_side is None:
             return StepOrders(0)
         scheduler = self._scheduler_side.scheduler
@@ -248,11 +248,11 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             self._ask(lambda side: side.scheduler.stepped(done), None)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether the next step frees blocks without a preemption."""
+        """Return whether the next step frees blocks without a preemption."""
         return self._ask(lambda side: side.scheduler.has_freed_blocks(), otherwise=False)
 
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine should take a step."""
+        """Return whether an idle engine should take a step."""
         return self._ask(lambda side: side.has_news, otherwise=False)
 
     def take_events(self) -> list[Any]:
@@ -269,7 +269,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         return [AllBlocksCleared()] if found is None else found
 
     def _event(self, event: BlockEvent, table: TableLayout | None) -> Any:  # noqa: ANN401 - vLLM's class
-        """Return the event as vLLM 0.32 makes it (`BlockPool.cache_full_blocks`), less `ownership` and `locality`."""
+        """Return the event as vLLM 0.32 makes it (`BlockPool.cache_full_blocks`) without `ownership` or `locality`."""
         assert table is not None
         blocks = event.blocks
         hashes = [external_hash(it) for it in blocks.hashes]
@@ -312,14 +312,14 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._worker_side = WorkerSide(self._setup, kv_caches, self._exchange)
 
     def _exchange(self, own: object) -> list[Any]:
-        """Return what each worker's connector passes to this call, by rank. Waits for all of them."""
+        """Return what each worker's connector passes to this call, by rank. Wait for all of them."""
         return gathered(own) if self._setup.ranks > 1 else [own]
 
     def get_handshake_metadata(self) -> Any:  # noqa: ANN401
         """Return the address at which the scheduler side reaches this rank.
 
-        A `MultiConnector` passes the metadata of one connector to all. If another connector has some, that is
-        returned, and `_handshake_of_worker` finds this rank's address.
+        A `MultiConnector` passes the metadata of one connector to all. If another connector has some, this returns it,
+        and `_handshake_of_worker` finds this rank's address.
         """
         theirs = (it.get_handshake_metadata() for it in self._others)
         return next((it for it in theirs if it is not None), self._handshake)
@@ -344,15 +344,15 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     @staticmethod
     def _handshake_of_worker(worker: Any) -> Any:  # noqa: ANN401, ARG004 - vLLM's worker
-        """Return the handshake of this process's rank, beside other connectors. vLLM calls it in each worker."""
+        """Return this rank's handshake, for an engine with other connectors. vLLM calls it in each worker."""
         return KvtierConnector._of_worker()._handshake  # noqa: SLF001
 
     @staticmethod
     def _answer_of_worker(worker: Any, method: str) -> tuple[bool, Any]:  # noqa: ANN401, ARG004
         """Call `method` of this process's worker side. Return whether it failed, and its result or error text.
 
-        vLLM calls this in each worker. It never raises: after an error of one rank, vLLM would take later ranks'
-        answers for those to its next call.
+        vLLM calls this in each worker. It never raises: after an error of one rank, vLLM would mistake later ranks'
+        answers for answers to its next call.
         """
         try:
             return False, getattr(KvtierConnector._of_worker()._opened_worker_side, method)()  # noqa: SLF001

@@ -1,14 +1,14 @@
-"""The table of all reaches into vLLM beyond its connector and tier interfaces, and functions for most of them.
+"""Lists every use of vLLM beyond its connector and tier interfaces, and provides functions for most uses.
 
 vLLM passes a connector its configuration, its requests and its KV memory. kvtier needs more: the scheduler, the calls
-to workers, the files that are read. Each row of `HOOKS` says what is reached, and on which functions of vLLM it
-depends. `check` compares the rows that an engine needs with the installed vLLM before the first request. Another
-release of vLLM therefore fails with the name of what it lacks.
+to workers, the files that are read. Each row of `HOOKS` says what is used, and which functions of vLLM it depends on.
+`check` compares the rows that an engine needs with the installed vLLM before the first request. So an engine on another
+release of vLLM fails with a message that names what this release lacks.
 
 Objects come from the stack: from the callers whose methods are running while vLLM makes or calls the connector. Only
 this file reads the stack and private names. Public attributes are used where they are needed: `scheduler.own_cache` and
-`scheduler.block_pool` read and write some, and `files_read` and `requests.items` add some. The package itself registers
-the connector, and finds the moment at which vLLM imports its loaders.
+`scheduler.block_pool` read and write some, and `files_read` and `requests.items` add some. The package's `__init__`
+registers the connector, and notices when vLLM imports its loaders.
 """
 
 import inspect
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 Part = Literal[
     "import", "engine", "core", "scheduler", "tiering", "prefix_protection", "worker", "layers", "cpu", "lora",
 ]  # fmt: skip
-"""What needs a hook: the connector's import, every process of an engine, the process of its core, there the connector,
-the secondary tier or a feature, a worker's connector, its layers, layers on a CPU, or adapters."""
+"""What needs a hook: the connector's import, every process of an engine, its core's process, the connector, secondary
+tier or prefix protection in that process, a worker's connector, its layers, layers on a CPU, or adapters."""
 
 OnStack = Literal[
     "input_queue", "model_executor", "scheduler", "vllm_config", "_vllm_config", "_kv_cache_config",
@@ -56,22 +56,22 @@ SCHEDULER_STATE = (
     "finished_recving_kv_req_ids",
     "failed_recving_kv_req_ids",
 )
-"""Attributes of vLLM's scheduler without which its own prefix cache could not be kept right over a reset."""
+"""Attributes of vLLM's scheduler that kvtier needs to keep vLLM's own prefix cache correct across a reset."""
 
 
 class Hook(NamedTuple):
-    """One reach into vLLM."""
+    """One use of vLLM beyond its interfaces."""
 
     name: str
-    """What is reached, and how."""
+    """What is used, and how."""
     part: Part
     """What needs it."""
     why: str
     places: Sequence[str]
-    """Functions and classes of vLLM on which it depends, as ``module:path`` below ``vllm.``. Names follow: arguments,
-    attributes and variables that are used, or that prove that the function still does the same."""
+    """Functions and classes of vLLM on which it depends, as ``module:path`` below ``vllm.``. The names that
+    follow are arguments, attributes and variables that are used, or that show that the function is unchanged."""
     without: str = ""
-    """What is lost without it. Empty: the engine does not start, or not with the feature."""
+    """What is lost without it. If empty, the engine does not start, or not with the feature."""
 
 
 HOOKS = (
@@ -147,6 +147,15 @@ HOOKS = (
             "v1.core.sched.scheduler:Scheduler.__init__ vllm_config is_kv_consumer defer_block_free",
             "config.kv_transfer:KVTransferConfig kv_role",
         ),
+    ),
+    Hook(
+        "the tokenizer of `Scheduler.structured_output_manager`", "scheduler",
+        "An operator who asks why a request missed sees where its prompt changed as text.",
+        (
+            "v1.core.sched.scheduler:Scheduler.__init__ structured_output_manager",
+            "v1.structured_output:StructuredOutputManager.__init__ tokenizer",
+        ),
+        "The answer has token ids only.",
     ),
     Hook(
         "`EngineCore.sleep` among the callers (stack)", "scheduler",
@@ -271,11 +280,11 @@ HOOKS = (
         "Nothing is stored or found below vLLM's host memory.",
     ),
 )  # fmt: skip
-"""All reaches. docs/internals/vllm-inside.md shows this table."""
+"""All hooks. docs/internals/vllm-inside.md shows this table."""
 
 
 def check(*parts: Part) -> None:
-    """Compare the hooks of these parts with the installed vLLM. Log one warning for each optional one that is missing.
+    """Compare the hooks of these parts with the installed vLLM. Log a warning for each optional one that is missing.
 
     Raises:
         ConfigError: vLLM lacks a required one, or its release is not supported. The message says what is missing.
@@ -308,14 +317,14 @@ def _lacks(place: str) -> list[str]:
 # ---- the stack -----------------------------------------------------------------------------------------------------
 
 _FRAMES_MAX = 16
-"""Callers that are searched for a local variable."""
+"""Maximum number of callers searched for a local variable."""
 
 
 def on_stack(name: OnStack, *otherwise: Any) -> Any:  # noqa: ANN401 - vLLM's objects
-    """Return attribute `name` of the nearest object whose method is running. vLLM passes a connector only KV memory.
+    """Return attribute `name` of the nearest object whose method is running, because vLLM does not pass it.
 
     Args:
-        name: of the attribute.
+        name: name of the attribute.
         otherwise: what to return if no caller has it.
 
     Raises:
@@ -331,7 +340,7 @@ def on_stack(name: OnStack, *otherwise: Any) -> Any:  # noqa: ANN401 - vLLM's ob
 
 
 def is_running(*functions: str) -> bool:
-    """Whether one of these functions of vLLM's engine core has led to the present call."""
+    """Return whether one of these functions of vLLM's engine core is among the callers."""
     return any(
         frame.f_code.co_name in functions and frame.f_globals.get("__name__") == "vllm.v1.engine.core"
         for frame, _ in walk_stack(inspect.currentframe())
@@ -339,9 +348,9 @@ def is_running(*functions: str) -> bool:
 
 
 def config_being_made() -> VllmConfig | None:
-    """Return the `VllmConfig` whose constructor is importing the connector. Else None.
+    """Return the `VllmConfig` whose constructor is importing the connector, or None.
 
-    A connector gets vLLM's configuration only after the weights are loaded, up to half an hour later. But
+    A connector receives vLLM's configuration only after the weights are loaded, up to half an hour later. But
     `VllmConfig.__post_init__` imports the connector's class before that, in the server's process.
     """
     for frame, _ in islice(walk_stack(inspect.currentframe()), _FRAMES_MAX):
@@ -352,16 +361,16 @@ def config_being_made() -> VllmConfig | None:
 
 
 def request_on_stack(number: str) -> Request | None:
-    """Find the request for which the scheduler calls; vLLM passes only its id. None for a remote engine's request."""
+    """Find the request with this id in the callers; vLLM passes only the id. None for a remote engine's request."""
     frames = islice(walk_stack(inspect.currentframe()), _FRAMES_MAX)
     found: Iterator[Request] = (frame.f_locals.get("request") for frame, _ in frames)
     return next((it for it in found if getattr(it, "request_id", None) == number and hasattr(it, "lora_request")), None)
 
 
 def let_role_load(config: VllmConfig) -> None:
-    """Make vLLM's scheduler treat a prefill engine as one that loads. It reads the role after it made the connector.
+    """Make vLLM's scheduler treat a prefill engine as one that loads. It reads the role after making the connector.
 
-    Only if the role loads does it delay the reuse of blocks that a running step still writes.
+    Only for a role that loads does it delay the reuse of blocks that a running step still writes.
 
     Args:
         config: the connector's configuration. In a `MultiConnector` it is not the scheduler's.
@@ -389,16 +398,16 @@ _ARGS, _KWARGS = 2, 3
 
 
 class WorkerCall(NamedTuple):
-    """A call of vLLM to its workers that a watcher follows."""
+    """A call that vLLM makes to its workers."""
 
     method: str
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     is_plain: bool
-    """Whether it names a method of vLLM's, and returns when the workers have."""
+    """Whether it names one of vLLM's own methods, and returns once the workers have returned."""
 
     def argument(self, name: str, otherwise: Any = None) -> Any:  # noqa: ANN401
-        """Return the argument `name`, or the only positional one."""
+        """Return the argument `name`, else the first positional one, else `otherwise`."""
         return self.kwargs.get(name, self.args[0] if self.args else otherwise)
 
 
@@ -407,12 +416,12 @@ def watch_calls(
     around: Callable[[WorkerCall], AbstractContextManager[None]],
     noted: Collection[str],
 ) -> None:
-    """Make each call to the engine's workers that may change weights or memory inside `around`.
+    """Run each call to the engine's workers that may change weights or memory inside `around`.
 
     Args:
         executor: the engine's executor.
-        around: does what is needed before the call and after it.
-        noted: methods among the harmless ones whose calls `around` also gets.
+        around: returns a context manager that is entered before the call and left after it.
+        noted: harmless methods whose calls also run inside `around`.
     """
     unseen = HARMLESS.difference(noted)
     inner = executor.collective_rpc
@@ -456,11 +465,11 @@ _IS_WATCHED = "_kvtier_is_watched"
 
 
 def watch_loaders(loaders: Any) -> None:  # noqa: ANN401 - a module
-    """Note the files that vLLM's loaders are about to read. Idempotent.
+    """Make vLLM's loaders note the files that they are about to read. Idempotent.
 
     Args:
-        loaders: vLLM's `vllm.model_executor.model_loader`. If it has another form, it is left alone, and its engine
-            cannot be identified.
+        loaders: vLLM's `vllm.model_executor.model_loader`. If it has another form, it is left unchanged, and
+            its engine cannot be identified.
     """
     with suppress(AttributeError):
         default, sharded = loaders.DefaultModelLoader, loaders.ShardedStateLoader
@@ -484,7 +493,7 @@ def watch_loaders(loaders: Any) -> None:  # noqa: ANN401 - a module
 
 
 def _note(read: Callable[[], tuple[Any, ...]]) -> None:
-    """Call `files_read.note` with `read()`. An engine that does not transfer KV loads as it does without kvtier."""
+    """Call `files_read.note` with `read()`, unless the engine transfers no KV."""
     try:
         config = getattr(sys.modules.get("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
         if config is None or config.kv_transfer_config is not None:
@@ -497,13 +506,13 @@ def watch_adapter_loads(
     manager: Any,  # noqa: ANN401 - vLLM's `LRUCacheWorkerLoRAManager`
     load: Callable[[Callable[[LoraRequest], object], LoraRequest], object],
 ) -> None:
-    """Let `load` load each adapter from its files. It gets vLLM's own function for that, and the adapter."""
+    """Call `load` to load each adapter from its files, with vLLM's own function for that and the adapter."""
     inner = manager._load_adapter  # noqa: SLF001
     manager._load_adapter = wraps(inner)(partial(load, inner))  # noqa: SLF001
 
 
 def has_room(manager: Any) -> bool:  # noqa: ANN401
-    """Whether a worker can load one more adapter without evicting another."""
+    """Return whether a worker can load one more adapter without evicting another."""
     held = manager._adapter_manager  # noqa: SLF001
     return len(held) < held.capacity
 
@@ -512,7 +521,7 @@ def has_room(manager: Any) -> bool:  # noqa: ANN401
 
 
 def free_blocks(pool: BlockPool) -> Iterator[Block]:
-    """Yield the free blocks in allocation order. Any change of the pool invalidates the iterator."""
+    """Yield the free blocks in allocation order. Any change to the pool invalidates the iterator."""
     return pool.free_block_queue.iter_blocks_after(None)
 
 
@@ -521,6 +530,13 @@ def hand_out_first(pool: BlockPool, blocks: Sequence[Block]) -> None:
     for block in blocks:
         pool.free_block_queue.remove(block)
     pool.free_block_queue.prepend_n(blocks)
+
+
+def decoder(scheduler: VllmScheduler) -> Callable[[list[int]], str | None]:
+    """Return a function that turns token ids into text, or into None without a tokenizer (`skip_tokenizer_init`)."""
+    return getattr(
+        getattr(getattr(scheduler, "structured_output_manager", None), "tokenizer", None), "decode", lambda _: None
+    )
 
 
 def resident_blocks(manager: KvCacheManager, request: Request) -> BlockTables:
@@ -532,9 +548,9 @@ def watch_resets(manager: KvCacheManager, begins: Callable[[], int], ended: Call
     """Call `begins` before each reset of vLLM's own prefix cache and `ended` after it.
 
     Args:
-        manager: vLLM's.
-        begins: returns how many of the blocks in use vLLM counts as free. It resets only if all are.
-        ended: gets whether the cache was reset.
+        manager: vLLM's KV cache manager.
+        begins: returns how many blocks in use vLLM must count as free. It resets only if all blocks are free.
+        ended: receives True if the cache was reset.
     """
     inner = manager.reset_prefix_cache
 
@@ -558,7 +574,7 @@ def deferred_blocks(scheduler: VllmScheduler) -> Iterator[Block]:
 
 
 def forget_reservation(scheduler: VllmScheduler, request: Request) -> None:
-    """Return the blocks that vLLM reserves for the rest of a prompt.
+    """Cancel the reservation of blocks that vLLM holds for the rest of a prompt.
 
     Otherwise vLLM starts no load that would need them. If the first request in its queue has such a load, the engine is
     stuck, because this request waits behind it.

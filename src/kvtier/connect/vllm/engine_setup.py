@@ -19,7 +19,7 @@ from kvtier.errors import ConfigError, UnsupportedModelError
 
 
 def settings_of(extra: Mapping[str, object], base: Loaded, origin: str = "kv_connector_extra_config") -> Loaded:
-    """Return the engine's settings: `base`, overridden by those that vLLM passes (`origin`), by section or flat.
+    """Return `base`, overridden by the settings that vLLM passes in `extra` (from `origin`), by section or flat.
 
     ``{"tiers": [...]}`` replaces the list of tiers, and ``{"tiers.NAME.key": …}`` sets one value of a tier.
 
@@ -51,11 +51,11 @@ class WorkerFacts(NamedTuple):
     fingerprint: bytes
     """Digest of the engine's identity, as this worker sees it."""
     doubt: str
-    """Why the worker may have read other files than it identified; empty if it has not."""
+    """Why the worker may have read files other than those it identified; empty if it has not."""
     shape: str
     """What must be equal on all workers (`Geometry.shape`)."""
     layers: tuple[int, ...]
-    """Layers of each KV group on this rank."""
+    """Number of layers of each KV group on this rank."""
     token_share: tuple[int, int] = (0, 1)
     """Index and number of token shares, according to vLLM's groups of ranks (`rank_parts.token_share`)."""
 
@@ -76,7 +76,7 @@ class EngineSetup:
 
     @staticmethod
     def of(vllm_config: VllmConfig, kv_cache_config: KvCacheConfig) -> "EngineSetup":
-        """Check and identify an engine as this process sees it. `identified_as` follows.
+        """Check and identify an engine as this process sees it. `identified_as` later sets the agreed identity.
 
         Raises:
             ConfigError: a setting is wrong, or this release of vLLM is not supported.
@@ -91,13 +91,13 @@ class EngineSetup:
         return EngineSetup(vllm_config, kv_cache_config, config, geometry, identified, role)
 
     def identified_as(self, identified: EngineIdentity) -> "EngineSetup":
-        """Return the same engine with the identity that all of its workers agree on."""
+        """Return this engine with the identity that all of its workers agree on."""
         config = private(self.config) if identified.is_private else self.config
         return replace(self, config=config, identity=identified)
 
     @property
     def ranks(self) -> int:
-        """Number of workers of the engine."""
+        """Number of the engine's workers."""
         return int(self.vllm_config.parallel_config.pipeline_parallel_size) * self.stage_ranks
 
     @property
@@ -107,12 +107,12 @@ class EngineSetup:
 
     @property
     def stage_ranks(self) -> int:
-        """Number of workers of a pipeline stage."""
+        """Number of workers in a pipeline stage."""
         return stage_ranks(self.vllm_config.parallel_config)
 
     @property
     def first_layers(self) -> list[int]:
-        """Layers of each KV group in the pipeline stages before this worker's."""
+        """Number of layers of each KV group in the pipeline stages before this worker's."""
         before = [it.layers for it in self.workers[: self.rank - self.rank % self.stage_ranks : self.stage_ranks]]
         return [sum(counts) for counts in zip([0] * len(self.geometry.groups), *before, strict=True)]
 
@@ -123,14 +123,14 @@ class EngineSetup:
         return WorkerFacts(own.fingerprint.digest, detail, geometry.shape, geometry.layer_counts, token_share)
 
     def agreed(self, workers: Sequence[WorkerFacts | None]) -> "EngineSetup":
-        """Return the same engine as all of its workers see it. It is private if a worker may have read other files.
+        """Return this engine as all of its workers see it. It is private if a worker may have read other files.
 
         Args:
             workers: facts of all ranks, by rank; None for a rank that has failed.
 
         Raises:
             ConfigError: a worker has failed.
-            UnsupportedModelError: workers divide the KV in different ways. The message has both shapes.
+            UnsupportedModelError: workers divide the KV in different ways. The message contains both shapes.
         """
         known = [it for it in workers if it is not None]
         if len(known) < len(workers):

@@ -1,16 +1,16 @@
-"""The versions of checkpoint and adapter files that vLLM reads, compared with those that kvtier identifies.
+"""Compares the versions of the checkpoint and adapter files that vLLM reads with those that kvtier identifies.
 
 vLLM loads the weights before it makes a connector, minutes earlier if the model is large. The checkpoint may be
-replaced in its folder in between. So versions are taken twice, and travel with vLLM's `LoadConfig` to all of its
-processes:
+replaced in its folder in between. So kvtier records the versions twice, and they travel with vLLM's `LoadConfig` to
+all of its processes:
 
-early    while vLLM makes its configuration and reads settings and code: their versions. A download may come later
-read     in each worker, after any download, when the loader is about to open its first file: versions of all weights
+early    while vLLM makes its configuration and reads settings and code: all files present. A download may come later
+read     in each worker, after any download, when the loader is about to open its first file: all weights
 
 An adapter is identified when a request arrives. The workers read it in the step that first uses it, and again after
-vLLM has evicted it from its own cache. `AdaptersRead` takes the versions around each read.
+vLLM has evicted it from its own cache. `AdaptersRead` records the versions before and after each read.
 
-Only a difference from the identified files is a doubt. Their age decides nothing.
+Only files that differ from the identified ones cause a doubt. Their age does not matter.
 """
 
 import itertools
@@ -29,14 +29,14 @@ from kvtier.keys.weights import FileVersion, changed_file, file_versions
 logger = logging.getLogger(__name__)
 
 _EARLY, _READ = "_kvtier_early", "_kvtier_read"
-"""Attributes of a `LoadConfig`."""
+"""Attributes that kvtier adds to a `LoadConfig`."""
 
 
 _Versions = dict[Path, FileVersion]
 
 
 def look_early(config: VllmConfig) -> None:
-    """Take the versions of all files of the model and its draft model while vLLM makes its configuration."""
+    """Record the versions of all files of the model and its draft model while vLLM makes its configuration."""
     if _EARLY in config.load_config.__dict__:
         return  # vLLM copies its configuration for a draft model when it loads the weights
     for model, load in models_of(config):
@@ -46,7 +46,7 @@ def look_early(config: VllmConfig) -> None:
 
 
 def models_of(config: VllmConfig) -> list[tuple[Any, Any]]:
-    """Return `ModelConfig` and `LoadConfig` of the model, and of its draft model."""
+    """Return the `ModelConfig` and `LoadConfig` of the model, and those of its draft model."""
     found = [(config.model_config, config.load_config)]
     drafting = config.speculative_config
     draft = getattr(drafting, "draft_model_config", None)
@@ -56,11 +56,11 @@ def models_of(config: VllmConfig) -> list[tuple[Any, Any]]:
 
 
 def note(load: Any, name: str, folder: str, files: Iterable[str]) -> None:  # noqa: ANN401
-    """Take the versions of files that vLLM is about to read.
+    """Record the versions of files that vLLM is about to read.
 
     Args:
         load: vLLM's `LoadConfig`, which keeps the versions.
-        name: the model's name, as vLLM was asked for it.
+        name: the model's name, as it was given to vLLM.
         folder: the model's folder, if it is not `name`.
         files: the files of its weights.
     """
@@ -73,7 +73,7 @@ def note(load: Any, name: str, folder: str, files: Iterable[str]) -> None:  # no
 
 
 def doubt(config: VllmConfig, identified: Mapping[Path, FileVersion]) -> str:
-    """Return why the workers of this process may have read other files than were identified. Empty without a doubt.
+    """Return why workers in this process may have read files other than those identified; empty if they have not.
 
     Args:
         config: the engine's configuration, after its weights were loaded in this process.
@@ -111,7 +111,7 @@ class AdapterRead(NamedTuple):
 
 
 class AdaptersRead:
-    """The adapters that one worker has read. Used by the thread of its steps.
+    """The adapters that one worker has read. Used by the thread that runs its steps.
 
     Args:
         manager: vLLM's `LRUCacheWorkerLoRAManager`.
@@ -130,9 +130,9 @@ class AdaptersRead:
         return tuple(new)
 
     def has_read(self, adapter: LoraRequest, named: Collection[Mapping[Path, FileVersion]]) -> bool:
-        """Whether a step with this adapter computes with files of versions `named`. Called before the step's forward.
+        """Return whether a step with this adapter computes with files of versions `named`. Called before the forward.
 
-        The adapter is loaded, unless that evicts another one. If it is not loaded, its present files count.
+        This loads the adapter, unless that would evict another one. If it is not loaded, the files on disk count.
         """
         manager, number = self._manager, adapter.lora_int_id
         try:
@@ -151,7 +151,8 @@ class AdaptersRead:
     def _watched(self, load: Callable[[LoraRequest], object], adapter: LoraRequest) -> object:
         before = adapter_versions(adapter.lora_path)
         loaded, after = load(adapter), adapter_versions(adapter.lora_path)
-        read = AdapterRead(adapter.lora_int_id, after if not before or before == after else {})  # or a download
+        # Without files before the load, vLLM has downloaded them.
+        read = AdapterRead(adapter.lora_int_id, after if not before or before == after else {})
         held = self._manager.list_adapters()
         self._last = {number: it for number, it in self._last.items() if number in held} | {read.number: read}
         self._new.append(read)

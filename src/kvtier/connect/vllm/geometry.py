@@ -1,13 +1,13 @@
 """Layout of chunks in vLLM's block tables: from a request's block ids to the addresses that the copier uses.
 
 vLLM groups layers by page size as well as by attention rule: Gemma-3's five sliding layers are five groups of one.
-Here, groups of one rule are merged, and each vLLM group is one `TableLayout`. The address of a chunk (`Place.blocks`)
-is the block ids of its tables, one table after the other, each in token order:
+Here, groups with the same rule are merged, and each vLLM group is one `TableLayout`. The address of a chunk
+(`Place.blocks`) is the block ids of its tables, one table after the other, each in token order:
 
     group 0, sliding window, 2 tables of 4 blocks:   [ table 0: 7 8 9 10 | table 1: 31 32 33 34 ]
 
-`SKIP` replaces an id that must not be written. The rule decides which of a chunk's blocks a table names, for n tokens
-at the end of the chunk:
+`SKIP` replaces the id of a block that must not be written. The rule decides which blocks of a chunk an address
+contains, given n tokens up to the chunk's end:
 
     history   all blocks
     window    the blocks that overlap the last `window` tokens before n
@@ -17,9 +17,9 @@ With decode context parallelism (DCP), a block id names one block on each of sev
 contain ``block_size * ranks`` consecutive tokens, dealt out in turns (`DcpShards`). Token counts refer to such whole
 blocks, as in vLLM's scheduler (`resolve_dcp_kv_block_size`, vLLM 0.32 and 0.33).
 
-With `store.token_shares` = N, a history of latents is N groups with the same blocks. Group s is the tokens t with
-``t // interleave % N == s``, ascending, on whichever rank they are. So its bytes and names do not depend on the sizes
-of TP, DCP and blocks. A rank has every group s with ``s % dcp`` equal to its number in the DCP group:
+With `store.token_shares` = N, a history of latents becomes N groups with the same blocks. Group s contains the tokens t
+with ``t // interleave % N == s``, ascending, on whichever rank they are. So its bytes and names do not depend on the
+sizes of TP, DCP and blocks. A rank has every group s with ``s % dcp`` equal to its number in the DCP group:
 
     turn of a block on rank r of dcp     0      1        2         ...
     of share (N = 2 * dcp)               r      r + dcp  r         ...
@@ -62,7 +62,7 @@ from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.types import Place
 
 SKIP = -1
-"""Replaces a block id that must not be written."""
+"""Replaces the id of a block that must not be written."""
 
 NULL_BLOCK = 0
 """vLLM's id for a block that is not kept, because it slid out of a window or its state was superseded."""
@@ -75,11 +75,11 @@ class DcpShards(NamedTuple):
     interleave: int = 1
     """Consecutive tokens in one turn of a rank."""
     shares: int = 0
-    """Shares of the tokens, each a group of its own. A multiple of `ranks`. 0: a group is what one rank has."""
+    """Number of token shares, each a group of its own; a multiple of `ranks`. If 0, a group is what one rank has."""
 
     @staticmethod
     def of(config: VllmConfig, shares: int = 0) -> "DcpShards":
-        """Return an engine's division. Prefill context parallelism does not divide KV: each of its ranks has it all.
+        """Return an engine's division. Prefill context parallelism does not divide KV: each of its ranks has all of it.
 
         Args:
             config: the engine's configuration.
@@ -106,8 +106,8 @@ class DcpShards(NamedTuple):
     def of_all(self, specs: Iterable[KvCacheSpec]) -> "DcpShards":
         """Return this division, without shares if some KV of the engine has no row of bytes for each token.
 
-        Only MLA is certain to have such rows. Other backends may mix the tokens of a block, and no specification says
-        so.
+        Only MLA is certain to have such rows. Other backends may mix the tokens of a block, and their
+        specifications do not say so.
 
         Raises:
             ConfigError: a block does not end with a whole turn of each share.
@@ -142,7 +142,7 @@ class TableLayout(NamedTuple):
     block_tokens: int
     """Tokens of a block, over all ranks that share them."""
     blocks: int
-    """How many blocks of a chunk an address has: the chunk's last ones."""
+    """Number of the chunk's last blocks that an address contains."""
     layers: tuple[str, ...]
     """The layers of this vLLM group on the worker's pipeline stage. There may be none."""
     runs: tuple[Run, ...]
@@ -150,13 +150,13 @@ class TableLayout(NamedTuple):
     pages: str
     """Name of a page's contents, from the configuration."""
     piece: int = 0
-    """Number of this table among its `pieces`."""
+    """Index of this table among its `pieces`."""
     pieces: int = 1
     """Tables that share the rows of a block on one rank. Each gets every `pieces`-th turn."""
     row_bytes: int = 0
     """Bytes of one turn."""
     channels: int = 0
-    """Channels of a key and of a value, if a page has nothing but these and all tokens of its block; otherwise 0."""
+    """Channels of a key and of a value, or 0 if a page is more than the keys and values of its block's tokens."""
 
     @property
     def page_bytes(self) -> int:
@@ -176,7 +176,7 @@ class Group:
     validity: Validity
     tables: tuple[TableLayout, ...]
     share: int = 0
-    """Number of the group's share of the tokens; see `DcpShards.shares`."""
+    """Index of the group's token share; see `DcpShards.shares`."""
     shares: int = 0
 
     def needed_from(self, table: TableLayout, tokens: int) -> int:
@@ -206,7 +206,7 @@ class Geometry:
 
         Args:
             config: `KVCacheConfig` of the scheduler or a worker.
-            chunk_tokens: the setting `store.chunk_tokens`. 0: the smallest valid size of at least 256.
+            chunk_tokens: the setting `store.chunk_tokens`. 0 selects the smallest valid size of at least 256.
             shards: how tokens are divided among ranks.
 
         Raises:
@@ -236,7 +236,7 @@ class Geometry:
 
     @property
     def shape(self) -> str:
-        """What must be equal on all workers, for people: chunks, and the pages of each vLLM group."""
+        """What must be equal on all workers, as text: the size of chunks, and the pages of each vLLM group."""
         pages = "; ".join(f"{it.blocks} blocks of {it.block_tokens} tokens, {it.pages}" for it in self._tables)
         return f"chunks of {self.chunk_tokens} tokens: {pages}"
 
@@ -252,7 +252,7 @@ class Geometry:
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
-        """Layers of each group on this worker."""
+        """Number of layers of each group on this worker."""
         return tuple(sum(len(table.layers) for table in group.tables) for group in self.groups)
 
     @cached_property
@@ -338,10 +338,10 @@ class Geometry:
     # ---- loads -----------------------------------------------------------------------------------------------------
 
     def targets(self, tokens: int, tables: BlockTables, resident_tokens: int = 0) -> list[Place] | None:
-        """Return places to write a load of the leading `tokens` to. None: the load does not fit the allocation.
+        """Return the places that a load of the leading `tokens` writes, or None if it does not fit the allocation.
 
         vLLM considers every allocated block up to `tokens` filled. So the load must write each of these that is not
-        resident, or nothing is loaded. Resident blocks are never written, because other requests may be reading them.
+        resident. Otherwise nothing is loaded. Resident blocks are never written, because other requests may read them.
 
         Args:
             tokens: a multiple of `chunk_tokens`.
@@ -399,7 +399,7 @@ def _fits(
     geometry: Geometry,
     tables: BlockTables,
 ) -> bool:
-    """Whether a load of `chunks` fills exactly the blocks that vLLM allocated in one table."""
+    """Return whether a load of `chunks` fills exactly the blocks that vLLM allocated in one table."""
     ids = tables[table.number]
     stop = tokens // table.block_tokens
     resident = resident_tokens // table.block_tokens
@@ -412,7 +412,7 @@ def _fits(
 def _spec_of(number: int, group: KvCacheConfig) -> KvCacheSpec:
     """Return the spec of a group's layers.
 
-    A worker may have one spec per layer where the scheduler has only the first. They must have equal pages.
+    A worker may have one spec per layer where the scheduler has only the first. All must have equal pages.
     """
     specs = specs_of(group.kv_cache_spec)
     kinds = {(type(spec).__name__, spec.block_size, _page_bytes(spec), _pages(spec)) for spec in specs}
@@ -474,12 +474,12 @@ def _runs(spec: KvCacheSpec) -> tuple[Run, ...]:
 
 
 def _is_plain(spec: KvCacheSpec) -> bool:
-    """Whether heads and dtype alone decide the size of a page. Other pages contain further numbers, such as scales."""
+    """Return whether heads and dtype alone decide a page's size. Other pages contain more numbers, such as scales."""
     return getattr(spec, "state_content_bytes", None) is None
 
 
 def _channels(spec: KvCacheSpec, block_tokens: int) -> int:
-    """Return the channels of a key and of a value if nothing else is in a block of so many tokens, otherwise 0."""
+    """Return the channels of a key and of a value, or 0 if a block of `block_tokens` contains anything else."""
     is_dense = (
         type(spec).__name__ == "FullAttentionSpec"
         and _is_plain(spec)

@@ -33,9 +33,9 @@ class EngineIdentity(NamedTuple):
 
     fingerprint: Fingerprint
     weights: WeightsDigest | None
-    """Digest of the weights, with its cost. None: the engine is private."""
+    """Digest of the weights, with its cost. None if the engine is private."""
     is_private: bool
-    """No other engine can use this KV, now or later, so it stays in host memory."""
+    """Whether no other engine can use this KV, now or later, so that it stays in host memory."""
     detail: str
     """Why the engine is private."""
     versions: Mapping[Path, FileVersion] = {}
@@ -113,7 +113,7 @@ def _own_digest(config: VllmConfig) -> bytes:
 
 
 def _drafts(config: VllmConfig, weights: WeightsDigest) -> dict[str, object]:
-    """Return what determines the KV of draft layers. The number of guesses does not."""
+    """Return what determines the KV of draft layers. The number of drafted tokens does not."""
     settings, draft = config.speculative_config, config.speculative_config.draft_model_config
     return {
         "method": settings.method,
@@ -142,7 +142,7 @@ def _words(value: object) -> object:
 
 
 def _depends_on_length(settings: Mapping[str, object]) -> bool:
-    """Whether RoPE depends on the engine's maximum length. ``longrope`` has long and short factors."""
+    """Return whether RoPE depends on the engine's maximum length. ``longrope`` has long and short factors."""
     return any(
         (name in {"rope_type", "type"} and value in {"longrope", "su"})
         or (isinstance(value, Mapping) and _depends_on_length(cast("Mapping[str, object]", value)))
@@ -151,7 +151,7 @@ def _depends_on_length(settings: Mapping[str, object]) -> bool:
 
 
 def _weights(model: ConfigPart, load: ConfigPart) -> tuple[WeightsDigest | None, str]:
-    """Return the digest of a checkpoint, given vLLM's `ModelConfig` and `LoadConfig`; or None, and why."""
+    """Return the digest of a checkpoint, given vLLM's `ModelConfig` and `LoadConfig`; or None and the reason."""
     name = str(model.model_weights or model.model)
     load_format = plain_name(load.load_format)
     if load_format == "dummy":

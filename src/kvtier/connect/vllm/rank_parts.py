@@ -1,4 +1,4 @@
-"""The part of each KV group on a rank, as vLLM's pipeline stages, tensor and context parallelism divide it.
+"""The part of each KV group that a rank holds under pipeline, tensor and context parallelism.
 
 vLLM gives each rank the KV heads ``[rank * n, (rank + 1) * n)``. With more ranks than heads, consecutive ranks have
 copies of one head (`QKVParallelLinear`, vLLM 0.32). The latent of MLA is on every rank. States are divided in other
@@ -22,25 +22,25 @@ from kvtier.connect.vllm.vllm_types import ConfigPart, KvCacheConfig, KvCacheSpe
 from kvtier.layout import ELSEWHERE, Part
 
 _KV_HEADS = re.compile(r"kv.*head|key_value.*head|head.*kv|heads_in_group|attention_groups|query_group", re.IGNORECASE)
-"""Fields of a configuration that may be a number of KV heads."""
+"""Matches names of fields that may give a number of KV heads."""
 
 _LATENT, _WITH_HEADS = frozenset({"MLAAttentionSpec"}), frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 
 RankPart = tuple[Part | None, int]
-"""A rank's part of a group (None: unknown), and how many ranks before it have the same (`GroupLayout.copy`)."""
+"""A rank's part of a group (None if unknown), and how many ranks before it have the same part (`GroupLayout.copy`)."""
 
 
 def parts_of_rank(
     config: VllmConfig, kv_cache_config: KvCacheConfig, geometry: Geometry, rank: int, first_layers: Sequence[int]
 ) -> list[RankPart]:
-    """Return what a rank has of each group of `geometry`.
+    """Return the part of each group of `geometry` that a rank holds.
 
     Args:
         config: the engine's configuration.
         kv_cache_config: the worker's `KVCacheConfig`.
         geometry: the geometry of `kv_cache_config`.
         rank: number of the worker, from 0. TP ranks come first, then PCP ranks, then stages.
-        first_layers: layers of each group in the pipeline stages before the rank's.
+        first_layers: number of layers of each group in the pipeline stages before the rank's.
     """
     heads = _kv_heads(config)
     parallel = config.parallel_config
@@ -56,7 +56,7 @@ def parts_of_rank(
 
 
 def stage_ranks(parallel: ConfigPart) -> int:
-    """Return the number of workers of a pipeline stage, which have the same layers. vLLM numbers them consecutively.
+    """Return the number of workers in a pipeline stage. They have the same layers, and consecutive numbers in vLLM.
 
     Args:
         parallel: vLLM's `ParallelConfig`.
@@ -65,7 +65,7 @@ def stage_ranks(parallel: ConfigPart) -> int:
 
 
 def token_share(parallel: ConfigPart, rank: int) -> tuple[int, int]:
-    """Return a rank's share of the tokens that DCP divides, as (its number, ranks of its group).
+    """Return a rank's share of the tokens that DCP divides, as (index, number of shares).
 
     A DCP group first spans the PCP ranks of a TP rank, then further TP ranks (`initialize_model_parallel`).
 
@@ -122,7 +122,7 @@ def _part(
 
 
 def _kv_heads(config: VllmConfig) -> int | None:
-    """Return the KV heads of every attention layer, drafts included. None: the configurations leave a doubt."""
+    """Return the KV heads of every attention layer, drafts included, or None if the configurations leave a doubt."""
     model, draft = config.model_config, draft_model(config)
     total = model.get_total_num_kv_heads()
     if model.using_transformers_backend() or type(total) is not int or total < 1:
@@ -134,7 +134,7 @@ def _kv_heads(config: VllmConfig) -> int | None:
 
 
 def _named(settings: object) -> Iterator[object]:
-    """Yield the values of all fields that may be a number of KV heads."""
+    """Yield the values of all fields that may give a number of KV heads."""
     if isinstance(settings, Mapping):
         for name, value in cast("Mapping[object, object]", settings).items():
             if isinstance(name, str) and _KV_HEADS.search(name):

@@ -34,7 +34,7 @@ from kvtier.connect.vllm.vllm_types import LoraRequest, TransferJob
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Extra
 from kvtier.runtime.observers.guards import Feature, Guards
-from kvtier.runtime.open_objects import open_object_store
+from kvtier.runtime.open_object_store import open_object_store
 from kvtier.runtime.tiered_object_store import ObjectBytes, ObjectId, ObjectStore, Origin
 from kvtier.types import ChunkKey
 
@@ -44,7 +44,7 @@ DRAIN_S = 2.0
 """Seconds that `drain_jobs` gives transfers to end by themselves, while the engine waits."""
 
 EVENTS_MAX = 1 << 14
-"""Most events kept until vLLM takes them, which it does in each step."""
+"""Maximum number of events kept until vLLM takes them, which it does in each step."""
 
 _KEY_DOMAIN = b"kvtier.vllm.tiering\0"
 
@@ -64,12 +64,12 @@ class _Named:
         self.is_doubted = False
         """Whether one of the identifiers stands for several contents."""
         self.hints = NO_HINTS
-        """The request's. Only `opt_out` and `max_load_tokens` 0 have an effect: vLLM decides about its host memory."""
+        """The request's hints. Only `opt_out` and `max_load_tokens` 0 have an effect: vLLM manages its host memory."""
         self.ends: dict[tuple[int, int], ChunkKey] = {}
         """Keys of stored or loaded objects, by group and by the number of tokens up to their end."""
 
     def content(self, end: int) -> bytes:
-        """32 bytes that identify the adapter and the items that start before token `end`; empty without any."""
+        """Return 32 bytes that identify the adapter and the items that start before token `end`; empty without any."""
         items = [extra.value for extra in self._items if extra.offset < end]
         if not items:
             return self._adapter
@@ -196,7 +196,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             named.is_doubted |= identifier in named.identifiers
 
     def _is_unchanged(self, adapter: LoraRequest | None) -> bool:
-        """Whether an adapter still has the files of its first request, so that vLLM has read no others."""
+        """Return whether an adapter still has the files of its first request, so that vLLM has read no others."""
         return adapter is None or self._keys.adapters.named(adapter.lora_int_id) == (
             adapter_versions(adapter.lora_path),
         )
@@ -239,7 +239,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         self._calls.submit(job, items, time.monotonic() + limit_s)
 
     def _items(self, job: TransferJob) -> list[ObjectBytes]:
-        """The objects of a job and their memory; empty if the request's objects have no names or may not be stored."""
+        """Return a job's objects and their memory; empty if the objects have no names or may not be stored."""
         keys, context = [*job.keys], job.req_context
         named: _Named | None = context.get_state(_Named)
         if named is None or named.is_doubted or not self._is_unchanged(named.loaded):
@@ -335,7 +335,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
     # ---- what ends the cache ---------------------------------------------------------------------------------------
 
     def _called(self, call: WorkerCall) -> AbstractContextManager[None]:
-        """Note a call of vLLM to its workers before vLLM makes it (`engine_hooks.watch_calls`)."""
+        """Note a call to vLLM's workers before vLLM makes it (`engine_hooks.watch_calls`)."""
         if call.method == "add_lora" and call.args:
             self._guarded(lambda: self._keys.loaded(call.args[0]), None)
         else:

@@ -1,7 +1,7 @@
 """The metadata of engine steps, which vLLM carries between the scheduler and the workers (pickled).
 
 Copies do not travel with steps, because the core sends them to the rank's mover directly. Step metadata carries only
-what must be ordered with the forward: blocks that copies must keep off, and loads that have ended.
+what must be ordered with the forward: blocks that copies must not touch, and loads that have ended.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,7 +28,7 @@ class LoadReport(NamedTuple):
     is_failed: bool
     """Whether the load delivered nothing that vLLM can use."""
     adapter: LoraRequest | None = None
-    """The request's adapter. Only orders report such a load, because the worker looks at the adapter first."""
+    """The request's adapter. Only orders report a load with one, because the worker looks at the adapter first."""
 
     @property
     def request(self) -> str:
@@ -48,15 +48,15 @@ class StepOrders:
     named: Mapping[int, Collection[Mapping[Path, FileVersion]]] = field(
         default_factory=dict[int, Collection[Mapping[Path, FileVersion]]]
     )
-    """File versions that the KV of these loads belongs to, by number of the adapter."""
+    """File versions that the KV of these loads belongs to, by adapter number."""
     is_empty: bool = False
-    """The step computes nothing."""
+    """Whether the step computes nothing."""
     is_waiting: bool = False
-    """The step computes nothing, and a load is open."""
+    """Whether the step computes nothing and a load is open."""
     is_off: bool = False
-    """Loads and stores are off (`Invalidation.is_off`). All loads have failed, even those reported as complete."""
+    """Whether loads and stores are off (`Invalidation.is_off`). Then even loads reported as complete have failed."""
     is_reset: bool = False
-    """The first step after a cache reset. Weights that changed before it count as unchanged."""
+    """Whether this step is the first after a cache reset. Weights that changed before it count as unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class StepDone:
 
     step: int
     changed: str = ""
-    """What has changed the worker's weights since the last reset and before the step's end. Empty: nothing has."""
+    """What changed the worker's weights between the last reset and the step's end; empty if nothing did."""
     adapters: tuple[AdapterRead, ...] = ()
     """The adapters that were loaded since the previous step."""
 

@@ -30,7 +30,7 @@ QUANTISATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
 forward."""
 
 BLOCK_TOKENS = 16
-"""Divides the block sizes of vLLM's attention backends. The exact size is known after the weights are loaded."""
+"""Divides the block sizes of vLLM's attention backends. The exact size is known only after the weights are loaded."""
 
 SHUTDOWN = (
     "at shutdown vLLM kills its engine at once, and chunks that wait to be written are lost: give the server "
@@ -131,7 +131,7 @@ def check_alone(others: Iterable[object], loss: Loss) -> None:
     """Refuse a lossy class (`store.loss`) beside other connectors. Their names for KV do not contain the class.
 
     Raises:
-        ConfigError: the engine has a class, and there is another connector. The message names it.
+        ConfigError: the engine has a lossy class, and there is another connector. The message names it.
     """
     for name in others:
         if loss != "none":
@@ -144,12 +144,12 @@ def check_alone(others: Iterable[object], loss: Loss) -> None:
 
 
 def looks_ahead(config: VllmConfig) -> bool:
-    """Whether the KV at a position depends on the next token, because a draft model reads it."""
+    """Return whether the KV at a position depends on the next token, because a draft model reads it."""
     return config.num_prefill_lookahead_tokens == 1
 
 
 def draft_model(config: VllmConfig) -> ConfigPart | None:
-    """Return the `ModelConfig` of draft layers that have KV. None: there are none."""
+    """Return the `ModelConfig` of draft layers that have KV, or None if there are none."""
     return config.speculative_config.draft_model_config if looks_ahead(config) else None
 
 
@@ -216,7 +216,7 @@ def check_role(role: object, write_policy: str) -> None:
 
 
 def transfer_warnings(transfer: ConfigPart, role: str, *, has_shared: bool) -> list[str]:
-    """Return problems of a configuration that works, one sentence each.
+    """Return warnings about a configuration that works, one sentence each.
 
     Args:
         transfer: vLLM's `KVTransferConfig`.
@@ -346,7 +346,7 @@ _CHECKS = {
 
 
 def reason_against(request: Request, config: VllmConfig) -> str:
-    """Return why a request cannot be cached. Empty if it can."""
+    """Return why a request cannot be cached; empty if it can."""
     if request.pooling_params is not None:
         return "it is a pooling request"
     if request.resumable:
@@ -365,6 +365,6 @@ def reason_against(request: Request, config: VllmConfig) -> str:
 
 
 def has_content_identifiers(config: VllmConfig) -> bool:
-    """Whether vLLM identifies multimodal items by content. Not if both of its caches are off (renderers/base.py)."""
+    """Return whether vLLM identifies multimodal items by content, which needs one of its caches (renderers/base.py)."""
     settings = config.model_config.multimodal_config
     return config.cache_config.enable_prefix_caching or settings is None or settings.mm_processor_cache_gb > 0

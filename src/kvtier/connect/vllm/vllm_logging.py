@@ -7,7 +7,7 @@ time or name.
 import logging
 
 ENGINE_LEVEL = "engine"
-"""Value of the setting `log.level` that follows vLLM's level."""
+"""Value of the setting `log.level` that makes kvtier follow vLLM's level."""
 
 
 def follow_engine(level: str = ENGINE_LEVEL) -> None:

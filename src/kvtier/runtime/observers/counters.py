@@ -1,4 +1,4 @@
-"""Counters of commands and gauges of places, for the metrics table."""
+"""Maintains the metrics of commands and places."""
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import get_args
@@ -16,7 +16,7 @@ from kvtier.types import Direction, Drop, Outcome, Probe, Transfer, Way
 
 
 def start_series(metrics: Metrics, tiers: Iterable[str], down: Container[str]) -> None:
-    """Start the tiers' event counters at 0, because a rate misses the event with which a series begins.
+    """Start the tiers' event counters at 0, because a rate misses the first event of a series that starts with it.
 
     Args:
         metrics: receives the counters.
@@ -51,13 +51,13 @@ class CommandCounters(Observer):
         """Bytes, duration and waiting time of transfers, by direction and tier."""
 
     def submitted(self, command: Work) -> None:
-        """Note that `command` was submitted."""
+        """Count a submitted transfer as in flight."""
         if isinstance(command, Transfer):
             way = command.direction, command.tier
             self.in_flight[way] = self.in_flight.get(way, 0) + 1
 
     def completed(self, completion: Completion) -> None:
-        """Note that a command was completed."""
+        """Count a completed command."""
         command, outcome = completion.command, completion.outcome
         if completion.is_tier_fault:
             self._metrics.add(table.TIER_FAILURES, tier=command.tier)
@@ -97,15 +97,15 @@ class CommandCounters(Observer):
 
 
 class TierGauges:
-    """Fill level, evictions, written bytes and stuck queues of each tier, from the tiers' views on all ranks.
+    """Sets the fill level, evictions, written bytes and stuck queues of each tier, from the tiers' views on all ranks.
 
-    A gauge is the sum over the ranks that have reported it. Ranks that share one cap each report the whole store;
-    their highest fill level and their lowest cap count.
+    A gauge is the sum over the ranks that have reported it. Ranks that share one cap each report the whole store; then
+    the highest fill level and the lowest cap count.
 
     Args:
         metrics: receives the gauges.
         views: each rank's tier views, by name.
-        is_up: returns whether a tier is read, rather than left alone after failures.
+        is_up: returns whether the session reads a tier; it does not after failures.
         of_one_cap: names of tiers for which every rank reports the fill level of the whole store.
     """
 
@@ -159,9 +159,9 @@ class TierGauges:
 
 
 class Gauges(Observer):
-    """Fill level, evictions and written bytes of host memory and each tier.
+    """Sets the fill level, evictions and written bytes of host memory and each tier.
 
-    Host memory is counted over all ranks, and `layouts` has one layout for each. A copy lies in another rank's slot,
+    Host memory is summed over all ranks, and `layouts` has one layout for each. A copy lies in another rank's slot,
     so it adds no bytes.
     """
 
@@ -197,5 +197,5 @@ class Gauges(Observer):
         self._tiers()
 
     def _count_up(self, metric: Metric, total: int, **labels: str) -> None:
-        """Raise to `total` a counter that only this object counts."""
+        """Increase a counter to `total`. Only this object counts it."""
         self._metrics.add(metric, total - self._metrics.get(metric, **labels), **labels)

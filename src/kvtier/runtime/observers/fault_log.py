@@ -1,4 +1,4 @@
-"""Logs repeated faults: the first at once, then one line per kind and interval, with their number."""
+"""Logs repeated faults: the first at once, then one line per kind and interval, with the number of faults."""
 
 import logging
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 LOG_EVERY_S = 30.0
 KINDS_MAX = 256
-"""How many kinds get lines of their own. Further kinds share one."""
+"""Maximum number of kinds with their own lines. Further kinds share one."""
 
 _log = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ class FaultLog:
     """Rate-limits warnings by kind. Thread-safe.
 
     Args:
-        every_s: minimum time between two lines of a kind.
+        every_s: minimum time between two lines of the same kind.
         clock: returns seconds.
     """
 

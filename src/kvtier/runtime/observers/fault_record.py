@@ -1,4 +1,4 @@
-"""Records the health of a session and of its tiers, so that people and health checks learn why something fails.
+"""Records the health of a session and its tiers, so that people and health checks can see why something fails.
 
 The holder of the session's lock writes the record. Any thread reads it without the lock, so that a health check never
 waits.
@@ -13,7 +13,7 @@ from kvtier.types import Direction, Probe, TierNotice, Transfer, Way
 
 
 class TierFaults(NamedTuple):
-    """Whether reads and writes of a tier are allowed."""
+    """The state of a tier: whether reads and writes are allowed."""
 
     reads: bool
     writes: bool
@@ -26,25 +26,25 @@ class FaultRecord:
 
     def __init__(self) -> None:
         self.failure = ""
-        """The internal error after which nothing is stored or loaded; empty if there was none."""
+        """The internal error that ended all loads and stores; empty if there is none."""
         self._faults: dict[tuple[str, Way], str] = {}
         """The last fault of each tier's reads and writes."""
         self._notices: dict[tuple[str, Way], str] = {}
         """The last change of each tier's reads and writes."""
 
     def failed(self, error: BaseException) -> None:
-        """Note the internal error that has shut the session down."""
+        """Record the internal error that shut the session down."""
         self.failure = described(error)
 
     def changed(self, notice: TierNotice) -> str:
-        """Note that a tier's reads or writes have stopped or resumed. Return the text to log, with their last error."""
+        """Record that a tier's reads or writes have stopped or resumed. Return the log text, with their last error."""
         way = notice.tier, notice.way
         self._notices[way] = notice.detail
         fault = "" if notice.is_up or notice.is_late else self._faults.get(way)
         return f"{notice.detail}; the last error: {fault}" if fault else notice.detail
 
     def faulted(self, completion: Completion) -> None:
-        """Note that a tier has failed a command."""
+        """Record that a command has failed in its tier."""
         command = completion.command
         if isinstance(command, Transfer | Probe):
             is_write = isinstance(command, Transfer) and command.direction is Direction.DEMOTE

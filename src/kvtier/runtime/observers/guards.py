@@ -1,8 +1,8 @@
 """Guards around optional features and observers: an error there costs a record or the feature, but no load or store.
 
-A feature whose records do not depend on earlier ones goes on after an error, and only the record is lost. A feature
-that an error may leave half changed ends until a restart. Either way, each feature logs one line. The core is not
-optional: after an error in one of its decisions, the session shuts or starts anew (`LockedCore`).
+A feature whose records do not depend on earlier ones continues after an error, and only the record is lost. A feature
+that an error may leave inconsistent ends until a restart. Either way, each feature logs one line. The core is not
+optional: after an error in one of its decisions, the session shuts down or restarts (`LockedCore`).
 """
 
 import errno
@@ -24,18 +24,18 @@ CLOSE_S = 2.0
 """How long closing a session waits for each observer that writes a file."""
 
 PASSING: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""System errors for lack of a resource that may be available a moment later."""
+"""System errors that report a lack of resources, which may soon be available again."""
 
 
 def ends_by_itself(error: BaseException) -> bool:
-    """Whether the error is a passing lack of memory, threads or file descriptors, rather than a defect."""
+    """Return whether the error is a temporary lack of memory, threads or file descriptors, rather than a defect."""
     if isinstance(error, OSError):
         return error.errno in PASSING
     return isinstance(error, MemoryError) or "can't start new thread" in error.args
 
 
 def unless_unusable(make: Callable[[], T]) -> T | None:
-    """Return what `make` opens for an optional feature. If its path cannot be used, log an ERROR and return None."""
+    """Return the result of `make` for an optional feature. If its path is unusable, log an ERROR and return None."""
     try:
         return make()
     except (UnusablePathError, OSError) as error:
@@ -44,7 +44,7 @@ def unless_unusable(make: Callable[[], T]) -> T | None:
 
 
 class LogLine(NamedTuple):
-    """A line for the log, written once the session's lock is free, because a log may block."""
+    """A log line. It is written once the session's lock is free, because logging may block."""
 
     level: int
     text: str
@@ -53,7 +53,7 @@ class LogLine(NamedTuple):
 
 
 class Feature(StrEnum):
-    """The optional features, as the log names them."""
+    """The optional features, by their names in the log."""
 
     EVENTS = "KV events"
     RECALL = "the recall of chunks"
@@ -68,23 +68,23 @@ class Feature(StrEnum):
 
 
 ENDING: Final = frozenset({Feature.EVENTS, Feature.RECALL, Feature.EXPORT})
-"""Features that end with their first error, because their next output depends on what they have already sent."""
+"""Features that end with their first error, because their next output depends on earlier output."""
 
 
 class Observer:
-    """Watches a session or an object store. A subclass overrides what it needs, and only that is called.
+    """Watches a session or an object store. Only the methods that a subclass overrides are called.
 
-    All methods but `close` are called under the session's lock, in any thread. `Guards` catches what they raise.
+    All methods except `close` are called under the session's lock, in any thread. `Guards` catches their exceptions.
     """
 
     def submitted(self, command: Work) -> None:
-        """Note that `command` was submitted."""
+        """Handle a submitted command."""
 
     def completed(self, completion: Completion) -> None:
-        """Note that a command was completed."""
+        """Handle a completed command."""
 
     def renewed(self) -> None:
-        """Note that host memory is now empty (`Cache.renew`)."""
+        """Handle a restart with empty host memory (`Cache.renew`)."""
 
     def each_second(self) -> None:
         """Refresh gauges; called about once a second."""
@@ -108,16 +108,16 @@ class Guards:
         self._failed: dict[Feature, object] = {}
         names = ("submitted", "completed", "renewed", "each_second", "close")
         self.watching: dict[str, list[tuple[Feature, Observer]]] = {name: [] for name in names}
-        """The observers that override each method, except those that an error has ended."""
+        """The observers that override each method, except those ended by an error."""
 
     def register(self, feature: Feature, observer: Observer) -> None:
-        """Let `observer` watch the session, as a part of `feature`."""
+        """Let `observer` watch the session as part of `feature`."""
         for name, watching in self.watching.items():
             if getattr(type(observer), name) is not getattr(Observer, name):
                 watching.append((feature, observer))
 
     def tell(self, what: str, *values: object) -> None:
-        """Call the method `what` of each observer that overrides it. Nothing that they raise leaves this call."""
+        """Call the method `what` of each observer that overrides it. Their exceptions do not leave this call."""
         for feature, observer in self.watching[what]:
             self.run(feature, getattr(observer, what), *values, otherwise=None)
 
@@ -128,7 +128,7 @@ class Guards:
             self.run(feature, observer.close, min(max(0.0, until_s - time.monotonic()), CLOSE_S), otherwise=None)
 
     def has_ended(self, feature: Feature) -> bool:
-        """Whether an error has ended the feature until a restart."""
+        """Return whether an error has ended the feature until a restart."""
         return feature in ENDING and feature in self._failed
 
     def run(self, feature: Feature, act: Callable[..., T], *arguments: object, otherwise: T) -> T:
@@ -142,7 +142,10 @@ class Guards:
             return otherwise
 
     def failed(self, feature: Feature, error: Exception) -> None:
-        """Note an error of a feature, for code that runs too often for `run`. Observers of an ended feature leave."""
+        """Record an error of a feature. Code that runs too often for `run` calls this.
+
+        The observers of a feature that ends are removed.
+        """
         mine = object()
         if self._failed.setdefault(feature, mine) is mine:  # only one of racing threads logs
             text = "internal error in %s: %s (logged once); loads and stores go on"
@@ -153,7 +156,7 @@ class Guards:
                 self.watching[name] = [it for it in watching if it[0] is not feature]
 
     def opened(self, feature: Feature, make: Callable[[], Watching]) -> Watching | None:
-        """Register what `make` opens, and return it guarded. If its path is unusable, log an ERROR and return None."""
+        """Register the result of `make`, and return it guarded. If the path is unusable, log an ERROR; return None."""
         made = unless_unusable(make)
         if made is None:
             return None
@@ -166,7 +169,7 @@ class Guards:
         Args:
             feature: the feature to which the part belongs.
             part: any object.
-            otherwise: what each method or property returns after an error, by name; None for those not named.
+            otherwise: what each method or property returns after an error, by name; None for all others.
         """
         return cast("T", _Guarded(self, feature, part, otherwise))
 
@@ -183,5 +186,5 @@ class _Guarded:
         def call(*arguments: object, **named: object) -> object:
             return run(feature, lambda: getattr(part, name)(*arguments, **named), otherwise=otherwise)
 
-        self.__dict__[name] = call  # found at once the next time
+        self.__dict__[name] = call  # later look-ups find it directly
         return call

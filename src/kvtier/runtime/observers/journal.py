@@ -1,10 +1,11 @@
 """The journal: a line for each object that a tier reads or writes, and for each request that has ended.
 
-It lists what the metrics only add up. Sums over its lines equal the metrics, unless lines are lost, which is counted.
-The threads that decide only queue completions and requests. The thread of a `LineFile` formats and writes the lines.
+It lists the events that the metrics only count. Sums over its lines equal the metrics, unless lines are lost; lost
+lines are counted. The deciding threads only queue completions and requests. The thread of a `LineFile` formats and
+writes the lines.
 
 A line names an object by a digest that is the same in every process of a store, so that repeated reads can be counted.
-The digest is keyed with the store's secret, so it reveals nothing of the content. FORMAT.md lists the fields.
+The digest is keyed with the store's secret, so it reveals nothing about the content. FORMAT.md lists the fields.
 """
 
 import json
@@ -26,26 +27,26 @@ VERSION: Final = 1
 """Version of the lines, given in the first line of each file."""
 STEM: Final = "journal"
 NAME_BYTES: Final = 8
-"""Bytes of an object's digest. Among ten million objects, two share one with a probability of 3 in a million."""
+"""Bytes of an object's digest. Among ten million objects, two share a digest with a probability of 3 in a million."""
 WAITING_MAX: Final = 1 << 14
 """Maximum number of queued lines, about 16 MB of memory."""
 ID_CHARACTERS: Final = 256
-"""A longer request id is cut."""
+"""Maximum length of a request id; a longer one is truncated."""
 
 _WAYS: Final = {Direction.PROMOTE: "read", Direction.DEMOTE: "write"}
 
 
 class Planned(NamedTuple):
-    """What the planner chose for a request, and what it expected."""
+    """The planner's choice for a request, and the times that it expected."""
 
     chosen_tokens: int
-    """Leading tokens that the engine would have after the chosen load."""
+    """Leading tokens in the engine after the chosen load."""
     expected_s: float
     """Time of the chosen load and of computing the rest."""
     compute_s: float
-    """Time of computing everything that the engine did not have."""
+    """Time of computing every token that was not in the engine."""
     best_offer_s: float | None
-    """Shortest time of a load that was not chosen, with computing the rest; None if there was no other."""
+    """Shortest time of another load and of computing its rest; None if there was no other."""
     ahead_s: float
     """How long the engine was busy with other requests. The times above do not include it."""
     place: str
@@ -57,7 +58,7 @@ class RequestLine(NamedTuple):
     """One request that has ended. Tokens are counted from the start of its prompt."""
 
     id: str
-    """The client's name for it."""
+    """The client's name for the request."""
     arrived_s: float
     """Arrival in Unix seconds."""
     prompt_tokens: int
@@ -76,21 +77,21 @@ class RequestLine(NamedTuple):
     """Duration of the loads."""
     loads: int
     stored_tokens: int
-    """Tokens handed to stores. Not all of them need to have reached a tier."""
+    """Tokens passed to stores. Some may not have reached a tier."""
     planner: Planned | None
-    """None without a lookup: the engine had the prompt, or no chunk of it is full. A planner that is off loads
+    """None without a lookup: the engine had the prompt, or the prompt has no full chunk. A disabled planner loads
     everything."""
     loss: Loss
-    """Class of the stored KV that it may have got; ``none`` if it demanded exact KV."""
+    """Class of the stored KV that the request may have used; ``none`` if it demanded exact KV."""
 
 
 class Journal(Observer):
     """One journal: a new file in a directory.
 
     Args:
-        folder: created if missing.
+        folder: the directory, created if missing.
         capacity_bytes: limit for all journals in `folder`, whose sizes are summed at the start.
-        layouts: the KV groups of each rank, whose bytes are added up. A copy adds only the bytes that it scatters.
+        layouts: the KV groups of each rank, whose bytes are summed. A copy adds only the bytes that it scatters.
         root: keys the objects' digests (`keys.fingerprint.root_key`).
         metrics: counts recorded and lost lines.
 
@@ -119,13 +120,13 @@ class Journal(Observer):
         self.path = self._file.path
 
     def completed(self, completion: Completion) -> None:
-        """Queue the line of an object that a tier has read or written. Never blocks."""
+        """Queue the line of an object that a tier has read or written. Never block."""
         command = completion.command
         if isinstance(command, Transfer) and command.tier:
             self._file.put((time.time(), completion))
 
     def ended(self, request: RequestLine) -> None:
-        """Queue the line of a request. Never blocks."""
+        """Queue the line of a request. Never block."""
         self._file.put((time.time(), request))
 
     def close(self, deadline_s: float) -> None:

@@ -1,8 +1,8 @@
 """A JSON-lines file for threads that must not block, used for recordings of requests and the journal.
 
-`put` only queues. The file's own thread turns queued items into lines and writes them a few times a second. Lines that
-exceed the queue, the capacity or the file system's space are counted as lost. No caller waits for a file system that
-hangs.
+`put` only queues an item. The file's own thread turns queued items into lines and writes them a few times a second.
+Lines that exceed the queue, the capacity or the file system's space count as lost. No caller waits for a file system
+that hangs.
 """
 
 import itertools
@@ -29,7 +29,7 @@ OPEN_DEADLINE_S: Final = 2.0
 DRAIN_S: Final = 0.25
 """Interval at which queued items are written."""
 FLUSH_BYTES: Final = 1 << 18
-"""With this many bytes of lines, they are written before the queue is empty."""
+"""Bytes of lines at which they are written even if the queue is not empty."""
 SUFFIX: Final = ".jsonl"
 
 _Item = TypeVar("_Item")
@@ -38,7 +38,7 @@ _numbers = itertools.count(1)
 
 
 def new_path(folder: Path, stem: str) -> Path:
-    """Return a unique path in `folder`, made of a stem such as ``requests``, time, process and a random part."""
+    """Return a unique path in `folder`: a stem such as ``requests``, the time, the process number and a random part."""
     # Engines in two containers often have the same process number.
     parts = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}", os.getpid(), next(_numbers), os.urandom(4).hex()
     return folder / f"{stem}-{'-'.join(map(str, parts))}{SUFFIX}"
@@ -50,10 +50,10 @@ class LineFile(Generic[_Item]):
     Args:
         path: path of the file; its directory is created if missing.
         capacity_bytes: limit for this file and its `siblings`, whose sizes are summed at the start.
-        siblings: pattern of other files in the directory.
-        setting: name of the setting that asks for the file, for messages.
-        lines: turns an item into lines, each with its line feed; called in the file's thread.
-        rest: returns the lines to add at the end; called in the file's thread.
+        siblings: glob pattern of other files in the directory.
+        setting: name of the setting that requests the file, for messages.
+        lines: turns an item into lines with line feeds; called in the file's thread.
+        rest: returns the last lines; called in the file's thread.
         first: transforms the first line.
         waiting_max: maximum number of queued items.
         metrics: receives `metric`.
@@ -111,7 +111,10 @@ class LineFile(Generic[_Item]):
             logger.info("%s: kvtier writes to %s", setting, self.path)
 
     def put(self, item: _Item) -> bool:
-        """Queue an item; False if it is lost. Never blocks. Any thread; racing threads may queue one more each."""
+        """Queue an item. Return False if it is lost. Never block.
+
+        Any thread may call this; racing threads may each exceed the limit by one item.
+        """
         if self._is_full or self._closing.is_set() or len(self._items) >= self._waiting_max:
             self.lose()
             return False
@@ -119,7 +122,7 @@ class LineFile(Generic[_Item]):
         return True
 
     def lose(self, count: int = 1) -> None:
-        """Count lines that are not written."""
+        """Count lines as lost."""
         self._metrics.add(self._metric, count, result="lost")
 
     def close(self, deadline_s: float) -> None:
@@ -160,7 +163,7 @@ class LineFile(Generic[_Item]):
     def _write(self, made: Callable[[], Iterable[bytes]]) -> None:
         try:
             lines = list(made())
-        except Exception:  # one item failed; the thread goes on
+        except Exception:  # one item failed; the thread continues
             self.lose()
             if not self._has_failed:
                 self._has_failed = True

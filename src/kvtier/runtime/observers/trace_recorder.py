@@ -1,9 +1,9 @@
 """Records the requests of a running engine in a file of request lines, which `kvtier replay` reads.
 
 Block ids are digests of chunk keys under a secret that only this object has. They reveal only which blocks of a file
-are equal. The engine's thread only queues a request; the thread of a `LineFile` computes ids and writes.
+are equal. The engine's thread only queues a request; the thread of a `LineFile` computes ids and writes lines.
 
-Requests are queued when they end, and written in order of arrival as far as memory for waiting lines allows.
+Requests are queued when they end, and written in order of arrival if the waiting lines fit in memory.
 """
 
 import heapq
@@ -30,7 +30,7 @@ WAITING_KEYS_MAX: Final = 1 << 17
 """Maximum number of keys in queued requests, about 10 MB of memory."""
 HELD_MAX: Final = 4096
 HELD_BYTES_MAX: Final = 16 << 20
-"""Maximum number of lines, and of their bytes, that wait for an earlier request to end."""
+"""Maximum number and bytes of lines that wait for an earlier request to end."""
 
 
 class Served(NamedTuple):
@@ -43,16 +43,16 @@ class Served(NamedTuple):
     input_tokens: int
     output_tokens: int
     conversation: str | None = None
-    """Name of the conversation; a digest of it is recorded."""
+    """Name of the conversation; only its digest is recorded."""
     next_turn: NextTurn | None = None
-    """What continues the conversation, if declared."""
+    """The declared next turn of the conversation, if any."""
 
 
 class Recorder(Observer):
     """One recording: a new file in a directory.
 
     Args:
-        folder: created if missing.
+        folder: the directory, created if missing.
         capacity_bytes: limit for all recordings in `folder`, whose sizes are summed at the start.
         chunk_tokens: number of tokens per chunk.
         metrics: counts recorded and lost requests.
@@ -65,7 +65,7 @@ class Recorder(Observer):
         self._secret = secrets.token_bytes(32)
         self._began_s = time.monotonic()
         self._keys_put = self._keys_taken = 0
-        """Only one thread changes each of the two."""
+        """Keys queued and keys taken from the queue. Each count is changed by only one thread."""
         self._held: list[tuple[float, int, bytes]] = []
         self._held_bytes = 0
         self._order = itertools.count()
@@ -85,7 +85,7 @@ class Recorder(Observer):
         self.path = self._file.path
 
     def served(self, request: Served, open_since_s: float | None = None) -> None:
-        """Queue a request that has ended. Never blocks. Only one thread at a time may call it.
+        """Queue a request that has ended. Never block. Only one thread at a time may call this.
 
         Args:
             request: the request.

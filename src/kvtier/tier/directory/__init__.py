@@ -1,1 +1,1 @@
-"""The kind `directory`: a file for each object, for any number of processes of one machine."""
+"""The kind `directory`: a file for each object, for any number of processes on one machine."""

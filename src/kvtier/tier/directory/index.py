@@ -25,11 +25,11 @@ class _Record:
         self.used_ns = used_ns  # last known use
         self.mtime_ns = mtime_ns  # last known mtime
         self.about = about
-        self.walk = walk  # the last walk that found it, or during which it entered
+        self.walk = walk  # the last walk that found it or during which it was added
 
 
 class DirectoryIndex:
-    """Names with sizes and last uses, and the evictor that orders them. It has one lock and does no I/O under it.
+    """Names with sizes and last uses, and the evictor that orders them. One lock protects them; no I/O runs under it.
 
     Work on all names holds the lock for `SLICE` names at a time.
     """
@@ -53,19 +53,19 @@ class DirectoryIndex:
             return [name in self._records for name in names]
 
     def add(self, name: ObjectName, size_bytes: int, mtime_ns: int, about: About) -> None:
-        """Note that `name` was written or offered again, with metadata `about`. This is a use."""
+        """Note that `name` was written or offered again, with metadata `about`. This counts as a use."""
         with self._lock:
             self._enter(name, size_bytes, self._now_ns(), mtime_ns, about)
 
     def add_found(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> None:
-        """Note that `name`, written by another process, was found in the directory. This is not a use."""
+        """Note that `name`, written by another process, was found in the directory. This does not count as a use."""
         with self._lock:
             if name not in self._records:
                 # The evictor orders by event, so the object counts as new whatever its mtime.
                 self._enter(name, size_bytes, mtime_ns, mtime_ns, UNKNOWN)
 
     def use(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> int | None:
-        """Note that `name` was read. Return the time to write to the file's mtime if that is due, else None."""
+        """Note that `name` was read. Return the time to write to the file's mtime, or None if no write is due."""
         with self._lock:
             now_ns = self._now_ns()
             record = self._records.get(name)
@@ -81,7 +81,7 @@ class DirectoryIndex:
             return now_ns
 
     def spare(self, name: ObjectName, mtime_ns: int) -> bool:
-        """Return True if the file's mtime shows an unknown use. It then counts as a use, and `name` is not evicted."""
+        """Return True if the file's mtime shows an unknown use. The use then counts, and `name` is not evicted."""
         with self._lock:
             record = self._records.get(name)
             if record is None or mtime_ns <= record.used_ns:
@@ -115,7 +115,7 @@ class DirectoryIndex:
                 self._evictor.expects(conversation, next_turn)
 
     def load_snapshot(self, rows: Iterable[SnapshotRow]) -> None:
-        """Add the rows of an index snapshot, oldest use first. Use of an object, or `merge`, corrects stale rows."""
+        """Add the rows of an index snapshot, oldest use first. A use of an object, or `merge`, corrects stale rows."""
         for some in slices(rows):
             with self._lock:
                 for row in some:
@@ -124,7 +124,7 @@ class DirectoryIndex:
                         self._enter(name, row.size_bytes, row.used_ns, row.used_ns, About(parent, row.depth, row.group))
 
     def merge(self, found: Iterable[Found]) -> None:
-        """Make the index equal to what a walk finds; entries added meanwhile stay. Only one call at a time.
+        """Make the index match what a walk finds; entries added meanwhile stay. Only one call may run at a time.
 
         New objects are added after the walk, in the order of their mtimes. The evictor orders by event, so it treats
         all of them as newer than the indexed objects.
@@ -142,7 +142,7 @@ class DirectoryIndex:
     def rows(self) -> Iterator[SnapshotRow]:
         """Yield the rows of the index snapshot, in any order, without the lock. Concurrent changes may be missing.
 
-        A bare index writes no parents, depths and groups.
+        A bare index writes no parents, depths or groups.
         """
         for name in self._records:
             record = self._records.get(name)
@@ -185,6 +185,6 @@ class DirectoryIndex:
         self._evictor.removed(name)
 
     def _now_ns(self) -> int:
-        """Return the wall clock, which files and other processes share, made monotonic."""
+        """Return the wall-clock time, which files and other processes share, made monotonic."""
         self._last_ns = max(self._last_ns, time.time_ns())
         return self._last_ns

@@ -1,4 +1,4 @@
-"""The kind `directory`: its settings, checks and how it opens."""
+"""The kind `directory`: its settings and checks, and how it opens."""
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from kvtier.config.schema import needed, setting
-from kvtier.config.value_types import Choice, Location, Size, Switch
+from kvtier.config.value_types import ChoiceKind, Location, Size, Switch
 from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
 from kvtier.tier.base import Tier
 from kvtier.tier.files.directory_marker import STORE_VERSION, find_marker, layout_of, repair_marker
@@ -18,7 +18,7 @@ from kvtier.tier.registry import Problem, TierContext, TierKind
 from kvtier.tier.store_view import StoreView
 
 TRIAL_LOCK_DEADLINE_S = 60.0
-"""Longer than in an engine, so that a busy machine yields a slow measurement instead of none."""
+"""This is longer than in an engine, so that a busy machine yields a slow measurement and not none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,9 @@ class DirectorySettings(FileTierSettings):
     path: Path = needed(Location(is_needed=True), "Directory of the store.")
     capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Maximum bytes on disk, shared by all processes.")
     direct_io: Literal["auto", "on", "off"] = setting(
-        "auto", Choice(("auto", "on", "off")), "Bypass the page cache; auto: if the file system allows it."
+        "auto", ChoiceKind(("auto", "on", "off")), "Bypass the page cache; auto: if the file system allows it."
     )
-    evictor: str = setting(DEFAULT_EVICTOR, Choice(evictor_names), "Eviction policy of the directory.")
+    evictor: str = setting(DEFAULT_EVICTOR, ChoiceKind(evictor_names), "Eviction policy of the directory.")
     shared: bool = setting(
         default=True,
         kind=Switch(),

@@ -1,11 +1,11 @@
 """Keeps the hard byte cap of a directory store: reserves bytes, evicts to make space, releases bytes.
 
-Every method takes the cap file's lock for a bounded number of files. Only this module creates and removes files under
-objects' names.
+Every method holds the cap file's lock for a bounded number of files at a time. Only this module creates and removes
+files under objects' names.
 
 The index is built from a walk through the files without the lock. A recount walks under the lock, so no file appears
 meanwhile. Recounts are rare. They happen when a process opens the store as its only user, when the cap file is damaged,
-and when no victim is left. During a recount other processes' writes fail at their deadline. Reads continue.
+and when no victim is left. During a recount, other processes' writes fail at their deadline. Reads continue.
 """
 
 import errno
@@ -30,9 +30,9 @@ from kvtier.types import ObjectName
 logger = logging.getLogger(__name__)
 
 _EXAMINED_MAX = 64
-"""How many victims are examined per hold of the lock. Others get it in between."""
+"""Maximum number of victims examined per hold of the lock. Other processes get it in between."""
 _EVICTED_MAX = 16
-"""Files removed per hold of the lock."""
+"""Maximum number of files removed per hold of the lock."""
 _UNLINK_FAILURES_MAX = 8
 _FOREIGN_SHARE = 16
 """The directory is walked when objects missing from the index take more than 1/16 of the cap."""
@@ -42,7 +42,7 @@ _LOCKED_BY_OTHERS = {errno.EWOULDBLOCK, errno.EACCES}
 
 
 class ByteCap:
-    """The bytes of one store, kept within its cap.
+    """Keeps the bytes of one store within its cap.
 
     Args:
         paths: paths of the store.
@@ -51,7 +51,7 @@ class ByteCap:
         cap_file: the byte count and the lock.
         index: indexed objects and their eviction order.
         on_replaced: called under the lock when the directory was replaced, for example by a remount. Operations fail
-            until it succeeds.
+            until the call succeeds.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ByteCap:
         self._index = index
         self._temp_files = TempFiles(paths.temp_files)
         self._on_replaced = on_replaced
-        self._undeleted: list[TempFile] = []  # removal failed, to be retried
+        self._undeleted: list[TempFile] = []  # their removal failed and is retried
         self._is_replaced = False
         self._walking = threading.Lock()
         self._walk_again_s = self._count_again_s = 0.0
@@ -79,8 +79,8 @@ class ByteCap:
     def attach(self, *, is_alone: bool, needs_index: bool) -> None:
         """Remove temporary files of dead writers, and index the files if needed.
 
-        A process with the store to itself (`is_alone`) recounts, because a killed one may have counted bytes that it
-        never wrote.
+        A process with the store to itself (`is_alone`) recounts, because a killed process may have counted bytes
+        that it never wrote.
         """
         with self._locked():
             self._release(self._temp_files.clear_stale(is_alone=is_alone))
@@ -125,7 +125,7 @@ class ByteCap:
                     return self._create(used_bytes, charge, direct_io=direct_io)
                 if has_victims:
                     may_go_on = most > 1 and time.monotonic() < end_s
-                else:  # other processes wrote the rest, or a crash left the count too high
+                else:  # other processes wrote the rest, or a crash left too high a count
                     may_go_on = self._may_recount()
                     if may_go_on:
                         self._recount()
@@ -184,7 +184,7 @@ class ByteCap:
             self._retry_removal()
 
     def _index_foreign_objects(self, charge: int) -> None:
-        """Index other processes' objects if space is needed and they take much. Else only ours would be evicted.
+        """Index other processes' objects if space is needed and they take much of it. Else only ours would be evicted.
 
         This needs no lock, because changes during the walk are detected on use.
         """
@@ -197,7 +197,7 @@ class ByteCap:
             self._index_files()
 
     def _index_files(self) -> tuple[int, list[bytes]]:
-        """Make the index equal to what a walk finds. Return the objects' bytes, and names of files larger than the cap.
+        """Make the index match what a walk finds. Return the objects' bytes, and the names of files above the cap.
 
         Raises:
             OSError: the file system fails, or another thread walks for longer than the deadline.
@@ -234,7 +234,7 @@ class ByteCap:
                 self._is_replaced = False
             yield
 
-    # Below here the lock is held.
+    # The methods below run under the lock.
 
     def _evict_down(
         self, used_bytes: int, target_bytes: int, wanted: tuple[int, bool] | None, most: int = _EVICTED_MAX
@@ -335,7 +335,7 @@ class ByteCap:
         return used_bytes
 
     def _may_recount(self) -> bool:
-        """Whether the last recount was long ago."""
+        """Whether enough time has passed since the last recount."""
         return time.monotonic() >= self._count_again_s
 
     def _recount(self) -> int:
@@ -356,7 +356,7 @@ class ByteCap:
         return used_bytes
 
     def _release(self, freed_bytes: int) -> None:
-        """Subtract `freed_bytes` after the file was removed."""
+        """Subtract `freed_bytes` after a file was removed."""
         if freed_bytes == 0:
             return
         used_bytes = self._cap_file.read()

@@ -1,7 +1,7 @@
-"""The index snapshot of a directory store, which has names, sizes, last uses and parents for fast starts.
+"""The index snapshot of a directory store, which keeps names, sizes, last uses and parents for fast starts.
 
-It may be stale: names may be gone or missing. A damaged file or one of another version counts as absent. FORMAT.md
-describes the layout.
+It may be stale, with some names gone and others missing. A damaged file or one of another version counts as absent.
+FORMAT.md describes the layout.
 """
 
 import os
@@ -31,7 +31,7 @@ _ROW = np.dtype(
 )
 _NO_PARENT = bytes(32)
 SLICE = 64
-"""Number of objects handled at once. More would hold a lock, or the interpreter's lock, for too long."""
+"""Number of objects handled at once. More would hold a lock, or the interpreter lock, for too long."""
 _CHECKSUM_BYTES = 1 << 22
 _ROWS_MAX = 1 << 22
 """Maximum number of rows written or read, 352 MiB in all."""
@@ -63,12 +63,12 @@ def slices(items: Iterable[_T], count: int = SLICE) -> Iterator[list[_T]]:
 
 
 def oldest_first(rows: Iterable[SnapshotRow]) -> Iterator[SnapshotRow]:
-    """Yield `rows` in the order of their last uses. All are read first and kept in 88 bytes each."""
+    """Yield `rows` in the order of their last uses. All of them are read first, and each takes 88 bytes."""
     return _rows(_by_use(rows))
 
 
 def pack_snapshot(rows: Iterable[SnapshotRow]) -> memoryview:
-    """Pack `rows`, in any order, into the file's bytes: the `_ROWS_MAX` with the latest uses, oldest first."""
+    """Pack the `_ROWS_MAX` most recently used of `rows`, in any order, into the file's bytes, oldest use first."""
     newest = _by_use(rows)[-_ROWS_MAX:]
     content = np.empty(_HEADER.size + newest.nbytes, np.uint8)
     body = content[_HEADER.size :]
@@ -89,7 +89,7 @@ def unpack_snapshot(content: bytes | memoryview) -> Iterator[SnapshotRow] | None
 
 
 def save_snapshot(path: str, rows: Iterable[SnapshotRow]) -> None:
-    """Write the snapshot of `rows`, in any order, to `path` atomically, mode 0600.
+    """Write the snapshot of `rows`, in any order, to `path` atomically, with mode 0600.
 
     Raises:
         OSError: the file cannot be written; the previous one is unchanged.
@@ -135,10 +135,10 @@ def _checksum(body: memoryview) -> int:
 
 
 def _by_use(rows: Iterable[SnapshotRow]) -> np.ndarray[Any, np.dtype[np.void]]:
-    """Sort rows by use. Python objects are handled in slices; NumPy frees the interpreter's lock for the rest."""
+    """Sort rows by use. Python objects are handled in slices; NumPy releases the interpreter lock for the rest."""
     table = bytearray()
     for some in slices(rows):
-        table += _packed(some).tobytes()  # one copy of everything would keep the lock
+        table += _packed(some).tobytes()  # a single copy of everything would keep the lock
     found = np.frombuffer(table, _ROW)
     return np.take(found, np.argsort(found["used_ns"], kind="stable"), mode="clip")
 

@@ -1,15 +1,15 @@
-"""One file per object in a directory that several processes may share, under a hard byte cap.
+"""Keeps one file per object in a directory that several processes may share, under a hard byte cap.
 
 The files are authoritative. The in-memory index may be stale, the index snapshot only speeds up the start, and a walk
 rebuilds the cap file's count. Names appear and disappear only under the cap file's lock. Bytes are written and read
 outside the lock. Except in a rare recount, no lock is held for longer than it takes to handle a few hundred objects. A
-thread of its own writes index snapshots.
+separate thread writes index snapshots.
 
-Nothing is synced to the device. After a power loss a file may be missing or damaged; frame verification turns either
+Nothing is synced to the device. After a power loss, a file may be missing or damaged; frame verification turns either
 into a miss.
 """
 
-# Descriptors and plain strings, because this code runs once per object.
+# This code uses descriptors and plain strings, because it runs once per object.
 # ruff: noqa: PTH108, PTH118, PTH208
 
 import fcntl
@@ -57,13 +57,13 @@ _SNAPSHOT_TEMP = re.compile(r"index\.[0-9]+\.[0-9a-f]{16}")
 
 
 class DirectoryTier(FileTier):
-    """Frames as files under `root`.
+    """Keeps frames as files under `root`.
 
     Args:
         root: the directory, created if missing. A directory with foreign files is refused.
-        capacity_bytes: cap for objects and temporary files, each rounded up to 4 KiB. It holds at every moment for any
-            number of processes that use the same cap. The marker, the cap file and the index snapshot (88 bytes per
-            object) are not counted.
+        capacity_bytes: cap for objects and temporary files, each rounded up to 4 KiB. The cap holds at every moment,
+            for any number of processes that use the same one. The marker, the cap file and the index snapshot (88 bytes
+            per object) are not counted.
         name: the tier's name in metrics and errors.
         evictor: eviction policy, not shared with another tier. Default: `Lru`.
         direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
@@ -71,13 +71,13 @@ class DirectoryTier(FileTier):
             disk. If not, a miss costs no system call.
         lock_deadline_s: longest wait for other processes in an operation.
         is_sealed: whether the index snapshot omits parents, depths and groups.
-        open_deadline_s: longest wait for another process that is opening the store. If that is its only user, it counts
-            the store meanwhile, which takes a second for 100,000 objects.
+        open_deadline_s: longest wait for another process that is opening the store. A process that is its only
+            user also counts the store, which takes a second for 100,000 objects.
         any_owner: as in `FileSystemTier`.
 
     Raises:
         ConfigError: a setting is invalid.
-        DamagedStoreError: what is at `root` cannot be used; nothing was changed.
+        DamagedStoreError: the content of `root` cannot be used; nothing was changed.
         TierError: the storage failed while the tier was opened.
     """
 
@@ -125,7 +125,7 @@ class DirectoryTier(FileTier):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all processes counted against the cap."""
+        """Bytes that all processes count against the cap."""
         return self._cap_file.peek()
 
     @property
@@ -161,10 +161,7 @@ class DirectoryTier(FileTier):
             return answers
 
     def newest(self, most: int, until_s: float) -> list[ObjectName]:
-        """Return at most `most` names, newest first where the kind knows the order cheaply.
-
-        These are names in this process's index, last used first. It makes no system call.
-        """
+        """Return at most `most` names of this process's index, last used first. This makes no system call."""
         del until_s
         with self._guard:
             rows = nlargest(most, self._index.rows(), key=lambda row: row.used_ns)
@@ -193,7 +190,7 @@ class DirectoryTier(FileTier):
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
         """Write `frame` under `name`, evicting others if needed. Return whether the name now exists.
 
-        It does not if the frame is larger than the cap or nothing can be evicted.
+        The result is False if the frame is larger than the cap or nothing can be evicted.
         """
         with self._operation("write", name):
             charge = charge_bytes(frame.nbytes)
@@ -270,7 +267,7 @@ class DirectoryTier(FileTier):
                         os.utime(name.hex(), ns=(used_ns, used_ns), dir_fd=fan, follow_symlinks=False)
 
     def _save_snapshot_later(self) -> None:
-        """Let a thread write the index snapshot, unless one is about to. So a killed process loses little of it."""
+        """Let a thread write the index snapshot later, unless one already waits. A killed process then loses little."""
         if self._snapshot_lock.acquire(blocking=False):
             delay_s = min(SNAPSHOT_INTERVAL_S + len(self._index) * _SNAPSHOT_OBJECT_S, _SNAPSHOT_LONGEST_S)
             name = f"kvtier {self.name} snapshot"
@@ -297,7 +294,7 @@ class DirectoryTier(FileTier):
 
 @contextmanager
 def _collector_paused() -> Generator[None]:
-    """Disable the cycle collector. Loading 100,000 names creates no cycles, and collecting took a third of the time."""
+    """Disable the cycle collector. Loading 100,000 names creates no cycles, and collection took a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -347,7 +344,7 @@ def _fill(draft: TempFile, frame: memoryview) -> os.stat_result:
 
 
 def _remove_unfinished_snapshots(root: str) -> None:
-    """Remove unfinished index snapshots. Called only under the exclusive store lock."""
+    """Remove unfinished index snapshots. Call this only under the exclusive store lock."""
     for name in os.listdir(root):
         if _SNAPSHOT_TEMP.fullmatch(name):
             with suppress(IsADirectoryError):  # not a snapshot

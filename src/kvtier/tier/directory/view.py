@@ -63,7 +63,7 @@ class DirectoryView:
 
     @contextmanager
     def opened(self, stored: ObjectFile) -> Generator[FileReader]:
-        """Open the object for the block."""
+        """Open the object for the `with` block."""
         with self._paths.found_fan(stored.name) as fan:
             if fan is None:
                 raise FileNotFoundError(errno.ENOENT, "does not exist", stored.path)
@@ -73,7 +73,7 @@ class DirectoryView:
 
     @contextmanager
     def opened_tier(self) -> Generator[DirectoryTier]:
-        """Open the store for the block, as a tier that evicts nothing."""
+        """Open the store for the `with` block, as a tier that evicts nothing."""
         with closing(DirectoryTier(self.root, capacity_bytes=UNBOUNDED_BYTES, direct_io="off")) as tier:
             yield tier
 

@@ -1,6 +1,6 @@
 """Batched reads and writes of the disk tier, with one index lookup and one system call per run of adjacent frames.
 
-A failed call is repeated per frame, so that one bad block affects one frame, and its error names that frame.
+After a failed call, each frame is tried alone, so that a bad block affects one frame and the error names it.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from kvtier.tier.disk.segment_pool import Extent, Pool
 
 
 def read_many(pool: Pool, reads: Sequence[Read], *, is_use: bool = True) -> list[int | OSError | TierError | None]:
-    """Read frames, adjacent ones together. An error takes the place of its frame."""
+    """Read frames, adjacent ones in one call. The result of a frame that fails is its error."""
     results: list[int | OSError | TierError | None] = [None] * len(reads)
     extents = pool.locate([read.name for read in reads], is_use=is_use)
     found = {at: extent for at, extent in enumerate(extents) if extent is not None}
@@ -30,7 +30,7 @@ def read_many(pool: Pool, reads: Sequence[Read], *, is_use: bool = True) -> list
 
 
 def write_many(pool: Pool, writes: Sequence[Write]) -> list[bool | OSError | TierError]:
-    """Write frames adjacent to each other, as far as the current segment goes.
+    """Write frames next to each other, as far as the current segment has room.
 
     Args:
         pool: the store's pool.
@@ -58,7 +58,7 @@ def _read_alone(pool: Pool, read: Read, extent: Extent) -> int | OSError | TierE
             return count
         pool.remove(read.name)  # the file was truncated
     except (OSError, TierError) as error:
-        return error.with_traceback(None)  # its frames refer to the buffer
+        return error.with_traceback(None)  # its stack frames refer to the buffer
     return None
 
 
@@ -79,7 +79,7 @@ def _write_alone(pool: Pool, write: Write) -> bool | OSError | TierError:
 
 
 def _runs(found: dict[int, Extent], reads: Sequence[Read]) -> list[list[int]]:
-    """Return indices into `reads`, grouped by adjacent frames. A frame that is not read whole is its own group."""
+    """Return indices into `reads`, grouped by adjacent frames. A frame that is not read whole forms its own group."""
     runs: list[list[int]] = []
     follows: tuple[int, int] | None = None  # (segment, offset) after the run
     for at in sorted(found, key=lambda at: (found[at].segment.number, found[at].block)):

@@ -1,4 +1,4 @@
-"""On-disk structures of the disk tier, which are segment headers and index blocks (FORMAT.md, Disk tier).
+"""On-disk structures of the disk tier: segment headers and index blocks (FORMAT.md, Disk tier).
 
     header | frame | frame | frame ...            free            ... index block 1 | index block 0
     0        4096                                                                       the segment's end
@@ -6,7 +6,7 @@
 Frames grow from the front and index blocks from the end. A segment is full when they would meet. A block is written
 once, so a crash cannot damage earlier entries; only `DiskTier.delete` blanks an entry in place.
 
-A block is valid only with its own checksum and the generation of its segment's header.
+A block is valid only if its checksum matches and it has the generation of its segment's header.
 """
 
 import struct
@@ -29,7 +29,7 @@ GENERATION_MAX: Final = (1 << 63) - 1
 
 ENTRY: Final = np.dtype(
     [("name", "<u8", (4,)), ("block", "<u4"), ("size_bytes", "<u4"), ("reserved", "<u8")]
-)  # 48 bytes, with the name as four words, as in the object table
+)  # 48 bytes, with the name as four words
 ENTRIES_PER_BLOCK: Final = 84
 
 Entries = npt.NDArray[np.void]
@@ -64,7 +64,7 @@ _BLOCK_CHECKSUM_AT = 48
 
 
 SEGMENT_BYTES_MIN: Final = 4 * BLOCK_BYTES
-"""Enough for a header, one block of a frame and two index blocks."""
+"""Enough for a header, a frame of one block and two index blocks."""
 
 SEGMENT_BYTES_MAX: Final = BLOCK_BYTES << 32
 """An entry counts blocks in 32 bits."""
@@ -78,7 +78,7 @@ class Header(NamedTuple):
 
     store_id: bytes
     generation: int
-    """Orders segments by start; never repeats within a store. 0 means none."""
+    """Orders segments by start time, and never repeats within a store. 0 means none."""
     segment_bytes: int
 
 
@@ -109,7 +109,7 @@ def read_header(block: memoryview | bytes) -> Header | str:
 
 
 def is_foreign(block: bytes) -> bool:
-    """Whether `block`, a file's first, was not written by this version of the disk tier."""
+    """Whether `block`, the first of a file, was written by anything but this version of the disk tier."""
     magic, version = _HEADER.unpack_from(block.ljust(BLOCK_BYTES, b"\0"))[:2]
     return any(block) and (magic != HEADER_MAGIC or version != VERSION)
 

@@ -1,4 +1,4 @@
-"""The kind `disk`: its settings, checks and how it opens."""
+"""The kind `disk`: its settings and checks, and how it opens."""
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from kvtier.config.schema import needed, setting
-from kvtier.config.value_types import Choice, Location, Seconds, Size
+from kvtier.config.value_types import ChoiceKind, Location, Seconds, Size
 from kvtier.errors import ConfigError, DamagedStoreError
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.base import Tier
@@ -19,7 +19,7 @@ from kvtier.tier.registry import Problem, TierContext, TierKind
 from kvtier.tier.store_view import StoreView
 
 TRIAL_LOCK_DEADLINE_S = 60.0
-"""Longer than in an engine, so that a busy machine yields a slow measurement instead of none."""
+"""This is longer than in an engine, so that a busy machine yields a slow measurement and not none."""
 
 TRIAL_SEGMENTS = 3
 """Eviction frees whole segments, and one segment is spare, so two more are needed to keep all objects of a trial."""
@@ -34,7 +34,7 @@ class DiskSettings(FileTierSettings):
     path: Path = needed(Location(is_needed=True), "Directory of the segments, on a local drive.")
     capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Maximum bytes on the drive, shared by all ranks.")
     direct_io: Literal["auto", "on", "off"] = setting(
-        "auto", Choice(("auto", "on", "off")), "Bypass the page cache; auto: if the file system allows it."
+        "auto", ChoiceKind(("auto", "on", "off")), "Bypass the page cache; auto: if the file system allows it."
     )
     reserve_bytes: int = setting(2**30, Size(0), "Free space of the file system that kvtier does not use.")
     sync_interval_s: float = setting(
@@ -73,12 +73,12 @@ def _open(settings: DiskSettings, context: TierContext) -> Tier:
         if largest <= segment_bytes_for(settings.capacity_bytes // ranks) - (SEGMENT_BYTES_MIN - ALIGNMENT):
             raise DamagedStoreError(
                 name,
-                f"a chunk takes {largest} bytes, and {tier.root} has segments of a smaller model or cap, for "
-                f"{tier.frame_bytes_max} bytes; to start again with larger ones: {command('purge', tier.root)}",
+                f"a chunk takes {largest} bytes, but {tier.root} has segments for a smaller model or cap, with "
+                f"room for {tier.frame_bytes_max} bytes; to start with larger ones: {command('purge', tier.root)}",
             )
         raise ConfigError(
-            f"too small: a chunk of {context.layout.chunk_tokens} tokens of this model takes {largest} bytes, and a "
-            f"segment for each of {ranks} ranks has {tier.frame_bytes_max}",
+            f"too small: a chunk of {context.layout.chunk_tokens} tokens of this model takes {largest} bytes, but "
+            f"with {ranks} ranks, a segment has room for {tier.frame_bytes_max}",
             setting=f"{settings.label}.capacity_bytes",
             value=str(settings.capacity_bytes),
         )
@@ -115,7 +115,7 @@ def _check(settings: DiskSettings) -> Iterator[Problem]:
 
 
 def _repaired(root: Path) -> list[str] | None:
-    """Repair the store at `root`, or the stores of all ranks below it; None if there are none."""
+    """Repair the store at `root`, or all ranks' stores below it; return None if there are none."""
     from kvtier.tier.disk.marker import holds_store, repair_marker
 
     stores = [it for it in (root, *sorted(root.glob("rank-*"))) if holds_store(it)]

@@ -53,7 +53,7 @@ def open_marker(root: Path, segment_bytes: int) -> DiskMarker:
 
 
 def replace_marker(root: Path, segment_bytes: int) -> DiskMarker:
-    """Make the store at `root` a new, empty one. Called only under the exclusive lock of its old marker.
+    """Replace the store at `root` with a new, empty one. Call this only under the exclusive lock of the old marker.
 
     Raises:
         OSError: the marker cannot be written.
@@ -74,7 +74,7 @@ def _is_new(_name: str) -> bool:
 
 
 def find_marker(root: Path) -> DiskMarker | None:
-    """Read the marker of the disk store at `root`; None where `open_marker` would make one.
+    """Read the marker of the disk store at `root`; None if `open_marker` would make one.
 
     Raises:
         UnusableStoreError: the marker is damaged, of an unknown version, or missing next to other files.
@@ -86,7 +86,7 @@ def find_marker(root: Path) -> DiskMarker | None:
 def repair_marker(root: Path) -> list[str]:
     """Give the disk store at `root` a new marker if its own is missing or damaged. Return what was done, in sentences.
 
-    The newest segment identifies the store. Without a valid segment the store is empty.
+    The newest segment identifies the store. Without a valid segment, the store is empty.
 
     Raises:
         UnusableStoreError: `root` has foreign files or a marker of another version, or a process has it open.
@@ -97,7 +97,7 @@ def repair_marker(root: Path) -> list[str]:
 
 
 def _recovered(root: Path) -> DiskMarker:
-    """Make a marker from the newest segment. Without a valid one, its segment size is one that opening replaces.
+    """Make a marker from the newest segment. If none is valid, the marker has a segment size that opening replaces.
 
     Raises:
         UnusableStoreError: nothing identifies the store, and the directory has foreign files.
@@ -127,7 +127,7 @@ def _packed(marker: DiskMarker) -> bytes:
 
 
 def holds_store(root: Path) -> bool:
-    """Whether `root` has files with names of a disk store, whatever its marker says."""
+    """Whether `root` has file names of a disk store, whatever its marker says."""
     return any(os.path.lexists(root / name) for name in (MARKER_NAME, SEGMENTS_NAME))
 
 

@@ -1,4 +1,4 @@
-"""One segment, which is a preallocated file of frames with their index at its end.
+"""A segment: a preallocated file of frames, with their index at its end.
 
 Shared fields change only under the pool's lock. I/O runs outside the lock, on pinned extents.
 """
@@ -33,7 +33,7 @@ from kvtier.tier.files.safe_open import Descriptor, open_file
 logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 20
-"""How many bytes are read at once, from the end, while the index is loaded."""
+"""Number of bytes read at once, from the end of the file, while the index is loaded."""
 
 
 def file_name(number: int) -> str:
@@ -105,10 +105,10 @@ class Segment:
         return os.path.samestat(status, os.fstat(self._descriptor.fileno()))
 
     def take(self, size_bytes: int) -> int | None:
-        """Take an extent for a frame of `size_bytes`; return its first block, or None if none fits. Under the lock.
+        """Take an extent for a frame of `size_bytes`; return its first block, or None if none fits.
 
-        Reserves index blocks for pending objects and one for each write in flight, because a sync may run between any
-        two writes.
+        Call this under the lock. It reserves index blocks for pending objects and one for each write in flight, because
+        a sync may run between any two writes.
         """
         if not self.has_room(size_bytes):
             return None
@@ -118,12 +118,12 @@ class Segment:
         return block
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether an extent for a frame of `size_bytes` fits. Under the lock."""
+        """Whether an extent for a frame of `size_bytes` fits. Call this under the lock."""
         index_blocks = self.index_blocks + blocks_for(len(self.pending)) + self.writers + 1
         return self.next_block + align_up(size_bytes) // ALIGNMENT <= self.size_bytes // BLOCK_BYTES - index_blocks
 
     def take_pending(self) -> dict[bytes, tuple[int, int]]:
-        """Take the objects to index now, whose index blocks then count as written. Under the lock."""
+        """Take the pending objects, whose index blocks then count as written. Call this under the lock."""
         pending, self.pending = self.pending, {}
         self.index_blocks += blocks_for(len(pending))
         return pending
@@ -132,7 +132,7 @@ class Segment:
         """Write a new header, which discards all objects. The segment must not be in use.
 
         Raises:
-            OSError: the device fails. The segment is then also empty.
+            OSError: the device fails. The segment is empty then, too.
         """
         self.header = None
         self.rows = array("I")
@@ -143,7 +143,7 @@ class Segment:
         self.header = header
 
     def read(self, into: memoryview, offset: int) -> int:
-        """Read from `offset` until `into` is full. Return the bytes read, which are fewer only for a truncated file.
+        """Read from `offset` until `into` is full. Return the number of bytes read, less only for a truncated file.
 
         Raises:
             OSError: the device fails.
@@ -225,7 +225,7 @@ class Segment:
         os.fdatasync(self._descriptor.fileno())
 
     def load(self, store_id: bytes) -> Entries | str:
-        """Read header and index. Return the entries in writing order, or the reason why the segment is empty.
+        """Read the header and index. Return the entries in writing order, or the reason why the segment is empty.
 
         Raises:
             OSError: the device fails.
@@ -236,7 +236,7 @@ class Segment:
         """Read the header. Return "", or the reason why the segment is empty. EIO counts as damage.
 
         Raises:
-            OSError: the device fails otherwise.
+            OSError: the device fails with another error.
         """
         try:
             header = read_header(self._block_at(0))
@@ -254,11 +254,11 @@ class Segment:
     def load_index(self) -> Entries:
         """Read the index of a segment whose header was read. Return the entries in writing order.
 
-        Afterwards frames can be appended. A segment without a readable index counts as empty, because the end of its
+        Afterwards, frames can be appended. A segment without a readable index counts as empty, because the end of its
         index is unknown.
 
         Raises:
-            OSError: the device fails otherwise.
+            OSError: the device fails with another error.
         """
         try:
             pieces = list(self._index())

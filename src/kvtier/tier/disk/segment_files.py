@@ -1,4 +1,4 @@
-"""Creates, counts and removes the segment files of one store, within the cap and outside the reserve."""
+"""Creates, counts and removes the segment files of one store, within the cap and without using the reserve."""
 
 import errno
 import logging
@@ -165,7 +165,7 @@ class SegmentFiles:
     def load(self, store_id: bytes) -> list[Segment]:
         """Load the existing segments with their headers, empty ones first, then by generation.
 
-        Removes files of another size and names with further hard links. Above the cap, the first segments are removed.
+        Files of another size, and names with further hard links, are removed. Above the cap, so are the first segments.
 
         Raises:
             OSError: the device or the file system fails.
@@ -179,7 +179,7 @@ class SegmentFiles:
                     rejected["not a regular file"] += 1
                     continue
                 is_linked = status.st_nlink > 1  # the other link may lie outside the store
-                if is_linked or status.st_size != self.segment_bytes:  # settings changed, or an unfinished file
+                if is_linked or status.st_size != self.segment_bytes:  # the settings changed, or the file is unfinished
                     reason = "has another hard link" if is_linked else f"{status.st_size} bytes long"
                     rejected[reason] += status.st_size > 0
                     os.unlink(file_name(number), dir_fd=folder)
@@ -207,7 +207,7 @@ class SegmentFiles:
         self._charges[segment.number] = max(segment.allocated_bytes, segment.size_bytes)
 
     def _create(self) -> tuple[int, int]:
-        """Create an empty file; return its number and descriptor. Names that something else has are skipped."""
+        """Create an empty file; return its number and descriptor. Names that are already taken are skipped."""
         for number in range(len(self._charges) + _TAKEN_MAX):
             if number not in self._charges:
                 with suppress(FileExistsError):

@@ -48,7 +48,7 @@ _TURNS_MAX = 8
 
 
 class Extent(NamedTuple):
-    """Space for one frame. Its segment is pinned, or counts a writer, until it is released."""
+    """Space for one frame. Its segment is pinned, or counts a writer, until the extent is released."""
 
     segment: Segment
     block: int
@@ -80,8 +80,8 @@ class Pool:
         store_id: 16 bytes; segments of another store count as empty.
         rows_max: maximum number of objects.
         deadline_s: longest wait for another operation that starts or evicts segments.
-        counts: counts what is written and evicted.
-        on_turn: called when a segment was started, so that `prepare` may be due. It must be quick.
+        counts: counters of writes and evictions.
+        on_turn: called when a segment has been started, so that `prepare` may be due. It must be quick.
 
     Raises:
         OSError: the files cannot be listed or read.
@@ -127,7 +127,7 @@ class Pool:
 
     @property
     def frame_bytes_max(self) -> int:
-        """Size of the largest frame that fits next to the header and two index blocks, one of which may be wasted."""
+        """Size of the largest frame that fits beside the header and two index blocks, one of which may be wasted."""
         return self.files.segment_bytes - 3 * BLOCK_BYTES
 
     def contains(self, names: Sequence[bytes]) -> list[bool]:
@@ -155,7 +155,7 @@ class Pool:
         return listed
 
     def locate(self, names: Sequence[bytes], *, is_use: bool = True) -> list[Extent | None]:
-        """Return the pinned extent of each name, perhaps counted as a use. Call `unpin` after the read."""
+        """Return the pinned extent of each name, and count a use if `is_use`. Call `unpin` after the read."""
         with self._lock:
             return [self._locate(name, is_use=is_use) for name in names]
 
@@ -207,12 +207,12 @@ class Pool:
         return None
 
     def put(self, written: Iterable[tuple[Extent, bytes]]) -> list[bool]:
-        """Record that each extent contains its frame. The result is False where the table is full."""
+        """Record that each extent contains its frame. The result is False if the table is full."""
         with self._lock:
             return [self._put(extent, name) for extent, name in written]
 
     def abandon(self, extents: Iterable[Extent]) -> None:
-        """Release extents that were not written; their space returns with the segment."""
+        """Release extents that were not written; their space is reclaimed with the segment."""
         with self._lock:
             for extent in extents:
                 self._end_write(extent.segment)
@@ -311,7 +311,7 @@ class Pool:
         self._end_write(extent.segment)
         self._counts.frame_bytes += extent.size_bytes
         if self._table.row(name) is not None:
-            return True  # a concurrent write was first
+            return True  # a concurrent write came first
         if self._table.is_full:
             return False
         row = self._table.put(name, extent.segment.number, extent.block, extent.size_bytes)
@@ -364,7 +364,10 @@ class Pool:
         return False
 
     def _empty(self, segment: Segment) -> bool:
-        """Remove all objects of `segment` and wait until it is unused. False at the deadline; the objects are gone."""
+        """Remove all objects of `segment` and wait until it is unused. Return False if that takes too long.
+
+        The objects may be gone even then.
+        """
         if not self._wait_until(segment, lambda: segment.writers == 0):
             return False
         with self._lock:

@@ -1,7 +1,7 @@
 """The status file of an open disk store, with counters and faults for `kvtier inspect`.
 
-It may be stale, damaged, missing or left by a dead process, and no decision uses it. It is not synced. Its age reveals
-a device that hangs.
+It may be stale, damaged, missing or left by a dead process, and no decision depends on it. It is not synced. Its age
+reveals a device that hangs.
 """
 
 import os
@@ -21,7 +21,7 @@ FILES = re.compile(rf"\.?{re.escape(STATUS_NAME)}(\.[0-9a-f]+)?")
 
 STATUS_INTERVAL_S = 10.0
 SILENT_S = 60.0
-"""A process whose status is older than this hangs in its device or is stopped."""
+"""If a status is older than this, its process is stopped or hangs in its device."""
 
 FAULT_LENGTH_MAX = 300
 _BYTES_MAX = 4096
@@ -91,7 +91,7 @@ class StoreHealth:
         return self.state in {"in use", "not open"}
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return what there is to show, with its values as text."""
+        """Return the labels and values to show, as text."""
         status = self.status
         if status is None:
             return [("state", f"{self.state}; no status was ever written")]

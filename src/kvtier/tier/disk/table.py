@@ -1,7 +1,8 @@
-"""The disk tier's object table, which is a dictionary from names to rows and one column per property.
+"""The disk tier's object table: a dictionary from names to rows, and one column per property.
 
-A row is one object, with its segment, first block, size and hits in 13 bytes. The dictionary takes about 160 bytes per
-name. Neither has objects that Python's collector visits. The table has no lock, because its owner has one.
+A row describes one object: its segment, first block, size and hits, in 13 bytes. The dictionary takes about 160 bytes
+per name. Neither contains objects that Python's garbage collector visits. The table has no lock, because its owner
+has one.
 
 Virtual memory is reserved for `rows_max`; the system allocates pages as rows are used.
 """
@@ -93,7 +94,7 @@ class ObjectTable:
     def move(self, row: int, segment: int, block: int, size_bytes: int) -> None:
         """Set the extent of the object in `row`.
 
-        This halves its hits, so that an object that is no longer read ages.
+        This halves its hits, so that objects that are no longer read age.
         """
         self._segment_at[row] = segment
         self._block_at[row] = block
@@ -131,7 +132,7 @@ class ObjectTable:
         return mine[np.argsort(self._blocks[mine])]
 
     def hits(self, rows: Rows) -> npt.NDArray[np.uint8]:
-        """Return the reads of each of `rows` since it was written, halved at each move."""
+        """Return how often each of `rows` was read since it was written, halved at each move."""
         return self._hits[rows]
 
     def sizes(self, rows: Rows) -> npt.NDArray[np.uint32]:

@@ -1,8 +1,8 @@
 """The disk tier, which keeps frames in preallocated segment files on a local drive, under a hard byte cap.
 
 Unlike the directory tier, which keeps a file per object for several processes, a store belongs to one process. In
-return, an object costs one `pwritev` or `preadv`, and a lookup no system call. A million objects cost about 0.2 GB of
-memory.
+return, an object costs one `pwritev` or `preadv`, and a lookup makes no system call. A million objects cost about
+0.2 GB of memory.
 
 A written object is readable at once. Once per `sync_interval_s`, frames are made durable, then the index blocks that
 name them. A crash loses later writes, or frame verification finds them damaged. No read or write of a frame waits for a
@@ -51,7 +51,7 @@ ROWS_MAX = 1 << 24
 
 
 class DiskTier(FileSystemTier):
-    """Frames in segment files under `root`, which only this process uses.
+    """Keeps frames in segment files under `root`, which only this process uses.
 
     Args:
         root: the directory, created if missing. A directory with foreign files is refused.
@@ -69,7 +69,7 @@ class DiskTier(FileSystemTier):
 
     Raises:
         ConfigError: a setting is invalid.
-        DamagedStoreError: what is at `root` cannot be used; nothing was changed.
+        DamagedStoreError: the content of `root` cannot be used; nothing was changed.
         TierError: the storage failed while the tier was opened, or another process has the store open.
     """
 
@@ -134,7 +134,7 @@ class DiskTier(FileSystemTier):
 
     @property
     def write_bytes(self) -> dict[str, int]:
-        """Bytes since the start: `frames` and `upkeep` (copies, index) were written, the budget refused `avoided`.
+        """Bytes since the start, written as `frames` and `upkeep` (copies, index) or refused by the budget (`avoided`).
 
         Write amplification is (frames + upkeep) / frames.
         """
@@ -150,7 +150,7 @@ class DiskTier(FileSystemTier):
         self._is_up = is_up
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Return for each name whether it is stored. Makes no system call."""
+        """Return for each name whether it is stored. This makes no system call."""
         with self._operation("look for objects"):
             return self._pool.contains(names)
 
@@ -170,7 +170,7 @@ class DiskTier(FileSystemTier):
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """Write frames of different names, each atomically.
 
-        Frames lie next to each other as far as a segment reaches. The oldest segment is evicted to make space.
+        Frames lie next to each other, as far as a segment has room. The oldest segment is evicted to make space.
 
         The result is False if a frame is larger than a segment, the write budget is spent, or every segment is in use.
         """
@@ -196,7 +196,7 @@ class DiskTier(FileSystemTier):
             return iter([(ObjectName(name), size_bytes) for name, size_bytes in self._pool.everything()])
 
     def newest(self, most: int, until_s: float) -> list[ObjectName]:
-        """Return at most `most` names, newest first. Makes no system call."""
+        """Return at most `most` names, newest first. This makes no system call."""
         del until_s
         with self._operation("list the newest"):
             return [ObjectName(name) for name in self._pool.newest(most)]
@@ -227,7 +227,7 @@ class DiskTier(FileSystemTier):
         self._store_lock.release()
 
     def _admits(self, name: ObjectName, frame: memoryview) -> bool:
-        """Whether a frame fits in a segment and the write budget. If so, its bytes are spent."""
+        """Whether a frame fits in a segment and the write budget, which is then charged for it."""
         if not 0 < frame.nbytes <= self._pool.frame_bytes_max:
             return False
         is_admitted = self._budget.admits(name, frame.nbytes, time.monotonic())
@@ -240,10 +240,10 @@ class DiskTier(FileSystemTier):
 
         Args:
             deadline_s: longest wait for the lock.
-            lock: the lock that this process has, if it still belongs to the store.
+            lock: this process's lock, if it still belongs to the store.
 
         Raises:
-            UnusableStoreError: what is at `root` cannot be used; nothing was changed.
+            UnusableStoreError: the content of `root` cannot be used; nothing was changed.
             TierError: another process has the store open.
             OSError: the file system fails.
         """
@@ -292,12 +292,12 @@ class DiskTier(FileSystemTier):
         if self._segment_bytes is not None:
             return segment_bytes == self._segment_bytes
         is_real = segment_bytes != SEGMENT_BYTES_MAX  # a repair writes this size if no segment shows the real one
-        # With the largest caps every store exceeds `SEGMENTS_MAX`. Recreated at each start, it would keep nothing.
+        # With the largest caps, every store exceeds `SEGMENTS_MAX`. A store recreated at each start would keep nothing.
         least = min(self.capacity_bytes // SEGMENTS_MAX, segment_bytes_for(self.capacity_bytes))
         return is_real and least <= segment_bytes <= self.capacity_bytes
 
     def _maintain(self) -> None:
-        """Sync at intervals, keep a segment empty, and write the status. Runs in the maintenance thread."""
+        """Sync at intervals, keep a segment empty, and write the status, in the maintenance thread."""
         synced_s = told_s = time.monotonic()
         logged = ""
         while True:
@@ -331,8 +331,8 @@ class DiskTier(FileSystemTier):
     def _write_status(self, *, is_open: bool = True) -> None:
         """Write the status file. A failure is only logged."""
         try:
-            # Without its disk mounted, the path leads to another one. A tool has no cap, and leaves the engine's
-            # status.
+            # If its disk is not mounted, the path leads to another one. A tool has no cap, and must not replace the
+            # engine's status.
             if self.capacity_bytes < UNBOUNDED_BYTES and self._store_lock.is_current():
                 write_status(self.root, self._current_status(is_open=is_open))
         except OSError as error:
@@ -367,7 +367,7 @@ class DiskTier(FileSystemTier):
         return self._store_lock.is_current() and self._pool.files.is_current
 
     def _check_store(self) -> None:
-        """Check whether the store is gone. Continue with it, or open what is there now."""
+        """Check whether the store is still there. If not, open what is there now."""
         if not self._reopening.acquire(timeout=self._lock_deadline_s):
             raise TierError(self.name, "is being reopened")
         try:
@@ -385,7 +385,7 @@ class DiskTier(FileSystemTier):
         except FileNotFoundError:
             is_home = False
         if not is_home and not os.path.lexists(self.root / MARKER_NAME):
-            # The store is not recreated: without its disk mounted, the path leads to another one.
+            # The store is not recreated, because its disk may not be mounted, and the path then leads to another one.
             raise TierError(self.name, f"{self.root / MARKER_NAME} is gone")
         try:
             self._store_lock, self._pool = self._open_store(0.0, former if former.is_current() else None)
@@ -410,5 +410,5 @@ class DiskTier(FileSystemTier):
         return failure
 
     def _told(self, what: str, name: ObjectName, answer: _Answer | OSError) -> _Answer | TierError:
-        """Return the answer for one object of a batch, with an OSError turned into a `TierError`."""
+        """Return the answer for one object of a batch, with a `TierError` for an OSError."""
         return self._failed(what, name, answer) if isinstance(answer, OSError) else answer

@@ -107,7 +107,7 @@ class DiskView:
 
     @contextmanager
     def opened(self, stored: ObjectFile) -> Generator[FileReader]:
-        """Open the object for the block."""
+        """Open the object for the `with` block."""
         with self._segments() as folder:
             descriptor, _ = open_file(file_name(stored.number), os.O_RDONLY, folder)
         with closing(FileReader(descriptor, stored.size_bytes, stored.offset)) as reader:
@@ -115,7 +115,7 @@ class DiskView:
 
     @contextmanager
     def opened_tier(self) -> Generator[DiskTier]:
-        """Open the store for the block, as a tier that evicts nothing.
+        """Open the store for the `with` block, as a tier that evicts nothing.
 
         The tier does not sync at intervals.
         """
@@ -130,7 +130,7 @@ class DiskView:
             yield tier
 
     def health(self) -> StoreHealth:
-        """Return the store's health. Reads two small files."""
+        """Return the store's health, from two small files."""
         status, state = read_status(self.root), "not open"
         age_s = None if status is None else max(time() - status.time_s, 0.0)
         if is_locked(str(self.root / MARKER_NAME)):
@@ -145,7 +145,7 @@ class DiskView:
         )
 
     def purge(self, *, force: bool) -> Purge:  # noqa: ARG002 - a disk store is never shared
-        """Remove the store. `force` changes nothing, because a process that has it open does not share it."""
+        """Remove the store. `force` changes nothing, because a process never shares an open disk store."""
         result = Purge(directory=str(self.root))
         for stored in self.objects():
             result.objects += 1
@@ -176,6 +176,6 @@ class DiskView:
 
     @contextmanager
     def _segments(self) -> Generator[int]:
-        """Open the segments' directory for the block."""
+        """Open the segments' directory for the `with` block."""
         with folder_at(self.root) as top, directory_at(SEGMENTS_NAME, top, is_listed=True) as folder:
             yield folder

@@ -1,4 +1,4 @@
-"""The write budget of the disk tier, which limits the bytes written per day, for flash wear."""
+"""The write budget of the disk tier, which limits the bytes written per day because flash wears out."""
 
 import threading
 from collections import OrderedDict
@@ -8,7 +8,7 @@ SAVED_S = 3600.0
 """Unspent budget accumulates for this long, so an hour's budget may be spent in one burst."""
 
 SCARCE_SHARE = 0.5
-"""Below this fill level only names offered before are written."""
+"""Below this fill level, only names that were offered before are written."""
 
 REMEMBERED_MAX = 1 << 16
 
@@ -33,7 +33,7 @@ class WriteBudget:
         self._lock = threading.Lock()
 
     def admits(self, name: bytes, size_bytes: int, now_s: float) -> bool:
-        """Whether `name` may be written now. If so, its bytes are spent.
+        """Whether `name` may be written now. If so, the bucket is charged for its bytes.
 
         A frame larger than the bucket is admitted when the bucket is full, and overdraws it.
         """

@@ -1,1 +1,1 @@
-"""Modules that the tier kinds with files share."""
+"""Modules shared by the tier kinds that keep files."""

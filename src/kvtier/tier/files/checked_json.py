@@ -1,4 +1,4 @@
-"""Packs and reads small JSON files for people. A checksum of the members shows whether a crash truncated a file."""
+"""Packs and reads small JSON files that people can read. A checksum shows whether a crash truncated a file."""
 
 import json
 from collections.abc import Mapping

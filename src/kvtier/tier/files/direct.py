@@ -1,10 +1,10 @@
-"""Whole-buffer reads and writes, with direct I/O where buffer, offset and file system allow it.
+"""Reads and writes whole buffers, with direct I/O if the buffer, offset and file system allow it.
 
 Direct I/O moves bytes between the device and the caller's memory without a copy in the page cache. Such a copy would
 duplicate host memory.
 """
 
-# Plain strings.
+# Paths are plain strings here.
 # ruff: noqa: PTH118
 
 import errno
@@ -24,7 +24,7 @@ def is_aligned(view: memoryview, offset: int) -> bool:
     """Whether direct I/O works for `view` (C-contiguous bytes) at `offset`."""
     if view.nbytes == 0 or view.nbytes % ALIGNMENT or offset % ALIGNMENT:
         return False
-    import numpy as np  # noqa: PLC0415 - commands that only look at settings do without it
+    import numpy as np  # noqa: PLC0415 - commands that only check settings do not need it
 
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address % ALIGNMENT == 0
@@ -112,7 +112,7 @@ def write_all(descriptor: int, frame: memoryview, *, is_new: bool = False) -> No
 
 
 def read_part(descriptor: int, into: memoryview, offset: int) -> int:
-    """Read from `offset` until `into` is full or the file ends, and return the bytes read.
+    """Read from `offset` until `into` is full or the file ends, and return the number of bytes read.
 
     Raises:
         OSError: the device or the file system fails.

@@ -1,4 +1,4 @@
-"""The base of tiers that keep a store in a directory: its root, the current cap, and the guard of an operation."""
+"""The base of tiers that keep a store in a directory: the root, the current cap, and the guard of each operation."""
 
 import os
 from collections.abc import Generator
@@ -42,7 +42,7 @@ class FileSystemTier(Tier):
 
     @contextmanager
     def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
-        """Run the block while the tier is open. An OSError becomes a TierError."""
+        """Run the `with` block while the tier is open. An OSError becomes a TierError."""
         with self._guard:
             try:
                 yield
@@ -50,7 +50,7 @@ class FileSystemTier(Tier):
                 raise self._failed(what, name, error) from error
 
     def _failed(self, what: str, name: ObjectName | None, error: OSError) -> TierError:
-        """Make the error of an operation."""
+        """Make the error for an operation that failed."""
         subject = "" if name is None else f" object {name.hex()[:12]}"
         detail = f"cannot {what}{subject}: {error}"
         if not is_full_error(error):

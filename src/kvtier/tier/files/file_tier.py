@@ -43,16 +43,16 @@ class FileTier(FileSystemTier, OneByOneTier):
         return self._read(name, into, offset, is_use=False)
 
     def _read(self, name: ObjectName, into: memoryview, offset: int, *, is_use: bool) -> int | None:
-        """Do `read_one`, or `peek_one` if it is not a use."""
+        """Implement `read_one`, or `peek_one` if it is not a use."""
         raise NotImplementedError
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Return names and frame bytes of all processes' and nodes' files in the objects' directory."""
+        """Return the names and frame bytes of all files in the objects' directory, whoever wrote them."""
         with self._operation("scan"):
             return iter([(ObjectName(found.name), found.size_bytes) for found in walk(self._paths)])
 
     def close(self) -> None:
-        """Wait for running operations, then release what the open store needs. Idempotent."""
+        """Wait for running operations, then release the store's resources. Idempotent."""
         if not self._guard.close():
             return
         if not self._guard.wait_empty(CLOSE_DEADLINE_S):
@@ -60,7 +60,7 @@ class FileTier(FileSystemTier, OneByOneTier):
         self._end()
 
     def _end(self) -> None:
-        """Publish what others should know, and release all resources."""
+        """Publish what other processes should know, and release all resources."""
         raise NotImplementedError
 
     @contextmanager
@@ -73,6 +73,6 @@ class FileTier(FileSystemTier, OneByOneTier):
             yield
 
     def _choose_direct(self, directory: str, direct_io: DirectIo) -> None:
-        """Try out direct I/O in `directory` with `choose_direct`."""
+        """Decide about direct I/O by a trial in `directory` (`choose_direct`)."""
         with directory_at(directory) as place:
             self.direct_io = choose_direct(self.name, directory, direct_io, place)

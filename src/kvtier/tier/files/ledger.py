@@ -1,8 +1,8 @@
-"""The cap file, which has the byte count of a shared directory and the lock under which its names change.
+"""The cap file, with the byte count of a shared directory and the lock under which its names change.
 
 Under the lock, the count is at least the bytes of all objects and temporary files. It is exact unless a process was
-killed during a change. A change that adds bytes writes the count first; one that removes bytes writes it last. So at
-worst a crash leaves the count too high, and a recount corrects it.
+killed during a change. A change that adds bytes writes the count first; one that removes bytes writes it last. So, at
+worst, a crash leaves the count too high, and a recount corrects it.
 """
 
 import errno
@@ -33,7 +33,7 @@ class Ledger:
         tier: name of the tier, for errors.
         deadline_s: longest wait for the lock.
         is_current: returns whether the store around the file is still the one that was opened. Only then is a missing
-            file created again: without its disk mounted, the path leads to another disk.
+            file created again: if its disk is not mounted, the path leads to another disk.
 
     Raises:
         OSError: the file cannot be opened for writing.
@@ -44,13 +44,13 @@ class Ledger:
         self._tier = tier
         self.deadline_s = deadline_s
         self._is_current = is_current
-        self._threads = threading.Lock()  # a flock belongs to the open file and does not exclude threads
+        self._threads = threading.Lock()  # a flock belongs to the open file, so it does not exclude threads
         self._descriptor = self._open(makes=True)
         self._last_bytes = 0
 
     @contextmanager
     def locked(self) -> Generator[bool]:
-        """Hold the lock. Yield whether the file was replaced since the last time, for example by a remount.
+        """Hold the lock. Yield whether the file was replaced since last time, for example by a remount.
 
         Raises:
             TierError: the lock was not free within the deadline, or the file is gone.
@@ -71,25 +71,25 @@ class Ledger:
             self._threads.release()
 
     def read(self) -> int | None:
-        """Return the bytes in use; None if the file is new or damaged. Only under the lock."""
+        """Return the bytes in use; None if the file is new or damaged. Call this only under the lock."""
         used_bytes = _unpacked(os.pread(self._descriptor.fileno(), _COUNT.size, 0))
         if used_bytes is not None:
             self._last_bytes = used_bytes
         return used_bytes
 
     def write(self, used_bytes: int) -> None:
-        """Set the bytes in use. Only under the lock."""
+        """Set the bytes in use. Call this only under the lock."""
         os.pwrite(self._descriptor.fileno(), _COUNT.pack(_MAGIC, used_bytes, used_bytes ^ _ALL_BITS), 0)
         self._last_bytes = used_bytes
 
     def peek(self) -> int:
-        """Return the bytes in use, possibly stale. Never waits."""
+        """Return the bytes in use, possibly stale. This never waits."""
         if self._threads.acquire(blocking=False):
             try:
                 if self._descriptor.is_open:
                     self.read()
             except OSError:
-                pass  # the next operation under the lock reports it
+                pass  # the next operation under the lock reports the error
             finally:
                 self._threads.release()
         return self._last_bytes
@@ -103,7 +103,7 @@ class Ledger:
                 self._threads.release()
 
     def _take(self) -> bool:
-        """Lock the file that is now at the path. Return whether it is another file than the last time."""
+        """Lock the file that is now at the path. Return whether it is a different file than last time."""
         is_replaced = False
         for _ in range(_REPLACED_MAX):
             descriptor = self._descriptor.fileno()
@@ -136,7 +136,7 @@ class Ledger:
 
 
 def read_ledger(path: str) -> int | None:
-    """Read the bytes in use from the cap file at `path`; None if it is missing or damaged. Takes no lock."""
+    """Read the bytes in use from the cap file at `path`; None if it is missing or damaged. This takes no lock."""
     try:
         # The check of the flipped bits detects a torn read.
         return _unpacked(read_file(path, _COUNT.size))

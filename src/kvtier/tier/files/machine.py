@@ -1,4 +1,4 @@
-"""A setting of all tier kinds with files, and read-only checks of a directory and its file system."""
+"""A setting of all tier kinds that keep files, and read-only checks of a directory and its file system."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -26,10 +26,10 @@ class FileTierSettings(TierSettings):
 
 
 def tier_file(tier: TierSettings, key: str) -> bytes:
-    """The content of the file that a setting of the kind `FileLocation` names.
+    """Return the content of the file that a setting of the kind `FileLocation` names.
 
     Raises:
-        UnusablePathError: it is missing, cannot be read, belongs to another user, or has another form.
+        UnusablePathError: it is missing, cannot be read, belongs to another user, or has the wrong format.
     """
     kind = next(each.kind for each in tier.settings() if each.key == key)
     path, pem = getattr(tier, key), kind.pem if isinstance(kind, FileLocation) else ""

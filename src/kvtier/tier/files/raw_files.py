@@ -1,6 +1,6 @@
-"""Plain files as a `RawClient`, with which tiers that keep files are compared."""
+"""Plain files as a `RawClient`, for comparison with tiers that keep files."""
 
-# Plain strings and descriptors, as in the tiers.
+# This code uses plain strings and descriptors, as the tiers do.
 # ruff: noqa: PTH118
 
 import os
@@ -16,8 +16,8 @@ class RawFiles:
     """Keeps a file per object, written under another name and then renamed.
 
     Args:
-        root: an empty directory, created when missing.
-        direct: bypass the page cache where the file system allows it.
+        root: an empty directory, created if missing.
+        direct: bypass the page cache if the file system allows it.
         syncs: sync a file before its rename, which a file system shared by several nodes needs.
     """
 
@@ -27,7 +27,7 @@ class RawFiles:
         self._direct = os.O_DIRECT if direct and can_direct(self._root) else 0
 
     def put(self, name: ObjectName, frame: memoryview) -> None:
-        """Write `frame` so that it becomes visible as a whole, if the tier does so."""
+        """Write `frame`, atomically if the tier writes atomically."""
         path = self._path(name)
         descriptor = os.open(f"{path}.draft", os.O_CREAT | os.O_EXCL | os.O_WRONLY | self._direct, 0o600)
         try:
@@ -39,7 +39,7 @@ class RawFiles:
         os.rename(f"{path}.draft", path)  # noqa: PTH104
 
     def get(self, name: ObjectName, into: memoryview) -> None:
-        """Load an object of as many bytes as `into` has."""
+        """Load an object that is as large as `into`."""
         descriptor = os.open(self._path(name), os.O_RDONLY | self._direct)
         try:
             _read(descriptor, into, 0)
@@ -67,8 +67,8 @@ class RawSegment:
     """Keeps all objects in one file, reusing the offsets of deleted objects of equal size.
 
     Args:
-        root: an empty directory, created when missing.
-        direct: bypass the page cache where the file system allows it.
+        root: an empty directory, created if missing.
+        direct: bypass the page cache if the file system allows it.
     """
 
     def __init__(self, root: Path, *, direct: bool) -> None:
@@ -83,7 +83,7 @@ class RawSegment:
         self._end = 0
 
     def put(self, name: ObjectName, frame: memoryview) -> None:
-        """Write `frame` so that it becomes visible as a whole, if the tier does so."""
+        """Write `frame`, atomically if the tier writes atomically."""
         with self._lock:
             free = self._free.get(frame.nbytes)
             offset = free.pop() if free else self._end
@@ -94,7 +94,7 @@ class RawSegment:
         self._places[name] = (offset, frame.nbytes)
 
     def get(self, name: ObjectName, into: memoryview) -> None:
-        """Load an object of as many bytes as `into` has."""
+        """Load an object that is as large as `into`."""
         _read(self._descriptor, into, self._places[name][0])
 
     def has(self, name: ObjectName) -> bool:

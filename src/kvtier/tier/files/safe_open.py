@@ -4,7 +4,7 @@ The root itself may be a link. Paths passed to these functions end at most one c
 are single components, relative to a directory's descriptor.
 """
 
-# Descriptors: this code runs once per object.
+# This code uses descriptors, because it runs once per object.
 # ruff: noqa: PTH101
 
 import errno
@@ -42,7 +42,7 @@ _warned: set[str] = set()
 
 
 class UnusableStoreError(UnusablePathError):
-    """A store's path cannot be used, and nothing there was changed. Only an operator can mend it.
+    """A store's path cannot be used, and nothing there was changed. Only an operator can repair it.
 
     For an engine this is a `DamagedStoreError`; for commands that check settings it is a mistake.
     """
@@ -64,7 +64,7 @@ class SuppressErrno:
 
 
 class Descriptor:
-    """A long-lived descriptor, which is closed once, at the latest when nothing refers to it any more.
+    """A long-lived descriptor, which is closed once, at the latest when nothing refers to it.
 
     A forked child closes its copy immediately. Otherwise a flock inherited by the child would outlive the parent.
     """
@@ -120,7 +120,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 def open_file(name: str, flags: int, directory: int | None = None) -> tuple[int, os.stat_result]:
     """Open the regular file `name`; return its descriptor and status.
 
-    This does not block on a FIFO and follows no link. A created file has mode 0600 whatever the umask.
+    This does not block on a FIFO and follows no link. A created file has mode 0600, whatever the umask.
 
     Args:
         name: relative to `directory`, or a path.
@@ -147,11 +147,11 @@ def read_file(name: str, bytes_max: int, directory: int | None = None) -> bytes:
     """Read all bytes of the small regular file `name`.
 
     Raises:
-        OSError: the file cannot be opened (as in `open_file`) or read, with EFBIG if it is longer than `bytes_max`.
+        OSError: the file cannot be opened (as in `open_file`) or read; EFBIG if it is longer than `bytes_max`.
     """
     descriptor, status = open_file(name, os.O_RDONLY, directory)
     with os.fdopen(descriptor, "rb") as file:
-        # One byte more reveals a file that grew.
+        # One more byte reveals a file that grew.
         content = b"" if status.st_size > bytes_max else file.read(bytes_max + 1)
     if max(status.st_size, len(content)) > bytes_max:
         raise OSError(errno.EFBIG, f"longer than {bytes_max} bytes", name)
@@ -204,7 +204,7 @@ def rename_file(draft: str, name: str, source: int | None, target: int | None) -
 
 @contextmanager
 def folder_at(root: Path) -> Generator[int]:
-    """Open the directory `root`, which may be a link, for the block.
+    """Open the directory `root`, which may be a link, for the `with` block.
 
     Raises:
         OSError: it cannot be opened.
@@ -227,7 +227,7 @@ def open_directory(name: str, directory: int | None = None, *, is_listed: bool =
 
 @contextmanager
 def directory_at(name: str, directory: int | None = None, *, is_listed: bool = False) -> Generator[int]:
-    """Open a directory with `open_directory` for the block."""
+    """Open a directory with `open_directory` for the `with` block."""
     descriptor = open_directory(name, directory, is_listed=is_listed)
     try:
         yield descriptor
@@ -236,7 +236,7 @@ def directory_at(name: str, directory: int | None = None, *, is_listed: bool = F
 
 
 def make_directory(name: str, directory: int | None = None, *, replace: bool = False) -> None:
-    """Create the directory `name`, mode 0700 whatever the umask. An existing one is left unchanged.
+    """Create the directory `name` with mode 0700, whatever the umask. An existing one is left unchanged.
 
     Args:
         name: relative to `directory`, or a path.
@@ -266,7 +266,7 @@ def make_root(root: Path) -> None:
     """Create the directory `root` and its missing parents, each with mode 0700.
 
     Raises:
-        OSError: one cannot be created.
+        OSError: a directory cannot be created.
     """
     missing = [path for path in (root, *root.parents) if not path.exists()]
     for path in reversed(missing):
@@ -279,7 +279,7 @@ def _refuse_other_kinds(name: str, status: os.stat_result) -> None:
 
 
 def set_aside(name: str, directory: int | None = None) -> None:
-    """Rename something else that has the name of a store's file. A link itself is renamed, not its target.
+    """Rename whatever else has the name of a store's file. A link itself is renamed, not its target.
 
     Raises:
         OSError: it cannot be renamed.
@@ -290,7 +290,7 @@ def set_aside(name: str, directory: int | None = None) -> None:
 
 
 def refuse_public(root: Path, *, any_owner: bool) -> os.stat_result:
-    """Refuse a root that is world-writable or that another ordinary user owns. Return the status of any other.
+    """Refuse a root that is world-writable or that another ordinary user owns. Otherwise, return its status.
 
     Args:
         root: root of a store.

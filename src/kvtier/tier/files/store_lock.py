@@ -1,4 +1,4 @@
-"""The lock of a store, which is a flock on its marker. It is exclusive or shared by all processes that have it open."""
+"""The lock of a store: a flock on its marker, exclusive or shared by all processes that have the store open."""
 
 import errno
 import fcntl
@@ -12,7 +12,7 @@ from kvtier.tier.files.safe_open import Descriptor, is_at, open_file
 RETRY_FIRST_S = 0.0001
 RETRY_LONGEST_S = 0.005
 REPAIR_WAIT_S = 1.0
-"""Longest wait for a repair to end, and of a repair for another one."""
+"""Longest wait for a repair to end, including a repair's wait for another."""
 _BUSY = {errno.EWOULDBLOCK, errno.EACCES}
 
 
@@ -53,7 +53,7 @@ class StoreLock:
         self._descriptor, self._root = _open(path)
 
     def acquire(self, deadline_s: float) -> bool:
-        """Lock the store. Return True if the lock is exclusive, so that no other process can open it until `share`.
+        """Lock the store. Return True if the lock is exclusive. No other process can then open the store until `share`.
 
         Raises:
             TierError: another process held an exclusive lock for `deadline_s` seconds.
@@ -86,7 +86,7 @@ class StoreLock:
             )
 
     def move(self) -> None:
-        """Release the lock, and refer to the file that is now at the marker's path.
+        """Release the lock, and switch to the file that is now at the marker's path.
 
         Raises:
             OSError: there is no marker.
@@ -120,6 +120,6 @@ def _open(path: str) -> tuple[Descriptor, Descriptor]:
     """Open the marker, and its directory with a shared lock that a repair of a lost marker detects."""
     marker = Descriptor(open_file(path, os.O_RDWR)[0])  # NFS grants exclusive locks only on files open for writing
     root = Descriptor(os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))  # noqa: PTH120
-    with suppress(OSError):  # NFS locks no directory
+    with suppress(OSError):  # NFS cannot lock a directory
         lock_file(root.fileno(), fcntl.LOCK_SH, REPAIR_WAIT_S)
     return marker, root

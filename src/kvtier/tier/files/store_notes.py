@@ -1,4 +1,4 @@
-"""Notes, which are small JSON files in a store's root with the inputs of a fingerprint. Only people use them.
+"""Notes: small JSON files in a store's root with the inputs of a fingerprint, for people only.
 
 A note that is damaged, too long, or not a regular file counts as absent.
 """
@@ -15,7 +15,7 @@ from kvtier.tier.files import safe_open
 from kvtier.tier.files.checked_json import pack_json, read_json
 
 NOTE = re.compile(r"\.?note-(fingerprint|model)-[0-9a-f]{16}(\.json|\.[0-9a-f]{16})")
-"""Names of notes and of their temporary files. Former versions wrote `note-fingerprint-*`."""
+"""Names of notes and of their temporary files. Earlier versions wrote `note-fingerprint-*`."""
 
 BYTES_MAX = 1 << 18
 NOTES_MAX = 256
@@ -27,11 +27,11 @@ def write(root: Path, model: bytes, content: Mapping[str, object]) -> None:
 
     Args:
         root: root of an existing store.
-        model: the model id, 16 bytes. The file's name has the first 8, which `kvtier inspect` shows.
+        model: the model id, 16 bytes. The file's name contains the first 8, which `kvtier inspect` shows.
         content: JSON values, without a member `checksum`.
 
     Raises:
-        OSError: the note cannot be written, with EFBIG if it is longer than `BYTES_MAX`.
+        OSError: the note cannot be written; EFBIG if it is longer than `BYTES_MAX`.
     """
     whole = pack_json(content)
     if len(whole) > BYTES_MAX:

@@ -7,7 +7,7 @@ root/drafts/                  temporary files and their owners' locks
 root/objects/<2 hex>/<64 hex> one file per object, named by the object's name
 """
 
-# Plain strings and `os`: this code runs once per object, and a walk of 100,000 files must take under a second.
+# This code uses plain strings and `os`. It runs once per object, and a walk of 100,000 files must take under 1 s.
 # ruff: noqa: PTH118, PTH208
 
 import os
@@ -39,7 +39,7 @@ class Found(NamedTuple):
 class Paths:
     """The paths of the store at `root`, and access to its objects' files below its directory `objects`.
 
-    Each operation opens the object's directory again, so that it notices a replaced one. It follows no link.
+    Each operation opens the object's directory again, so that it notices a replacement. It follows no link.
     """
 
     def __init__(self, root: str, objects: str = "objects") -> None:
@@ -61,7 +61,7 @@ class Paths:
         """Create missing directories with mode 0700. Anything else with their names is renamed.
 
         Raises:
-            OSError: one cannot be created.
+            OSError: a directory cannot be created.
         """
         make_directory(self.temp_files, replace=True)
         self.make_objects()
@@ -104,7 +104,7 @@ class Paths:
                 yield name, status
 
     def files(self) -> Iterator[tuple[str, int, str, os.stat_result]]:
-        """Yield prefix and descriptor of the directory, name and status of each regular file of the objects.
+        """Yield each regular file of the objects: prefix and descriptor of its directory, its name and its status.
 
         Vanished files and foreign directories are skipped.
 
@@ -194,7 +194,7 @@ def _step(root: str, directory: int | None, name: str, *, is_made: bool = False,
 
 
 class _Closing:
-    """Closes a directory's descriptor, if there is one, at the end of the block."""
+    """Closes a directory's descriptor, if there is one, at the end of the `with` block."""
 
     __slots__ = ("_descriptor",)
 
@@ -235,7 +235,7 @@ def stat_in(fan: int, name: bytes) -> os.stat_result | None:
 
 
 def charge_bytes(size_bytes: int) -> int:
-    """Return what a file of `size_bytes` counts against the cap: whole blocks of 4 KiB, at least one."""
+    """Return the bytes that a file of `size_bytes` counts against the cap: whole blocks of 4 KiB, at least one."""
     return max(align_up(size_bytes), ALIGNMENT)
 
 

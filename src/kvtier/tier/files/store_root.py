@@ -28,7 +28,7 @@ from kvtier.tier.files.store_notes import NOTE
 MISTAKES = frozenset({
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL,
 })  # fmt: skip
-"""errno values that persist until an operator acts. Any other means that the storage failed."""
+"""errno values of errors that last until an operator acts. Any other means that the storage failed."""
 
 M = TypeVar("M")
 """The content of a marker."""
@@ -55,7 +55,7 @@ def opening(tier: str, root: Path, allowed: str) -> Generator[None]:
 
     Raises:
         ConfigError: no file can have this path.
-        DamagedStoreError: what is at `root` cannot be used before an operator acts.
+        DamagedStoreError: the content of `root` cannot be used before an operator acts.
         TierError: the storage fails.
     """
     if "\0" in str(root):
@@ -113,11 +113,11 @@ def read_marker(path: Path, parse: Callable[[bytes, Path], M]) -> M | None:
 
     Args:
         path: path of the marker.
-        parse: makes a marker of the bytes at a path; raises UnusableStoreError for another version. Any other error
-            means that they are damaged.
+        parse: makes a marker from its bytes and path; raises UnusableStoreError for another version. Any other error
+            means that the bytes are damaged.
 
     Raises:
-        UnusableStoreError: `parse` has raised it, or the marker is damaged (`DamagedMarkerError`).
+        UnusableStoreError: `parse` raised it, or the marker is damaged (`DamagedMarkerError`).
         OSError: it cannot be read.
     """
     try:
@@ -137,7 +137,7 @@ def read_marker(path: Path, parse: Callable[[bytes, Path], M]) -> M | None:
 
 
 def find_marker(path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[[str], bool], allowed: str) -> M | None:
-    """Read the marker at `path`; None where opening the store would make one.
+    """Read the marker at `path`; None if opening the store would make one.
 
     Args:
         path: path of the marker.
@@ -165,7 +165,7 @@ def find_marker(path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[
 def open_marker(
     path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[[str], bool], allowed: str, content: bytes
 ) -> M:
-    """Open the marker at `path`. In a missing or empty directory, make it with `content`.
+    """Open the marker at `path`. In a missing or empty directory, create it with `content`.
 
     Concurrent processes all get the same marker. No other directory gets one, and a damaged marker stays.
 
@@ -193,7 +193,7 @@ def open_marker(
 
 
 def write_marker(path: Path, content: bytes, *, replaces: bool = False) -> None:
-    """Write a marker atomically and durably where there is none. Concurrent processes all find the same one.
+    """Write a marker atomically and durably if there is none. Concurrent processes all find the same one.
 
     Args:
         path: path of the marker.
@@ -218,7 +218,7 @@ def write_marker(path: Path, content: bytes, *, replaces: bool = False) -> None:
         with suppress(FileExistsError):
             try:
                 path.hardlink_to(draft)  # unlike a rename, it does not overwrite
-            except PermissionError:  # no hard links: the last of several creators wins
+            except PermissionError:  # without hard links, the last of several creators wins
                 draft.rename(path)
     finally:
         draft.unlink(missing_ok=True)
@@ -235,14 +235,14 @@ def repair_marker(path: Path, read: Callable[[], object], content: Callable[[], 
         content: makes the bytes of a new marker; raises UnusableStoreError if the directory is not a store's.
 
     Raises:
-        UnusableStoreError: `read` or `content` has raised it, or a process has the store open.
+        UnusableStoreError: `read` or `content` raised it, or a process has the store open.
         OSError: it cannot be read or written.
     """
     if _is_valid(read):
         return []
     fresh = content()
     with folder_at(path.parent) as folder:
-        with suppress(OSError):  # NFS locks no directory
+        with suppress(OSError):  # NFS cannot lock a directory
             if not lock_file(folder, fcntl.LOCK_EX, REPAIR_WAIT_S):
                 raise UnusableStoreError(
                     f"{path.parent}: a running process has the store open or repairs it; end it first"
@@ -260,7 +260,7 @@ def _is_valid(read: Callable[[], object]) -> bool:
 
 
 def mend_secret(path: Path) -> list[str]:
-    """Rename what is at the path of an automatic secret but cannot be one. Return what was done, in sentences.
+    """Rename whatever is at the path of an automatic secret but is not a secret. Return what was done, in sentences.
 
     A secret whose mode prevents its use stays, because its owner may still restrict it.
 

@@ -1,10 +1,10 @@
 """The temporary files of a directory store, which reserve bytes and are removed if their writer is dead.
 
 A temporary file is named `<owner>-<number>-<reserved bytes>`, where the owner is one open store. If it was not written
-for `TEMP_AGE_S`, its writer counts as dead. All operations run under the cap file's lock.
+to for `TEMP_AGE_S`, its writer counts as dead. All operations run under the cap file's lock.
 """
 
-# Descriptors and plain strings: this code runs for every write.
+# This code uses descriptors and plain strings, because it runs for every write.
 # ruff: noqa: PTH208
 
 import itertools
@@ -28,7 +28,7 @@ from kvtier.tier.files.safe_open import (
 )
 
 NAMES = re.compile(r"[0-9a-f]{16}(-[0-9]{1,20}-[0-9]{1,15}|\.lock)|probe_[0-9a-f]{16}")
-"""Names of files that a store creates there. Others are neither counted nor removed. Former versions made the locks."""
+"""Names of files that a store creates there. Others are not counted or removed. Earlier versions made the locks."""
 
 TEMP_AGE_S = 900
 
@@ -61,7 +61,7 @@ class TempFiles:
             return TempFile(name, open_file(name, flags, directory)[0], reserved_bytes)
 
     def adopt(self, name: str, fan: int, descriptor: int, reserved_bytes: int) -> TempFile:
-        """Rename the file `name` in the directory `fan`, open as `descriptor`, to a temporary file.
+        """Rename the file `name` in the directory `fan`, open as `descriptor`, into a temporary file.
 
         Raises:
             OSError: it cannot be renamed.
@@ -99,7 +99,7 @@ class TempFiles:
             is_alone: whether no other process has the store open, and this one writes nothing.
 
         Raises:
-            OSError: one cannot be removed.
+            OSError: a file cannot be removed.
         """
         freed_bytes = 0
         with _names_at(self._path) as (directory, names):
@@ -115,7 +115,7 @@ class TempFiles:
 
     @contextmanager
     def _made(self) -> Generator[int]:
-        """Open the directory for the block, and create it if it is missing."""
+        """Open the directory for the `with` block, and create it if it is missing."""
         try:
             directory = open_directory(self._path)
         except OSError as error:
@@ -141,7 +141,7 @@ def reserved(path: str) -> list[int]:
 
 @contextmanager
 def _names_at(path: str) -> Generator[tuple[int, dict[str, float]]]:
-    """Open the directory `path`, and yield its files that match `NAMES` with mtimes; none if it is missing."""
+    """Open the directory `path`, and yield its files that match `NAMES`, with mtimes; none if it is missing."""
     try:
         directory = open_directory(path, is_listed=True)
     except OSError as error:
@@ -162,5 +162,5 @@ def _names_at(path: str) -> Generator[tuple[int, dict[str, float]]]:
 
 
 def _reserved_by(name: str) -> int:
-    """Return the bytes that a temporary file's name reserves, in whole blocks even if another program chose it."""
+    """Return the bytes that a temporary file's name reserves, in whole blocks whoever chose the name."""
     return align_up(int(name.rpartition("-")[2])) if "-" in name else 0

@@ -30,8 +30,7 @@ CONNECT_DEADLINE_S = 2.0
 STALL_S = 2
 """A transfer without progress for this long fails, because the library closes its own connection."""
 LANES = 16
-"""Number of connections to each node. A transfer that finds all of them busy waits, as long as they make no
-progress."""
+"""Number of connections to each node. A transfer that finds all of them busy waits while they make no progress."""
 LIMITS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": STALL_S,
     "MC_TCP_STATUS_TIMEOUT_SEC": STALL_S,
@@ -40,15 +39,15 @@ LIMITS = {
     "MC_RPC_TIMEOUT_MS": 2000,
     "MC_RPC_CONNECT_TIMEOUT_MS": 2000,
 }
-"""Limits that the library reads from the environment. Those already set there remain."""
+"""Limits that the library reads from the environment. Limits that are already set there remain."""
 NONSENSE = bytes(64)
-"""Not a request in any version of the master's protocol."""
+"""Bytes that are not a request in any version of the master's protocol."""
 
 OK, BAD_SIZE, NOT_READY, ABSENT, NOT_TAKEN, NO_MASTER = 0, -600, -703, -704, -800, -900
 QUOTA_USED, NO_TENANT = -1700, -1701
 """Answer codes of the library."""
 LOST = range(QUOTA_USED + 1, NO_MASTER + 1)
-"""Answer codes of the library when the master did not answer."""
+"""Answer codes of the library for a master that did not answer."""
 
 _MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
 _opening = threading.Lock()
@@ -79,7 +78,7 @@ class MooncakeClient:
     Args:
         tier: the tier's name, for errors.
         master: (host, port) of the master.
-        local_address: address of this machine; empty for that of the interface to the master.
+        local_address: address of this machine; if empty, that of the interface to the master.
         protocol: ``tcp`` or ``rdma``.
         devices: RDMA devices, separated by commas.
         copies: number of copies of each object written.
@@ -119,7 +118,7 @@ class MooncakeClient:
         self._memory: list[tuple[int, int]] = []
         """Address and bytes of memory that is registered until `close`."""
         self._users: Counter[tuple[int, int]] = Counter()
-        """How many running calls use any further memory, by address and bytes."""
+        """Number of running calls that use any further memory, by address and bytes."""
         self._lock = threading.Lock()
         with _opening:  # so that each client finds its own sockets
             self._place = (local_address or here, protocol, devices)
@@ -140,7 +139,7 @@ class MooncakeClient:
         self._calls = DeadlineCalls(tier, f"the master {self._master}")
 
     def ask(self, act: Callable[[Any], _T], deadline_s: float) -> _T:
-        """Return the result of `act` on the library's store, which only asks the master.
+        """Return the result of `act` on the library's store. `act` must only ask the master.
 
         Raises:
             TierError: there is no result in time.
@@ -149,7 +148,7 @@ class MooncakeClient:
         return self._calls.call(lambda: act(store), deadline_s)
 
     def exist(self, keys: Sequence[str], deadline_s: float) -> list[bool]:
-        """Return for each of `keys` whether the master knows it. Makes one request.
+        """Return for each of `keys` whether the master knows it, in one request.
 
         Raises:
             TierError: the master does not answer.
@@ -160,7 +159,7 @@ class MooncakeClient:
         return [code == 1 for code in codes]
 
     def copies(self, keys: Sequence[str], deadline_s: float) -> dict[str, list[Copy]]:
-        """Return the complete copies in memory of those of `keys` that have any. Makes one request, or two if none has.
+        """Return the complete copies in memory, for each of `keys` that has any, in one request, or two if none has.
 
         Raises:
             TierError: the master does not answer.
@@ -177,7 +176,7 @@ class MooncakeClient:
         It returns after `STALL_S` seconds without progress, and after up to 9 s if the master dies meanwhile.
 
         Raises:
-            TierError: the master has not yet answered an earlier question.
+            TierError: the master has not yet answered an earlier request.
         """
         self._calls.check()
         with self.registered(views) as places:
@@ -255,7 +254,7 @@ class MooncakeClient:
         return found
 
     def _listen(self, here: str, protocol: str, devices: str, path: str) -> tuple[Any, list[int]]:
-        """Start an engine with shut sockets. Return it and their ports."""
+        """Start an engine and shut its sockets. Return the engine and the ports."""
         for name, value in LIMITS.items():
             os.environ.setdefault(name, str(value))
         engine: Any = import_module("mooncake.engine").TransferEngine()
@@ -277,7 +276,7 @@ class MooncakeClient:
 def _keep_in_child() -> None:
     """Keep the library's destructors from running: without its threads, which a child lacks, they hang or crash.
 
-    Functions of `on_exit` run last in, first out, and before C++ destructors.
+    Functions of `on_exit` run in reverse order, and before C++ destructors.
     """
     for each in _in_use:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
@@ -297,11 +296,11 @@ def address_of(view: memoryview) -> int:
 
 
 def _addresses(tier: str, master: tuple[str, int]) -> tuple[str, str]:
-    """Return this machine's numeric address on the way to `master`, and the master's with its port.
+    """Return this machine's numeric address on the route to `master`, and the master's with its port.
 
-    The library gets no name, because it would look it up without a deadline. A real master reacts to nonsense by
-    hanging up at once. This is tested first, because the library's `setup` stops all Python threads until the master
-    answers.
+    The library gets no host name, because it would look the name up without a deadline. A real master reacts to
+    nonsense by hanging up at once. This is tested first, because the library's `setup` stops all Python threads until
+    the master answers.
     """
     place, here, there = f"{master[0]}:{master[1]}", "", ""
     end_s = time.monotonic() + CONNECT_DEADLINE_S

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtier.config.schema import needed, setting
-from kvtier.config.value_types import Choice, Count, Switch, Text, shown_place
+from kvtier.config.value_types import ChoiceKind, Count, Switch, Text, shown_place
 from kvtier.errors import ConfigError
 from kvtier.tier.base import RawClient, Tier
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
@@ -33,7 +33,7 @@ class MooncakeSettings(TierSettings):
     prefix: str = setting("kvtier", Text(1, 256), "Prefix of all keys.")
     copies: int = setting(1, Count(1, 8), "Copies of each object, on different nodes.")
     soft_pin: bool = setting(default=False, kind=Switch(), help="Ask the master to evict other objects first.")
-    protocol: str = setting("tcp", Choice(("tcp", "rdma")), "How data are transferred.")
+    protocol: str = setting("tcp", ChoiceKind(("tcp", "rdma")), "How data are transferred.")
     devices: str = setting("", Text(), "RDMA devices, separated by commas; empty: all.")
     tenant_id: str = setting(
         "", Text(0, 256), "Mooncake's tenant, if the master separates tenants; empty: its default one."

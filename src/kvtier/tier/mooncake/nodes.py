@@ -1,4 +1,4 @@
-"""The storage nodes of a Mooncake store as this process sees them: knows which are silent, and reads from the others.
+"""Tracks which storage nodes of a Mooncake store are silent, and reads from the others.
 
 The library reads only the first copy of an object, and waits a minute for a silent node. So this module reads copies
 with the library's transfer engine, and tries the next one when one fails. A read ends only when the engine says that
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 CONTACT_DEADLINE_S = 1.0
 """How long a node may take to name its data port."""
 SILENT_S = 10.0
-"""For this long a node that failed is left alone."""
+"""A node that failed is left alone for this long."""
 MET_S = 1.0
-"""For this long a node that gave a sign of life is not asked for another one."""
+"""After a sign of life, a node is not asked for another one for this long."""
 POLL_S, POLL_MAX_S = 30e-6, 500e-6
 NODES_MAX = 4096
 
@@ -32,7 +32,7 @@ _DONE, _PENDING = 1, 0
 
 @dataclass(slots=True, eq=False)
 class Want:
-    """A read of bytes of one object."""
+    """A read from one object."""
 
     copies: Sequence[Copy]
     address: int
@@ -46,7 +46,7 @@ class Want:
 
 
 _Running = tuple[Want, Copy, int]
-"""A running transfer, with its object, the copy and the library's number."""
+"""A running transfer: the read, the copy and the library's number."""
 
 
 class MooncakeNodes:
@@ -60,9 +60,9 @@ class MooncakeNodes:
     def __init__(self, tier: str, engine: Any) -> None:  # noqa: ANN401 - the library has no types
         self._tier, self._engine = tier, engine
         self._met_until: dict[str, float] = {}
-        """Until when each node that gave a sign of life is not asked, by endpoint."""
+        """Time until which each node that gave a sign of life is not asked again, by endpoint."""
         self._silent_until: dict[str, float] = {}
-        """Until when each silent node is left alone, by endpoint."""
+        """Time until which each silent node is left alone, by endpoint."""
 
     @property
     def has_silent(self) -> bool:
@@ -111,11 +111,11 @@ class MooncakeNodes:
             )
             if batch:
                 return want, copy, batch
-            self._leave_alone(copy.endpoint, "a read cannot begin")
+            self._leave_alone(copy.endpoint, "a read cannot be started")
         return None
 
     def _has_ended(self, running: _Running, waiting: deque[Want]) -> bool:
-        """Whether the transfer has ended. If it failed, its object waits for its next copy."""
+        """Whether the transfer has ended. If it failed, its read waits for the next copy."""
         want, copy, batch = running
         status = self._engine.transfer_check_status(batch)
         if status == _PENDING:
@@ -149,4 +149,4 @@ class MooncakeNodes:
         if self.is_silent(endpoint):
             return
         self._silent_until[endpoint] = time.monotonic() + SILENT_S
-        logger.warning("tier %s: node %s is not asked for %g s: %s", self._tier, endpoint, SILENT_S, why)
+        logger.warning("tier %s: node %s is not used for %g s: %s", self._tier, endpoint, SILENT_S, why)

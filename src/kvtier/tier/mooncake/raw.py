@@ -1,11 +1,11 @@
-"""Mooncake's client library, with which the tier is compared."""
+"""Mooncake's client library, for comparison with the tier."""
 
 from kvtier.tier.mooncake.client import BAD_SIZE, OK, MooncakeClient, address_of
 from kvtier.types import ObjectName
 
 
 class RawMooncake:
-    """A `RawClient` of the library's zero-copy calls, from and into memory that it registers once.
+    """A `RawClient` of the library's zero-copy calls, which registers memory once.
 
     Args:
         client: the client of the library.
@@ -17,11 +17,11 @@ class RawMooncake:
         self._known: dict[int, memoryview] = {}
 
     def put(self, name: ObjectName, frame: memoryview) -> None:
-        """Write `frame` so that it becomes visible as a whole, if the tier does so."""
+        """Write `frame`, atomically if the tier writes atomically."""
         self._check(self._client.store.put_from(self._key(name), self._place(frame), frame.nbytes))
 
     def get(self, name: ObjectName, into: memoryview) -> None:
-        """Load an object of as many bytes as `into` has."""
+        """Load an object that is as large as `into`."""
         count: int = self._client.store.get_into(self._key(name), self._place(into), into.nbytes)
         self._check(OK if count == into.nbytes else min(count, BAD_SIZE))
 

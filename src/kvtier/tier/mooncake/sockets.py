@@ -1,4 +1,4 @@
-"""Shuts the sockets where Mooncake's client listens in this process, and finds the data port of a storage node.
+"""Shuts the sockets on which Mooncake's client listens in this process, and finds the data port of a storage node.
 
 The client listens on all addresses of the machine, and any program that connects may read and write
 the memory that it has registered. A client without a segment needs no such connection, so `shut_out` drops every
@@ -31,7 +31,7 @@ _METADATA = 1
 _SO_ATTACH_FILTER = 26
 _DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)
 """A socket filter of one instruction, which returns 0 to keep no byte of any packet."""
-_EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - these are only looked for
+_EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - only compared
 
 
 class NodeError(KvError):
@@ -51,9 +51,9 @@ def split_address(text: str) -> Address:
 
 
 def shut_out(handshakes: int) -> list[int]:
-    """Drop all packets to the sockets of Mooncake's client. Return their ports, as far as they can be known.
+    """Drop all packets to the sockets of Mooncake's client. Return their ports, as far as they are known.
 
-    The system lets only one socket listen at a port on all addresses. So this process's socket at `handshakes` is the
+    The system lets only one socket listen on a port on all addresses. So this process's socket at `handshakes` is the
     client's, and so is the one at the data port that it names there. An RDMA client names no data port.
 
     Raises:
@@ -96,7 +96,7 @@ def data_port(endpoint: str, deadline_s: float) -> int:
     """Return the port where the node that answers at `endpoint` transfers data.
 
     Raises:
-        NodeError: it does not answer within `deadline_s` seconds, or not like a node.
+        NodeError: it does not answer within `deadline_s` seconds, or its answer is not a node's.
     """
     end_s = time.monotonic() + deadline_s
     try:

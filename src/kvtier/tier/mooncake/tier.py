@@ -1,4 +1,4 @@
-"""Frames as objects of a Mooncake store, which is memory of many nodes with a master that knows where objects are.
+"""Keeps frames as objects of a Mooncake store: the memory of many nodes, and a master that knows where objects are.
 
 An object's key is ``<prefix>/<key id>/<model id>/<name>``. Host memory is registered with Mooncake's client, which
 transfers from and to slots without a copy. The master lists no objects, so `scan` finds none.
@@ -49,7 +49,7 @@ _REFUSALS = {
 
 
 class MooncakeTier(Tier):
-    """Frames in a Mooncake store that several nodes use.
+    """Keeps frames in a Mooncake store that several nodes use.
 
     Args:
         client: client of the store, which the tier closes.
@@ -57,7 +57,7 @@ class MooncakeTier(Tier):
         key_id: 16 bytes that identify the secret (`keys.secret.key_id`).
         model: 16 bytes that identify the model (`keys.secret.model_id`).
         name: the tier's name in metrics and errors.
-        deadline_s: longest time of a read or delete. A write that has waited half of it for other writes is not made.
+        deadline_s: longest time of a read or delete. A write that has waited half of it for other writes is dropped.
         probe_deadline_s: longest time of a `contains`.
         memory: host memory that most objects are read into and written from.
 
@@ -91,7 +91,7 @@ class MooncakeTier(Tier):
         """Registered memory, which must exist until it is unregistered."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._may_write = threading.BoundedSemaphore(max(1, cores // CORES_PER_WRITE))
-        atexit.register(self.close)  # a thread that returns from the library while Python ends aborts the process
+        atexit.register(self.close)  # a thread that returns from the library while Python is exiting aborts the process
         try:
             with self._guard:
                 client.exist([self._root], deadline_s)
@@ -125,7 +125,7 @@ class MooncakeTier(Tier):
 
         All are read at once, each from the first copy that can be read.
 
-        An object that is only on silent nodes is absent. One that an answering node does not send has failed.
+        An object that is only on silent nodes is absent. The read fails if a node answers but does not send the object.
         """
         with self._guard:
             end_s = time.monotonic() + self._deadline_s
@@ -146,7 +146,7 @@ class MooncakeTier(Tier):
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """Write frames of different names, each atomically.
 
-        All are written at once. The result is False without room, or if a node does not accept its copy.
+        All are written at once. The result is False if there is no room, or if a node does not accept its copy.
         """
         with self._guard:
             views = {self._root + each.name.hex(): each.frame.cast("B") for each in writes}
@@ -171,7 +171,7 @@ class MooncakeTier(Tier):
             return iter(())
 
     def close(self) -> None:
-        """Wait for running operations and end the client. Idempotent. A call that hangs keeps client and memory."""
+        """Wait for running operations and end the client. Idempotent. A hanging call keeps the client and memory."""
         if not self._guard.close():
             return
         atexit.unregister(self.close)
@@ -187,7 +187,7 @@ class MooncakeTier(Tier):
         return TierError(self.name, f"cannot read: {want.failure}") if want.failure else None
 
     def _put(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
-        """Put in pieces of `LANES`. Stop after one that a node or the master refuses: each would wait as long."""
+        """Put `LANES` objects at a time. Stop after a node or the master refuses some: the next would wait as long."""
         end_s, codes = time.monotonic() + self._deadline_s, list[int]()
         if self._may_write.acquire(timeout=self._deadline_s / 2):
             try:

@@ -13,7 +13,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
 class Credentials(NamedTuple):
-    """Named keys. If empty, the client's chain is used (environment, web identity, container, machine)."""
+    """Explicit keys. If empty, the client's chain is used (environment, web identity, container, machine)."""
 
     access_key_id: PrivateText = PrivateText()
     secret_access_key: PrivateText = PrivateText()
@@ -52,7 +52,7 @@ def check_endpoint(endpoint: str, setting: str = "endpoint", *, allow_http: bool
         allow_http: permit a URL without TLS.
 
     Raises:
-        ConfigError: `endpoint` is not one, or lacks TLS without `allow_http`.
+        ConfigError: `endpoint` is not such a URL, or lacks TLS without `allow_http`.
     """
     if not endpoint:
         return

@@ -35,10 +35,10 @@ class Bucket(NamedTuple):
 
     store: S3Store
     lookups: S3Store
-    """A client whose requests end with the probe's deadline."""
+    """A client whose requests end at the probe's deadline."""
     reads: S3Store
-    """A client whose requests end when no byte arrives. Writes do not use it: they receive none until all theirs are
-    sent."""
+    """A client whose requests end when no byte arrives. Writes do not use it, because they receive no byte until
+    all of theirs are sent."""
     prefix: str
     """Prefix of all keys, empty or with a slash at its end."""
     place: str
@@ -59,24 +59,24 @@ def connect(
     probe_deadline_s: float = 0.5,
     connect_deadline_s: float = 2.0,
 ) -> Bucket:
-    """Make the clients of a bucket. Sends nothing.
+    """Make the clients of a bucket. This sends nothing.
 
     Args:
         name: the tier's name, for errors.
-        url: ``bucket/prefix``, also with ``s3://`` before it; the prefix may be empty.
+        url: ``bucket/prefix``, optionally after ``s3://``; the prefix may be empty.
         endpoint: URL of the server; empty for AWS.
         region: region of the bucket; empty for the environment's, or ``us-east-1``.
-        credentials: named keys.
+        credentials: explicit keys.
         allow_http: permit an endpoint without TLS.
         virtual_host: the endpoint's host name begins with the bucket.
-        authorities: further trusted ones, in PEM.
+        authorities: further trusted authorities, in PEM.
         deadline_s: longest time of an operation, all attempts together.
         probe_deadline_s: longest time of a lookup.
         connect_deadline_s: longest time to connect.
 
     Raises:
         ConfigError: the URL or the endpoint is wrong.
-        UnusablePathError: the client does not take the settings.
+        UnusablePathError: the client does not accept the settings.
         TierError: the process is a fork of one that used S3.
     """
     bucket, prefix = parse_url(url)
@@ -122,7 +122,7 @@ def connect(
 
 
 def stored_roots(bucket: Bucket) -> list[tuple[bytes, bytes]]:
-    """Return the key id and model id of everything below the prefix. Lists two levels.
+    """Return the key id and model id of everything below the prefix, by listing two levels.
 
     Raises:
         OSError: the listing fails; the text contains no secret.
@@ -137,7 +137,7 @@ def stored_roots(bucket: Bucket) -> list[tuple[bytes, bytes]]:
 
 
 def read_body(found: "GetResult", most: int) -> bytes:
-    """Read the body of an answer. If the server sends more than `most` bytes, return a little more than that."""
+    """Read the body of an answer. If the server sends more than `most` bytes, return slightly more than that."""
     return next(iter(found.stream(most + 1)), b"")
 
 
@@ -172,7 +172,7 @@ def is_there(store: S3Store, key: str) -> bool:
 
 
 def pages(store: S3Store, prefix: str, most: int) -> Iterator[Sequence["ObjectMeta"]]:
-    """Yield what is below `prefix`, in pages of `most` objects. Each page costs a request."""
+    """Yield the objects below `prefix`, in pages of `most` objects. Each page costs a request."""
     return iter(cast("Any", obstore).list(store, prefix or None, chunk_size=most))
 
 

@@ -1,4 +1,4 @@
-"""Finds out why a request to an S3 server failed, without its secrets, and whether to try again."""
+"""Finds out why a request to an S3 server failed, without revealing secrets, and whether to try again."""
 
 import random
 import re
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 ATTEMPTS_MAX = 6
 TEXT_MAX = 1 << 16
-"""How many characters of an error are searched. The body of an answer, which may be long, is at its end."""
+"""Maximum number of characters of an error that are searched. The body of an answer, which may be long, comes last."""
 BACKOFF_S, BACKOFF_MAX_S = 0.05, 1.0
 
 NO_ANSWER = "no answer in time"
@@ -18,7 +18,7 @@ _CERTIFICATE = re.compile(r"InvalidCertificate\((?:\s*Other\(\s*OtherError\()?\s
 _METADATA = ("/latest/api/token", "/latest/meta-data", "//169.254.")
 """Parts of requests for the credentials of a machine or container."""
 _PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
-"""HTTP statuses worth a retry. 409 means that two conditional writes of one name met."""
+"""HTTP statuses worth a retry. 409 means that two conditional writes of one name collided."""
 INSUFFICIENT_STORAGE = 507
 _FULL = frozenset({"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"})
 _HINTS = {
@@ -49,7 +49,7 @@ class Refusal(NamedTuple):
 
     @property
     def is_mistake(self) -> bool:
-        """Whether only other settings help. A full bucket or server may have room later."""
+        """Whether only a change of settings helps. A full bucket or server may have room later."""
         return not self.is_passing and self.status < 500 and not self.is_full
 
     @property
@@ -59,7 +59,7 @@ class Refusal(NamedTuple):
 
 
 def refusal_of(error: BaseException) -> Refusal:
-    """Find out what an exception of the client means."""
+    """Return the refusal that an exception of the client means."""
     text = str(error)[:TEXT_MAX]
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None:

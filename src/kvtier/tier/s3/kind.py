@@ -80,7 +80,7 @@ class S3Settings(TierSettings):
 
 
 def profile_credentials(path: Path, profile: str, *, any_owner: bool = False) -> Credentials:
-    """Read the named keys of `profile` in a credentials file that AWS's tools wrote.
+    """Read the keys of `profile` from a credentials file that AWS's tools wrote.
 
     Raises:
         UnusablePathError: the file or the profile is missing or has no keys.

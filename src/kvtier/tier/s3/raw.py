@@ -1,4 +1,4 @@
-"""The client of an S3 bucket, with which the tier is compared."""
+"""The client of an S3 bucket, for comparison with the tier."""
 
 import numpy as np
 import obstore
@@ -10,7 +10,7 @@ from kvtier.types import ObjectName
 
 
 class RawBucket:
-    """A `RawClient` with unsigned payloads in one request, and loads that copy parts, which is fastest on loopback.
+    """A `RawClient` that puts unsigned payloads in one request and copies loads in parts, which is fastest on loopback.
 
     Args:
         store: the client.
@@ -21,17 +21,17 @@ class RawBucket:
         self._store, self._prefix = store, prefix
 
     def put(self, name: ObjectName, frame: memoryview) -> None:
-        """Write `frame` so that it becomes visible as a whole, if the tier does so."""
+        """Write `frame`, atomically if the tier writes atomically."""
         obstore.put(self._store, self._key(name), frame, use_multipart=False, mode="create")
 
     def get(self, name: ObjectName, into: memoryview) -> None:
-        """Load an object of as many bytes as `into` has."""
+        """Load an object that is as large as `into`."""
         found, target, count = obstore.get(self._store, self._key(name)), np.frombuffer(into, np.uint8), 0
         for part in found.stream(PART_BYTES):
             np.copyto(target[count : count + len(part)], np.frombuffer(part, np.uint8))
             count += len(part)
         if count != into.nbytes:
-            raise OSError(None, f"{count} of {into.nbytes} bytes came")
+            raise OSError(None, f"{count} of {into.nbytes} bytes arrived")
 
     def has(self, name: ObjectName) -> bool:
         """Whether the object exists, with one request."""

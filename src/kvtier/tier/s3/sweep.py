@@ -38,7 +38,7 @@ SWEEP_DEADLINE_S = 1800.0
 AGAIN_S = 1.0
 """The next sweep starts after this time if `EVICTIONS_MAX` deletions were too few."""
 FIRST_WAIT_S = 60.0
-"""The first look at the record is delayed by a random part of this, so that nodes do not start together."""
+"""The first check of the record is delayed by a random part of this, so that nodes do not start together."""
 CLOSE_DEADLINE_S = 10.0
 
 _OBJECT = re.compile(r"[0-9a-f]{32}/(?:[0-9a-f]{64}|clock/[0-9a-f]{16})")
@@ -47,7 +47,7 @@ _RECORD = re.compile(rb"([0-9]{1,18})\n")
 
 
 class Row(NamedTuple):
-    """A listed object. The oldest is the smallest."""
+    """A listed object. Older objects sort first."""
 
     modified_s: float
     key: str
@@ -80,7 +80,7 @@ class S3Sweeper:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its request in flight."""
+        """End the thread after the request in flight."""
         self._stopping.set()
         self._thread.join(CLOSE_DEADLINE_S)
 
@@ -124,7 +124,7 @@ class S3Sweeper:
                 pause_s = self._interval_s / 4
 
     def _work(self) -> float:
-        """Sweep, unless a node did so within the interval. Return the seconds until the next look."""
+        """Sweep, unless a node did so within the interval. Return the seconds until the next check."""
         age_s = self._read_record()
         if age_s >= self._interval_s:
             self.sweep()

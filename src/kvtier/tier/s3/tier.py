@@ -1,12 +1,12 @@
-"""Frames as objects in an S3 bucket that several nodes use.
+"""Keeps frames as objects in an S3 bucket that several nodes use.
 
 An object's key is ``<prefix>/<key id>/<model id>/<name>``. Opening reads the marker ``<prefix>/<key id>/kvtier`` and
 writes it if it is missing.
 
 Frames are read and written in the caller's thread; the client releases the interpreter lock. Lookups have their own
 threads. The client does not retry; this module does, with jitter. An attempt takes at most half of the deadline and
-starts in its first half, so that every operation ends within it. A read that stalls (`bucket.STALL_SHARE`) is repeated
-once on its own connection.
+starts in its first half, so that every operation ends within the deadline. A read that stalls (`bucket.STALL_SHARE`) is
+repeated once on its own connection.
 
 Payloads have no signature and no S3 checksum: the reader verifies frames, and either would halve the speed of a write.
 """
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 PUT_BYTES_MAX = 5 << 30
 """The largest object that S3 accepts in one request."""
 PART_BYTES = 1 << 18
-"""A body is copied in parts of at least this size. Larger ones leave the processor's cache, which costs a fifth."""
+"""A body is copied in parts of at least this size. Larger parts exceed the processor's cache, which costs a fifth."""
 STALLS_MAX = 2
 """An operation fails after this many attempts without an answer."""
 LOOKUPS = 32
@@ -54,7 +54,7 @@ _T = TypeVar("_T")
 
 
 class S3Tier(OneByOneTier):
-    """Frames as objects of a bucket, which expire by the bucket's lifecycle rule or are swept to keep a cap.
+    """Keeps frames as objects of a bucket, which expire by the bucket's lifecycle rule or are swept to keep a cap.
 
     Args:
         bucket: the bucket, a prefix in it, and the clients.
@@ -63,7 +63,7 @@ class S3Tier(OneByOneTier):
         name: the tier's name in metrics and errors.
         deadline_s: longest time of an operation with all its attempts.
         probe_deadline_s: longest time of a `contains`.
-        capacity_bytes: cap of all objects of the secret; the oldest are deleted. 0: there is no cap, and no listing.
+        capacity_bytes: cap of all objects of the secret; the oldest are deleted. 0 means no cap and no listing.
         sweep_interval_s: how often the objects are listed for the cap, by all nodes together.
 
     Raises:
@@ -111,9 +111,9 @@ class S3Tier(OneByOneTier):
         return Figures(sweeper.used_bytes, sweeper.capacity_bytes, sweeper.evictions, written)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Return for each name whether the bucket has it, with one HEAD each, concurrently, within the probe deadline.
+        """Return for each name whether the bucket has it, with concurrent HEAD requests, by the probe deadline.
 
-        A name without an answer in time is False. This raises if no name has an answer.
+        A name without an answer in time is False. If no name has an answer, this raises `TierError`.
         """
         with self._guard:
             if names:
@@ -123,11 +123,11 @@ class S3Tier(OneByOneTier):
             return []
 
     def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """Read with two copies, from the client to bytes and from there to the buffer."""
+        """Read with two copies: from the client to bytes, and from there to the buffer."""
         with self._guard:
             key, view = self._key(name), into.cast("B")
             if view.nbytes == 0:
-                return 0 if self._attempt("look", lambda: is_there(self._store, key)) else None
+                return 0 if self._attempt("look for objects", lambda: is_there(self._store, key)) else None
             return self._attempt("read", lambda: self._fetch(key, view, offset))
 
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
@@ -150,7 +150,7 @@ class S3Tier(OneByOneTier):
             self._attempt("delete", lambda: obstore.delete(self._store, key))
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Yield names and frame bytes of this model and secret, in pages of a thousand."""
+        """Yield the names and frame bytes of this model and secret, in pages of a thousand."""
         with self._guard:
             return ((name, row["size"]) for name, row in self._listed(pages(self._store, self._root, 1000)))
 
@@ -180,7 +180,7 @@ class S3Tier(OneByOneTier):
         try:
             asked = {key: self._lookups.submit(self._is_there, key) for key in keys}
         except RuntimeError:
-            raise TierError(self.name, "Python ends") from None
+            raise TierError(self.name, "Python is exiting") from None
         found: dict[str, bool] = {}
         failure: TierError | None = None
         for key, answer in asked.items():
@@ -198,7 +198,7 @@ class S3Tier(OneByOneTier):
         return [found.get(key, False) for key in keys]
 
     def _is_there(self, key: str) -> bool:
-        return self._attempt("look", lambda: is_there(self._bucket.lookups, key), self._probe_deadline_s)
+        return self._attempt("look for objects", lambda: is_there(self._bucket.lookups, key), self._probe_deadline_s)
 
     def _fetch(self, key: str, view: memoryview, offset: int) -> int | None:
         try:
@@ -223,11 +223,11 @@ class S3Tier(OneByOneTier):
             np.copyto(target[count:after], np.frombuffer(part, np.uint8))
             count = after
         if count != wanted:
-            raise TierError(self.name, f"object {key[-64:][:12]}: {count} of {wanted} bytes came")
+            raise TierError(self.name, f"object {key[-64:][:12]}: {count} of {wanted} bytes arrived")
         return count
 
     def _put(self, key: str, view: memoryview) -> bool:
-        """Write an object; return whether it is new. A server without conditional writes is first asked for it."""
+        """Write an object; return whether it is new. Without conditional writes, this first looks for the object."""
         if self._is_conditional:
             try:
                 obstore.put(self._store, key, view, use_multipart=False, mode="create")
@@ -292,8 +292,8 @@ class S3Tier(OneByOneTier):
     def _verify_place(self) -> None:
         """Read the marker, or write it if it is missing, so that mistakes show at the start.
 
-        The marker is the oldest object of its secret, so a lifecycle rule removes it first. It may be missing among
-        objects.
+        The marker is the oldest object of its secret, so a lifecycle rule removes it first. It may be missing while
+        objects remain.
         """
         key = self._own + MARKER_NAME
         found = self._attempt("open", lambda: read_marker(self._store, key))
@@ -306,7 +306,7 @@ class S3Tier(OneByOneTier):
         self._attempt("open", lambda: is_there(self._store, f"{key}-absent"))  # forbidden without ListBucket
 
     def _warn_of_other_secrets(self) -> None:
-        """Warn if only other secrets are in use here. Makes one request, and needs permission to list."""
+        """Warn if only other secrets are in use here. This makes one request, and needs permission to list."""
         with suppress(Exception):
             parent = self._bucket.prefix
             firsts = {

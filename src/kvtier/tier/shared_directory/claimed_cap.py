@@ -1,4 +1,4 @@
-"""Keeps the cap of a shared directory, by claims and sweeps in one thread. Reads and writes do no I/O for it.
+"""Keeps a shared directory within its cap, by claims and sweeps in one thread. Reads and writes do no I/O for it.
 
 A write takes bytes from an allowance in memory. The keeper thread raises this writer's claim before the allowance is
 used up, and sweeps the store when its bytes approach the cap. If it cannot, because the file system is slow or another
@@ -35,13 +35,13 @@ TAKE_WAIT_S = 0.5
 TICK_S = 5.0
 """Interval at which uses are published and the claim of an idle writer is lowered."""
 RETRY_S = 1.0
-"""Minimum time between two rounds that found no room or failed."""
+"""Minimum time before the next round, after one that found no room or failed."""
 CLAIM_EXPIRES_S = 3600.0
-"""A sweep removes claims not renewed for this long. A writer starts a new claim after half of it."""
+"""A sweep removes claims not renewed for this long. A writer starts a new claim after half this time."""
 SWEEP_EVERY_S = 3600.0
 """A round sweeps if the last sweep is older than this, so that files of dead writers do not stay."""
 TOUCH_AFTER_NS = 60 * 10**9
-"""Minimum time between two publications of an object's use to its mtime."""
+"""Minimum time between two updates of an object's mtime after uses."""
 USES_MAX = 4096
 """Maximum number of uses that wait for publication. Further ones are dropped."""
 JOIN_S = 2.0
@@ -104,7 +104,7 @@ class SharedCap:
     def take(self, charge: int) -> bool:
         """Take `charge` bytes for a write. Return False if there is no room, or none is found in time.
 
-        Each success is followed by one call of `finish`.
+        The caller must call `finish` once after each success.
         """
         with self._changed:
             if not self._has(charge) and not self._wait_for_room(charge):
@@ -115,9 +115,9 @@ class SharedCap:
             return True
 
     def _wait_for_room(self, charge: int) -> bool:
-        """Wait for a round of the keeper that starts from now on. Return whether `charge` bytes then fit.
+        """Wait for a round of the keeper that starts after this call. Return whether `charge` bytes then fit.
 
-        Another write may take what a round has brought. Then this waits for the next round, until the same deadline.
+        If another write takes the bytes that a round gained, this waits for the next round, until the same deadline.
         """
         is_stuck = self._began_s is not None and time.monotonic() - self._began_s > self._wait_s
         if is_stuck or self._is_closing:
@@ -138,7 +138,7 @@ class SharedCap:
             self._waiting.remove(charge)
 
     def finish(self, charge: int) -> None:
-        """Note that a write has ended. A failed one's bytes also count until the next sweep."""
+        """Note that a write has ended. The bytes of a failed write also count until the next sweep."""
         with self._changed:
             self._written += charge
 
@@ -185,7 +185,7 @@ class SharedCap:
                 self._failed = ""
             except StoppedError:
                 pass
-            except Exception as error:  # noqa: BLE001 - the thread goes on, whatever other nodes wrote there
+            except Exception as error:  # noqa: BLE001 - the thread continues, whatever other nodes wrote there
                 self._was_refused = True
                 self._not_before_s = time.monotonic() + RETRY_S
                 if self._failed != str(error):
@@ -241,7 +241,7 @@ class SharedCap:
         return Declared(None, {})  # the next claim creates the directory
 
     def _grant(self, usage: Declared, wanted: int) -> bool:
-        """Raise the claim by `wanted` bytes or a step, as far as there is room. Return False if no write has room."""
+        """Raise the claim by `wanted` bytes or a step, as far as there is room. Return False if no write fits."""
         limit_bytes = self._effective_cap.now_bytes
         with self._changed:
             written, taken, old = self._written, self._taken, max(self._claimed, self._taken)

@@ -1,17 +1,17 @@
-"""The claims of a shared directory, with which each writer declares the bytes it may have written, without a lock.
+"""The claims of a shared directory, in which each writer declares the bytes it may have written, without a lock.
 
 A claim file contains two counts of one writer (one open store) since it was opened. `written` is the bytes of finished
 writes, and `claimed` the most that it may have written. A sweep walks the store and records the bytes that it found,
-with `written` of every claim from before the walk. So at any time the store holds at most
+with `written` of every claim from before the walk. So, at any time, the store holds at most
 
     bytes of the record + sum over claims of (claimed - written at the record)
 
 A writer first raises its claim and then adds up all claims. If two writers do this at once, at least one sees the
-other's claim. So on a coherent file system the cap holds at every moment. Where attributes are cached, the cap is
-exceeded by at most what is claimed within the caching time.
+other's claim. So, on a coherent file system, the cap holds at every moment. Where attributes are cached, the cap is
+exceeded by at most the bytes claimed within the caching time.
 """
 
-# Plain strings: paths below the root are single components.
+# This code uses plain strings, because paths below the root are single components.
 # ruff: noqa: PTH118, PTH208
 
 import errno
@@ -144,7 +144,7 @@ class Claims:
 
 
 def _content(name: str, directory: int) -> tuple[dict[str, Any], int] | None:
-    """Read fields and mtime of a claim or record; None if it is damaged or gone."""
+    """Read the fields and mtime of a claim or record; None if it is damaged or gone."""
     try:
         status = os.stat(name, dir_fd=directory, follow_symlinks=False)
         fields, is_sound = read_json(read_file(name, _BYTES_MAX, directory))

@@ -1,4 +1,4 @@
-"""The kind `shared_directory`: its settings, checks and how it opens."""
+"""The kind `shared_directory`: its settings and checks, and how it opens."""
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from kvtier.config.schema import needed, setting
-from kvtier.config.value_types import Choice, Location, Size
+from kvtier.config.value_types import ChoiceKind, Location, Size
 from kvtier.errors import ConfigError
 from kvtier.tier.base import Tier
 from kvtier.tier.files.directory_marker import SHARED_VERSION, find_marker, layout_of, read_marker, repair_marker
@@ -18,7 +18,7 @@ from kvtier.tier.store_view import ScannedTier, StoreView
 
 _TRIAL_ID = bytes(16)
 TRIAL_WAIT_S = 60.0
-"""Longer than in an engine, so that a busy machine yields a slow measurement instead of none."""
+"""This is longer than in an engine, so that a busy machine yields a slow measurement and not none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class SharedDirectorySettings(FileTierSettings):
     capacity_bytes: int = setting(2**40, Size(2**20), "Maximum bytes of the store, of all nodes and models together.")
     direct_io: Literal["auto", "on", "off"] = setting(
         "off",
-        Choice(("auto", "on", "off")),
+        ChoiceKind(("auto", "on", "off")),
         "Bypass the page cache; auto: if the file system allows it. Writes through ceph-fuse are slower with it.",
     )
 
@@ -58,7 +58,7 @@ def _open_trial(settings: SharedDirectorySettings, place: Path, capacity_bytes: 
         key_id=_TRIAL_ID,
         model=_TRIAL_ID,
         name=settings.name,
-        # Sweeps leave a part of the cap free.
+        # Sweeps leave part of the cap free.
         capacity_bytes=2 * capacity_bytes,
         direct_io=settings.direct_io,
         wait_s=TRIAL_WAIT_S,

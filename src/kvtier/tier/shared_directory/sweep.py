@@ -3,7 +3,7 @@
 Any node may sweep at any time. Two concurrent sweeps choose the same victims, because both order by mtime.
 """
 
-# Descriptors and plain strings: this code runs once per object.
+# This code uses descriptors and plain strings, because it runs once per object.
 # ruff: noqa: PTH208
 
 import os
@@ -21,10 +21,10 @@ from kvtier.tier.files.safe_open import VANISHED, SuppressErrno, directory_at
 from kvtier.tier.files.store_paths import NAME_BYTES, OBJECT, Paths, charge_bytes
 
 TEMP_AGE_NS = 900 * 10**9
-"""A temporary file that was not written for this long belongs to a dead writer."""
+"""A temporary file that was not written to for this long belongs to a dead writer."""
 
 OBJECTS_MAX = 1 << 22
-"""Maximum number of objects among which a sweep chooses victims, in 200 MB of memory. All are counted."""
+"""Maximum number of objects among which a sweep chooses victims, in 200 MB of memory. All objects are counted."""
 
 ID = re.compile(r"[0-9a-f]{32}")
 """Name of a key id's directory, or of a model id's directory in it."""
@@ -40,7 +40,7 @@ def _ids(name: str, directory: int | None = None) -> list[str]:
 
 
 def stored_roots(root: str) -> list[tuple[str, str]]:
-    """Return key id and model id of each directory of objects in the store at `root`.
+    """Return the key id and model id of each directory of objects in the store at `root`.
 
     Raises:
         OSError: the file system fails.

@@ -1,4 +1,4 @@
-"""One file per object in a directory that many nodes share, on a network file system. No operation takes a lock.
+"""Keeps one file per object in a directory that many nodes share, on a network file system. Operations take no lock.
 
 root/kvtier-store.json                       marker, of another version than a store of one machine
 root/usage/                                  claims and the record of the last sweep, see `claims`
@@ -8,7 +8,7 @@ An object is written under a temporary name, synced and renamed. So a reader see
 verification turns anything else into a miss.
 """
 
-# Descriptors: this code runs once per object.
+# This code uses descriptors, because it runs once per object.
 # ruff: noqa: PTH208
 
 import errno
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 class SharedDirectoryTier(FileTier):
-    """Frames as files below `root`, written by any number of nodes.
+    """Keeps frames as files below `root`, written by any number of nodes.
 
     Args:
         root: the directory, the same for all nodes, created if missing. A directory with foreign files is refused.
         key_id: 16 bytes that identify the secret (`keys.secret.key_id`).
         model: 16 bytes that identify the model (`keys.secret.model_id`).
         capacity_bytes: cap for the objects of all key ids and models and for temporary files, each rounded up to
-            4 KiB. If nodes have different caps, the lowest one holds. `claims` describes how exactly.
+            4 KiB. If nodes have different caps, the lowest one holds. `claims` describes its precision.
         name: the tier's name in metrics and errors.
         direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
         wait_s: how long a write waits for room before it is dropped.
@@ -50,7 +50,7 @@ class SharedDirectoryTier(FileTier):
 
     Raises:
         ConfigError: a setting is invalid.
-        DamagedStoreError: what is at `root` cannot be used; nothing was changed.
+        DamagedStoreError: the content of `root` cannot be used; nothing was changed.
         TierError: the storage failed while the tier was opened.
     """
 
@@ -83,7 +83,7 @@ class SharedDirectoryTier(FileTier):
         self._cap = SharedCap(str(self.root), name, self._effective_cap, capacity_bytes, self._touch, wait_s)
 
     def figures(self) -> Figures:
-        """Return the current figures. The used bytes bound all nodes' bytes when this node last counted."""
+        """Return the current figures. The used bytes are an upper bound for all nodes at this node's last count."""
         return Figures(self._cap.used_bytes, self.limit_bytes, self._cap.evictions, direct_io=self.direct_io)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
@@ -123,7 +123,7 @@ class SharedDirectoryTier(FileTier):
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:  # noqa: ARG002 - age decides
         """Write `frame` under `name`. Return whether the name now exists.
 
-        It does not if the frame is larger than the cap, or no room was found in time.
+        The result is False if the frame is larger than the cap, or no room was found in time.
         """
         with self._operation("write", name):
             charge = charge_bytes(frame.nbytes)

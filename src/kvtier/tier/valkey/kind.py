@@ -82,7 +82,7 @@ def _access(settings: ValkeySettings) -> Access:
     if settings.password_file is not None:
         password = _password_in(settings.password_file, any_owner=settings.any_owner)
     for key in ("ca_file", "certificate_file", "key_file"):
-        if getattr(settings, key) is not None:  # is it there, and whose is it
+        if getattr(settings, key) is not None:  # checks that it exists, and its owner
             tier_file(settings, key)
     return Access(
         settings.username,
@@ -97,10 +97,10 @@ def _access(settings: ValkeySettings) -> Access:
 
 
 def _password_in(path: Path, *, any_owner: bool) -> PrivateText:
-    """Read the first line of a file.
+    """Read the only line of a file.
 
     Raises:
-        UnusablePathError: it cannot be read, or is not one line of up to `PASSWORD_BYTES_MAX`.
+        UnusablePathError: it cannot be read, or is not one line of up to `PASSWORD_BYTES_MAX` bytes.
     """
     content = read_private(path, "Valkey password file", PASSWORD_BYTES_MAX, any_owner=any_owner, any_reader=True)
     text = content.decode(errors="replace").rstrip("\r\n")
@@ -162,7 +162,7 @@ def _inspect(settings: ValkeySettings) -> list[ScannedTier]:
 
 def _raw(settings: ValkeySettings, context: TierContext) -> RawClient | None:
     """Make the raw client; None for a cluster and for TLS."""
-    from kvtier.tier.valkey.raw import RawValkey
+    from kvtier.tier.valkey.valkey_py import RawValkey
 
     access, (node, *others) = _access(settings), parse_addresses(settings.addresses)
     if access.tls or others:

@@ -1,9 +1,9 @@
-"""Frames as values of a Valkey server, with the requests that write and read one and the meaning of their answers.
+"""Frames as values of a Valkey server: the requests that write and read a frame, and the meaning of their answers.
 
 A frame is one value, or several of at most `PART_BYTES`. The first has the object's key, and the others have the key
 with ``/1``, ``/2`` and so on. Each value begins with `HEADER`, which is a magic number, a stamp and the frame's length.
 Parts are written in one transaction, so that there is a whole object or none. A server may evict parts one by one. An
-object that lacks parts, or has parts of different stamps, is torn, which is a miss.
+object that lacks parts, or has parts with different stamps, is torn, which is a miss.
 
 Values are small because servers copy and send large ones slowly, and because a pipeline sends a part while the previous
 one is stored.
@@ -26,7 +26,7 @@ MAGIC = b"kvt1"
 STAMPED_BYTES = 4096
 """The stamp is a checksum of this many bytes of the frame, which begins with checksums of the rest."""
 FOREIGN_BYTES_MAX = 1 << 22
-"""A foreign value up to this size is skipped. A larger one costs the connection."""
+"""A foreign value up to this size is skipped. For a larger one, the connection is closed."""
 
 NEW_ONLY = b"NX"
 """Option of SET that keeps an existing value."""
@@ -41,7 +41,7 @@ def part_key(key: bytes, number: int) -> bytes:
 
 
 def part_count(frame_bytes: int) -> int:
-    """Return how many values a frame takes."""
+    """Return the number of values that a frame takes."""
     return max(1, -(-frame_bytes // PART_BYTES))
 
 
@@ -53,7 +53,7 @@ def header_request(slot: int, key: bytes) -> Request:
 
 
 def frame_bytes(answer: Reply) -> int | None:
-    """Read the frame's length from a header; None if absent or foreign."""
+    """Return the frame's length from a header; None if it is absent or foreign."""
     if not isinstance(answer, bytes) or len(answer) != HEADER.size:
         return None
     magic, _, length = HEADER.unpack(answer)
@@ -66,7 +66,7 @@ def removal(slot: int, key: bytes, length: int) -> Request:
 
 
 def write_request(slot: int, key: bytes, frame: memoryview, lifetime: bytes) -> Request:
-    """Make a request that writes `frame`. Its answer is None if the object is one value and exists.
+    """Make a request that writes `frame`. Its answer is None if the object is one value and already exists.
 
     Several values replace existing parts, which may be left over from an evicted object with other bytes.
 
@@ -74,7 +74,7 @@ def write_request(slot: int, key: bytes, frame: memoryview, lifetime: bytes) -> 
         slot: slot of the object.
         key: key of its first part.
         frame: bytes of the object.
-        lifetime: lifetime in milliseconds; empty for ever.
+        lifetime: lifetime in milliseconds; empty if unlimited.
     """
     count = part_count(frame.nbytes)
     options = [] if count > 1 else [NEW_ONLY]
@@ -101,7 +101,7 @@ class ValuePart(Request):
         number: number of the part.
         into: filled from byte `offset` of the frame.
         offset: offset in the frame, at least 0.
-        lifetime: milliseconds for which a use renews the value; empty if it does not.
+        lifetime: the value's lifetime after this use, in milliseconds; empty if the use does not renew it.
     """
 
     payload_bytes_max = PART_BYTES
@@ -115,7 +115,7 @@ class ValuePart(Request):
         """The frame's stamp and length."""
 
     def take(self, reader: Reader) -> Reply:
-        """Move the payload from the socket to its place."""
+        """Move the payload from the socket to the buffer."""
         size = reader.bulk(FOREIGN_BYTES_MAX)
         if size is None or isinstance(size, RefusedError):
             return _TORN if size is not None and size.code == "WRONGTYPE" else size
@@ -143,7 +143,7 @@ class ValuePart(Request):
 
 
 class Front(ValuePart):
-    """Loads only the front of an object's first value. Answers like `ValuePart`, but b"torn" if absent.
+    """Loads only the front of an object's first value. The answer is as in `ValuePart`, but b"torn" if absent.
 
     Args:
         slot: slot of the key.
@@ -157,12 +157,12 @@ class Front(ValuePart):
         self.payload_bytes_max = into.nbytes
 
     def byte_count(self) -> int | None:
-        """Return the bytes now in memory; None if the object is absent or torn."""
+        """Return the number of bytes loaded; None if the object is absent or torn."""
         return min(self.payload_bytes_max, self.header[1]) if self.answer == 1 else None
 
 
 class Loading:
-    """One object on its way from the servers to memory.
+    """One object that is being loaded from the servers.
 
     Args:
         slot: slot of the object.
@@ -183,7 +183,7 @@ class Loading:
 
     @property
     def is_torn(self) -> bool:
-        """Whether all parts were read, and those that exist do not make an object."""
+        """Whether all parts were read, and those that exist do not form an object."""
         is_read = not any(part.has_failed for part in self.parts)
         return is_read and self._whole() is None and any(part.answer is not None for part in self.parts)
 
@@ -192,7 +192,7 @@ class Loading:
         return Loading(self.slot, self.key, self._into, self._offset, self._lifetime)
 
     def is_like(self, other: "Loading") -> bool:
-        """Whether both found the same parts of the same writers."""
+        """Whether both found the same parts from the same writers."""
         return [part.header for part in self.parts] == [part.header for part in other.parts]
 
     def removal(self) -> Request:
@@ -200,12 +200,12 @@ class Loading:
         return removal(self.slot, self.key, max(part.header[1] for part in self.parts))
 
     def byte_count(self) -> int | None:
-        """Return the bytes now in memory; None if the object is absent or torn. Every part must have an answer."""
+        """Return the number of bytes loaded; None if the object is absent or torn. Every part must have an answer."""
         length = self._whole()
         return None if length is None else max(0, min(self._into.nbytes, length - self._offset))
 
     def _whole(self) -> int | None:
-        """Return the frame's length, if the first part exists and the others fit it.
+        """Return the frame's length, if the first part exists and the others match it.
 
         Further parts may be left over from a longer object that was evicted.
         """

@@ -1,6 +1,6 @@
 """Requests to a Valkey store, sent in one pipeline per server and repeated within a deadline.
 
-The keys of one object are in one slot. A request is what one server does at once, a command or a transaction.
+The keys of one object are in one slot. A request is one command or transaction on one server.
 """
 
 import random
@@ -26,14 +26,14 @@ from kvtier.tier.valkey.wire import (
 )
 
 REPEATS_MAX = 6
-"""Maximum number of repetitions of one request after passing failures."""
+"""Maximum number of repetitions of one request after temporary failures."""
 PAUSE_S, PAUSE_MAX_S = 0.02, 0.5
 """Pause before the second repetition, and longest pause before later ones. It doubles, and half of it is random."""
 PASSING = frozenset({"MOVED", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "READONLY", "MASTERDOWN", "BUSY"})
 """Codes of refusals worth a retry."""
 STALL_SHARE = 0.15
-"""Share of the deadline that reads may take without a byte. If the server is then well, each object is read once more
-on its own connection. An object that gets no byte there cannot be read."""
+"""Share of the deadline that reads may take without a byte. If the server then answers, each object is read once
+more on its own connection. An object that gets no byte there cannot be read."""
 MOVING = frozenset({"ASK", "TRYAGAIN"})
 """Codes of refusals while a slot moves to another server."""
 
@@ -58,7 +58,7 @@ class Request:
         self.failure = ""
         """Why there is no answer."""
         self.is_down = self.may_pass = False
-        """Whether the server failed a moment ago and was not asked, and whether another attempt may succeed."""
+        """`is_down`: the server failed a moment ago and was not asked. `may_pass`: another attempt may succeed."""
         self.repeats = 0
 
     @property
@@ -90,7 +90,7 @@ class Transaction(Request):
         self._count = len(commands)
 
     def take(self, reader: Reader) -> Reply:
-        """Return the first refusal, which is the cause; the transaction's own is only its effect."""
+        """Return the first refusal, or else the last reply. The transaction's own refusal is only an effect."""
         replies = [reader.reply() for _ in range(self._count + 2)]
         return next((each for each in replies if isinstance(each, RefusedError)), replies[-1])
 
@@ -144,7 +144,7 @@ class Requests:
             wire = self._servers.take(node, end_s)
         except RefusedError as error:
             for each in group:
-                each.answer = error.with_traceback(None)  # its frames refer to the group
+                each.answer = error.with_traceback(None)  # its stack frames refer to the group
         except (ServerDownError, BrokenWireError, OSError) as error:
             _fail(node, group, error)
         else:

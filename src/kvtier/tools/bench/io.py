@@ -1,4 +1,4 @@
-"""Store and cold load through the whole path, next to the hardware's limit in the same run.
+"""Measures stores and cold loads through the whole path, next to the hardware's limit in the same run.
 
     host        engine blocks to host slots and back, through core and mover     ceiling: a plain copy of memory
     directory   host slot to file (seal, write), file to host slot (read, open)  ceiling: fio with direct I/O
@@ -9,7 +9,8 @@ The tiers are full, as they are in production: every store replaces victims, and
 time, like an engine under load. With several streams the objects of as many engines are interleaved.
 
 Every checksum is verified inside the timed part of a load; afterwards the slots are compared with what was stored. The
-two sides of a ratio alternate, A B A B, because machines drift. `device_share` shows whether a cache served reads.
+two sides of a ratio alternate, A B A B, because a machine's speed drifts. `device_share` shows whether a cache
+served reads.
 
 fio runs in the same directory, with the same sizes and threads. The ceiling uses huge pages for its buffers, as
 kvtier's arena does. On a virtual disk plain fio is up to 3 times slower, because each request is then a list of
@@ -37,8 +38,8 @@ from kvtier.tier import registry
 from kvtier.tier.files.direct import can_direct
 from kvtier.tools.bench.io_workloads import FullTier, IoSample, engine_blocks, host_sample, memcpy, trial_settings
 from kvtier.tools.bench.repeats import Advance, Span, ratio, repeated
-from kvtier.tools.probe.record import read_facts
 from kvtier.tools.probe.run import busy_warnings
+from kvtier.tools.run_record import read_facts
 
 DEADLINE_S = 300.0
 
@@ -47,7 +48,7 @@ HUGE_PAGES = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
 
 
 def has_fio() -> bool:
-    """Whether fio is installed."""
+    """Return whether fio is installed."""
     return shutil.which("fio") is not None
 
 
@@ -76,7 +77,7 @@ class Fio:
         directory: where the files are; `close` removes them.
         block_bytes: size of one request.
         threads: jobs, each with a file of its own and one request at a time.
-        total_bytes: what all jobs move in one measurement, rounded up to whole blocks.
+        total_bytes: bytes that all jobs move in one measurement, rounded up to whole blocks.
         is_direct: direct I/O; otherwise through the page cache, invalidated before each run.
     """
 
@@ -154,7 +155,7 @@ BUFFERED = "fio psync, buffered (the file system has no direct I/O), as many job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoRow:
-    """One measurement. GB is 10^9 bytes."""
+    """One measurement. A GB is 10^9 bytes."""
 
     tier: str
     op: str
@@ -181,7 +182,7 @@ class IoRow:
     ceiling_latency_us: IoLatency | None = None
     """Latency of one request of fio, as medians over the repeats."""
     device_share: float | None = None
-    """Bytes read from the device, divided by bytes loaded. None if the kernel does not report them."""
+    """Bytes read from the device, divided by bytes loaded; None if the kernel does not report them."""
 
 
 class IoPair(NamedTuple):
@@ -262,7 +263,7 @@ class IoResult:
     cut_after_s: float | None = None
     """The deadline, if sizes or repeats were left out because of it."""
     warnings: tuple[str, ...] = ()
-    """What makes all figures doubtful, such as a busy machine."""
+    """Reasons to doubt all figures, such as a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +280,7 @@ class _IoRun:
     direct: bool
     advance: Advance
     until_s: float
-    """Monotonic time after which a row starts no repeat but its first."""
+    """Monotonic time after which a row runs only its first repeat."""
 
 
 def run(
@@ -313,7 +314,7 @@ def run(
         streams: engines whose objects are interleaved.
         advance: called with 1 after each repeat of a row.
         keep: called with the result after each size.
-        deadline_s: after this time no further size starts, and a row gets only its first repeat. None: no deadline.
+        deadline_s: after this time no further size starts, and a row runs only its first repeat; None: no deadline.
 
     Raises:
         ConfigError: fio is not installed or fails, the directory cannot be used, or a size is not allowed.

@@ -10,7 +10,7 @@ from kvtier.tools.bench.io import IoResult, IoRow
 from kvtier.tools.bench.repeats import ratio_text
 from kvtier.tools.charts.chart import Axis, Chart, Charts, Curve, Rule, few
 from kvtier.tools.charts.report import PageSection, Report
-from kvtier.tools.probe.record import machine
+from kvtier.tools.run_record import machine
 
 OPS = {"store": "Store", "load": "Cold load, verified", "mix": "Reads and writes mixed"}
 CAPTION = "Share of the ceiling; dots are single repeats, lines their medians."

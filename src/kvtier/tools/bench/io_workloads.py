@@ -82,7 +82,7 @@ def layout_of(size: int) -> KvLayout:
 
 
 def chunk_key(number: int) -> ChunkKey:
-    """The key of chunk `number`."""
+    """Return the key of chunk `number`."""
     return ChunkKey(number.to_bytes(32, "big"))
 
 
@@ -96,9 +96,9 @@ class FullTier:
         count: objects per sample.
         threads: number of read threads, and of write threads.
         streams: engines whose objects are interleaved, each in its own order.
-        read_percent: share of reads in the mix with most stores, which need capacity beyond the loaded objects. 100:
-            no mix.
-        seed: draws the order of the streams.
+        read_percent: share of reads in the mix with the most stores, which need capacity beyond the loaded objects. 100
+            means no mix.
+        seed: seed for the order of the streams.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class FullTier:
             payload[:COMPARED_BYTES] = self._own[slot]
 
     def _move(self, work: Sequence[tuple[Direction, int]]) -> tuple[list[int], list[float]]:
-        """Run all transfers. Return the slot of each and their seconds.
+        """Run all transfers. Return their slots and their seconds.
 
         Loads and stores use different slots, so that the stored bytes are known. In a mix only loads are timed.
 
@@ -263,7 +263,7 @@ def taken(completions: SimpleQueue[Completion], wait_s: float) -> list[Completio
 
 
 def in_flight(size: int, threads: int) -> int:
-    """Return a session's default of objects in flight: 4 per thread, or more small ones up to a number of bytes."""
+    """Return a session's default number of objects in flight: 4 per thread, or more if they are small."""
     return max(4 * threads, SMALL_BYTES_IN_FLIGHT // size)
 
 
@@ -283,7 +283,7 @@ def interleaved(count: int, streams: int, draw: random.Random) -> list[int]:
 
 
 def read_bytes(path: Path = PROC_IO) -> int | None:
-    """Return the bytes that the kernel has read from devices for this process. None if unknown."""
+    """Return the bytes that the kernel has read from devices for this process, or None if unknown."""
     return next((int(line.split()[1]) for line in text_of(path).splitlines() if line.startswith("read_bytes:")), None)
 
 

@@ -55,7 +55,9 @@ class Ratio(NamedTuple):
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Return the ratio of two rows of samples, taken in turn. The span compares neighbours, because machines drift.
+    """Return the ratio of two rows of samples, taken in turn.
+
+    The span compares neighbours, because a machine's speed drifts.
 
     Raises:
         ValueError: the numbers of samples differ.

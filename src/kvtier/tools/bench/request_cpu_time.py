@@ -1,6 +1,6 @@
 """`kvtier bench core`: CPU time of a request before a byte moves, for 131,072 tokens in 512 chunks.
 
-That is hashing, lookup and decisions.
+It covers hashing, lookup and decisions.
 """
 
 import random
@@ -33,20 +33,20 @@ class CoreResult:
     chunks: int
     repeats: int
     hash_ms: float
-    """Token list to keys."""
+    """Time to turn the list of tokens into keys."""
     lookup_ms: float
-    """One lookup when everything is in host memory."""
+    """Time of one lookup when everything is in host memory."""
     lookup_below_ms: float
-    """Two lookups and the probe between them, when everything is in a lower tier."""
+    """Time of two lookups and the probe between them, when everything is in a lower tier."""
     decide_ms: float
-    """All decisions of storing the prompt in host memory and loading it, including completions."""
+    """Time of all decisions to store the prompt in host memory and load it, including completions."""
     demote_ms: float
-    """Further decisions for writing the prompt through to one lower tier."""
+    """Time of the further decisions to write the prompt through to one lower tier."""
     samples: dict[str, list[float]]
 
 
 def run(repeats: int = REPEATS, seed: int = 1, progress: Advance = lambda _step: None) -> CoreResult:
-    """Measure `repeats` times, each on fresh state."""
+    """Measure `repeats` times, each time on fresh state."""
     draw = random.Random(seed)  # noqa: S311 - seeded on purpose
     tokens = [draw.randrange(128_000) for _ in range(PROMPT_TOKENS)]
     root = draw.randbytes(32)
@@ -92,7 +92,7 @@ def _cache(slots: int, tiers: Iterable[str] = ()) -> Cache:
 
 
 def _store(cache: Cache, prefix: Prefix, held: set[ChunkKey]) -> float:
-    """Return the milliseconds that all decisions of storing the prompt take."""
+    """Return the milliseconds that all decisions to store the prompt take."""
     places = _places(prefix)
     start = time.perf_counter()
     cache.store(RequestId("store"), prefix, places, 0.0)
@@ -101,7 +101,7 @@ def _store(cache: Cache, prefix: Prefix, held: set[ChunkKey]) -> float:
 
 
 def _load(cache: Cache, prefix: Prefix) -> float:
-    """Return the milliseconds that all decisions of loading the prompt take."""
+    """Return the milliseconds that all decisions to load the prompt take."""
     places = _places(prefix)
     start = time.perf_counter()
     cache.load(RequestId("load"), prefix, PROMPT_TOKENS, places, 0.0)

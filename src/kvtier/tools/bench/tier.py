@@ -1,7 +1,7 @@
 """`kvtier bench tier`: store, load and lookup through a tier's raw client, the tier and a session, in turn.
 
 Every sample stores new objects, loads them, compares bytes and deletes them. The order of the paths rotates from
-repeat to repeat, because machines drift. Ratios are relative to the raw client (`bench.repeats.ratio`).
+repeat to repeat, because a machine's speed drifts. Ratios are relative to the raw client (`bench.repeats.ratio`).
 """
 
 import statistics
@@ -63,9 +63,9 @@ class TierRow:
     """For a lookup, the number of names asked for at once."""
     path: str
     gb_per_s: float | None = None
-    """Median. None for a lookup."""
+    """Median; None for a lookup."""
     ms: float | None = None
-    """Median of a lookup of `in_flight` names. None for other operations."""
+    """Median of a lookup of `in_flight` names; None for other operations."""
     ratio: float | None = None
     """Speed divided by the raw client's; None without a raw client. For a lookup, the duration of one request of the
     raw client divided by the lookup's."""
@@ -110,7 +110,7 @@ class TierBench:
 
     @property
     def steps(self) -> int:
-        """How often `run` advances."""
+        """Number of times that `run` advances."""
         return len(self.sizes) * len(self.in_flight) * (self.repeats + 1) + 1
 
     def count(self, size: int, in_flight: int) -> int:
@@ -145,7 +145,7 @@ class TierBench:
                 advance(1)
             except KvError:
                 raise
-            except Exception as error:  # noqa: BLE001 - of a client library; its text may have the request
+            except Exception as error:  # noqa: BLE001 - a client library's; its text may contain the request
                 why = error.strerror if isinstance(error, OSError) else None
                 raise KvError(
                     f"the raw client of tier {self.settings.name!r} failed: {why or type(error).__name__}"

@@ -44,7 +44,7 @@ from kvtier.types import (
 )
 
 TIER_NAMES = 23
-"""Names in a tier's lookup, about as few as the core asks a remote tier for in a round."""
+"""Names in a tier's lookup, about as many as the core asks a remote tier for in a round."""
 SESSION_NAMES = 512
 """Chunks in a session's lookup. The tier has all of them."""
 SMALL_BYTES = 4096
@@ -80,7 +80,7 @@ def get(tier: Tier, name: ObjectName, into: memoryview) -> None:
 
 
 class ClientPath:
-    """Whole buffers through a client, each in flight in a thread of its own.
+    """Moves whole buffers through a client, each in a thread of its own.
 
     The methods raise if an operation fails, or loads bytes that differ from the stored ones. So do those of
     `SessionPath`.
@@ -89,7 +89,7 @@ class ClientPath:
         put: stores a buffer.
         get: fills a buffer, perhaps at another node.
         delete: deletes an object.
-        subject: what messages name as failing.
+        subject: name of what failed, for messages.
         size: bytes of an object.
         in_flight: threads.
     """
@@ -139,7 +139,7 @@ class ClientPath:
 
 
 class SessionPath:
-    """Chunks of an engine in host memory, through a session. A store ends when the tier has all of them.
+    """Moves an engine's chunks in host memory through a session. A store ends when the tier has all of them.
 
     Each store, load and lookup opens a new session, whose host memory is empty.
 
@@ -240,7 +240,7 @@ class _Written(Observer):
         self._done = threading.Event()
 
     def completed(self, completion: Completion) -> None:
-        """A command was completed."""
+        """Note that a command was completed."""
         command = completion.command
         if not isinstance(command, Transfer) or command.direction is not Direction.DEMOTE:
             return
@@ -258,7 +258,7 @@ class _Written(Observer):
 
 
 def frame_bytes_of(size: int) -> int:
-    """Bytes of the frame of a chunk with a payload of `size` bytes."""
+    """Return the frame bytes of a chunk with a payload of `size` bytes."""
     return frame_bytes(layout_of(size).groups[0])
 
 

@@ -19,12 +19,12 @@ from kvtier.tools.trace.trace_files import LineErrors, short, text_lines
 
 LINE_CHARACTERS_MAX = 4096
 EVENTS_MAX = 20_000_000
-"""The most events of one recording, which take about 800 MiB of memory."""
+"""Maximum number of events in one recording; they take about 800 MiB of memory."""
 NUMBER_MAX = (1 << 63) - 1
 LETTERS_MAX = 256
 ALLOWED = "blkparse's default format, without -f"
 COMMANDS_MAX = 1 << 20
-"""The most processes whose names are kept."""
+"""Maximum number of processes whose names are kept."""
 
 _LINE = re.compile(
     r"\s*(?P<device>\d+,\d+)\s+\d+\s+\d+\s+(?P<seconds>\d+)\.(?P<ns>\d+)\s+(?P<process>\d+)\s+(?P<action>[A-Za-z]{1,2})"
@@ -49,7 +49,7 @@ _WITHOUT_SIZE = "XSB"
 
 
 def looks_like_blkparse(line: str) -> bool:
-    """Whether `line` may be the first line of blkparse's default format."""
+    """Return whether `line` may be the first line of blkparse's default format."""
     return line.startswith("Input file ") or _LINE.fullmatch(line) is not None
 
 
@@ -65,7 +65,7 @@ _PACKED = struct.Struct("<qIQQiBBI")
 
 
 class _Events:
-    """All events in the order of the lines."""
+    """All events, in the order of their lines."""
 
     def __init__(self) -> None:
         self.rows = bytearray()
@@ -132,7 +132,7 @@ def read_blkparse(path: Path) -> IoTrace:
         sector. On a stacked device it ends only with an event of its own.
 
     Raises:
-        ConfigError: the text cannot be read, has a line not of blkparse, no event, or more than `EVENTS_MAX`.
+        ConfigError: the text cannot be read, has a foreign line, or has no event or more than `EVENTS_MAX`.
     """
     events = _Events()
     remarks = ["The text of blkparse has no date, and its process numbers are those of threads."]
@@ -167,7 +167,7 @@ def _add_line(events: _Events, line: str) -> None:
 
 
 def _trace(events: _Events, rows: np.ndarray, lost: int, remarks: list[str]) -> IoTrace:
-    """Return the trace of all events. `rows` are the rows of `events` in the order of time."""
+    """Return the trace of all events. `rows` are the rows of `events` in order of time."""
     first_ns = events.first_ns or 0
     is_write, kind = (of_letters[rows["letters"]] for of_letters in kinds_of(np.array([*events.rwbs], "S")))
     threads = [number for number, name in events.commands.items() if _KERNEL_THREAD.match(name)]
@@ -194,7 +194,7 @@ def _trace(events: _Events, rows: np.ndarray, lost: int, remarks: list[str]) -> 
     ends = at("C")
     # A device without requests reports the ends of bios.
     is_bio_end = ~np.isin(device[ends], device[issues])
-    gaps = np.zeros((min(lost, 1), 2), np.uint64)  # events were lost at an unknown time: pair no request across
+    gaps = np.zeros((min(lost, 1), 2), np.uint64)  # events were lost at an unknown time, so none are paired across it
     bio_ends, request_ends = seen[ends[is_bio_end]], seen[ends[~is_bio_end]]
     requests, above = join(seen[makers], bio_ends, seen[issues], request_ends, seen[at("R")], gaps, first_ns)
     uppers = _with_lower(device[issues], device[remaps], source[remaps])

@@ -32,7 +32,7 @@ BIO_MERGES = ("block_bio_backmerge", "block_bio_frontmerge")
 NEW_TASK = "task/task_newtask"
 _WHERE = ("common_pid", "dev", "sector", "nr_sector", "rwbs")
 _DEVICE_SHIFT = np.uint64(48)
-"""Bits of a sector's number, which is below the number of its device."""
+"""Bits of a sector's number; the device's number is above them."""
 _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
 """An odd factor that spreads sizes over all bits of a key."""
 _WRITE_SHIFT = np.uint64(47)
@@ -151,7 +151,7 @@ def join(
     """Join events to requests of the device and to bios.
 
     Args:
-        bios: bios that were queued, as rows of `SEEN` in the order of time, like all events here.
+        bios: bios that were queued, as rows of `SEEN` in order of time, like all events here.
         bio_ends: completions of bios. Only devices without requests (dm, md, zram) have them.
         issues: requests that the driver got. If no bio covers a request, it keeps its own `process`.
         ends: completions of requests.

@@ -18,7 +18,7 @@ import numpy as np
 from kvtier.tools.characterize.events import REQUEST, IoKind, IoLayer, pair, rows_of
 from kvtier.tools.characterize.machine import ProcessTree, event_number, find_number, lowest
 from kvtier.tools.characterize.tracefs import EventFormat, PageEvents, TraceInstance
-from kvtier.tools.probe.record import read_mounts
+from kvtier.tools.run_record import read_mounts
 
 READS = {"read": "", "readv": "", "pread64": "pos", "preadv": "pos_l", "preadv2": "pos_l"}
 WRITES = {"write": "", "writev": "", "pwrite64": "pos", "pwritev": "pos_l", "pwritev2": "pos_l"}
@@ -45,7 +45,7 @@ class CallEvents:
         tree: knows the process of each thread.
         threads: threads whose calls are recorded, with all threads and processes that they start.
         disks: numbers of the disks whose files count.
-        directory: only files below it count. It has no symbolic links. None: all files count.
+        directory: only files below it count; None means all files. It has no symbolic links.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ def joined(
     """Join the adjacent bios that a thread queued in one call to one request.
 
     Args:
-        bios: rows of `events.REQUEST` in the order of time.
+        bios: rows of `events.REQUEST` in order of time.
         thread: the thread that queued each.
         bound_s: times at which a call of one request began, or any call began or ended.
         bound_thread: the thread at each of these times.
@@ -220,7 +220,7 @@ def joined(
 
 
 class _Files:
-    """Decides whether a thread's descriptor is a file on one of the disks. Looks each up once per batch."""
+    """Decides whether a thread's descriptor is a file on one of the disks, looking each up once per batch."""
 
     def __init__(self, disks: set[int], directory: Path | None) -> None:
         self._disks = disks
@@ -236,7 +236,7 @@ class _Files:
     def count(
         self, thread: np.ndarray, descriptor: np.ndarray, *, is_positioned: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return which calls count, and which of these in doubt. Sockets and pipes have no calls with a position."""
+        """Return which calls count, and which of them are doubtful. Sockets and pipes have no positioned calls."""
         pairs = thread.astype(np.uint64) << np.uint64(32) | descriptor.astype(np.uint64) & np.uint64(0xFFFF_FFFF)
         unique, which, calls = np.unique(pairs, return_inverse=True, return_counts=True)
         verdicts, is_closed = np.ones(len(unique), bool), np.zeros(len(unique), bool)

@@ -37,11 +37,11 @@ BUFFER_BYTES = 16 << 20
 BUFFERS_BYTES_MAX = 512 << 20
 """Largest size of all ring buffers together."""
 EVENTS_MAX = 8_000_000
-"""A capture ends at this many events of 39 bytes. A request has three, so these are 2.6 million requests."""
+"""A capture ends at this many events of 39 bytes. A request has three, so this is 2.6 million requests."""
 END_S = 10.0
 """How long a command has to end after a signal."""
 CHILDREN_END_S = 1.0
-"""How long the children that it leaves behind then have."""
+"""How long children that the command leaves behind then have to end."""
 
 
 class Captured(NamedTuple):
@@ -49,7 +49,7 @@ class Captured(NamedTuple):
 
     trace: IoTrace
     exit_code: int | None
-    """Exit code of the command. None without a command, or if it had to be ended."""
+    """Exit code of the command; None without a command, or if it had to be ended."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class CaptureSettings:
     """
 
     device: str | None = None
-    """A device, or a path on one. None: all disks that are stacked on no other."""
+    """A device, or a path on one; None means all disks that are not stacked on another."""
     directory: Path | None = None
     """If given, only requests for files below it count, and the device is the one that it is on."""
     pids: Sequence[int] = ()
@@ -69,11 +69,11 @@ class CaptureSettings:
     command: Sequence[str] = ()
     """A command to start and capture, with its children."""
     seconds: float | None = None
-    """Length of the capture. None: until the command or the processes end."""
+    """Length of the capture; None means until the command or the processes end."""
     buffer_bytes: int = BUFFER_BYTES
     events_max: int = EVENTS_MAX
     output: int | None = None
-    """Descriptor for the command's standard output. None: this process's own."""
+    """Descriptor for the command's standard output; None means this process's own."""
     devices: list[BlockDevice] = field(default_factory=list[BlockDevice], init=False)
 
     def find(self) -> Self:
@@ -246,7 +246,7 @@ class _Run:
             parts = [device, self._calls.whole_requests(bios, thread, began_ns), rows]
             counts |= more
             if not self._calls.sees_uring:
-                self._remarks.append("This kernel has no events of io_uring's requests: the application's lack them.")
+                self._remarks.append("This kernel has no events of io_uring's requests; the application's lack them.")
             roots = [*self._settings.pids, *([process.pid] if process is not None else [])]
             chosen = self._tree.with_children(roots)
         requests = by_time(*parts)

@@ -113,7 +113,7 @@ def characterize(
 
 
 def _joined(trace: "IoTrace", journals: tuple[Path, ...]) -> dict[str, object]:
-    """Return the tier's write amplification. A remark of the trace states it too."""
+    """Return the tier's write amplification, and add it to the trace's remarks."""
     if not journals:
         return {}
     from kvtier.tools.characterize.recordings import read_objects, write_amplification

@@ -82,7 +82,7 @@ class IoTrace:
     seconds: float
     """Length of the observation."""
     began_s: float = 0.0
-    """Unix time at which `issued_s` is 0. 0 if the source has no calendar time."""
+    """Unix time at which `issued_s` is 0, or 0 if the source has no calendar time."""
     processes: Mapping[int, str] = field(default_factory=dict[int, str])
     """Names of the processes."""
     places: Mapping[int, str] = field(default_factory=dict[int, str])
@@ -94,7 +94,7 @@ class IoTrace:
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
     """Counts of events that are not requests: merges, splits, requeues, calls without a known size."""
     chosen: frozenset[int] | None = None
-    """Processes whose requests are measured. None: all requests of the device."""
+    """Processes whose requests are measured; None means all requests of the device."""
     remarks: list[str] = field(default_factory=list[str])
     """Sentences about what was counted, what was not, and why."""
 
@@ -118,7 +118,7 @@ class IoTrace:
         return self.requests[self.requests["layer"] == layer]
 
     def of_chosen(self, rows: np.ndarray) -> np.ndarray:
-        """Return the requests of `rows` that the chosen processes issued. All if none is chosen."""
+        """Return the requests of `rows` that the chosen processes issued, or all if none is chosen."""
         return rows if self.chosen is None else rows[np.isin(rows["process"], sorted(self.chosen))]
 
 
@@ -162,11 +162,11 @@ def by_time(*parts: np.ndarray) -> np.ndarray:
 
 
 NESTED_MAX = 256
-"""The most requests in flight for the same bytes. Further issues stay without a completion."""
+"""Maximum number of requests in flight for the same bytes. Further issues stay without a completion."""
 TIME_BITS = 40
 """Bits of a time in microseconds, which hold twelve days."""
 STARTS_TRIED = 64
-"""For each position `covering` tries this many intervals of about one length, the nearest start first."""
+"""For each position `covering` tries this many intervals of similar length, the nearest start first."""
 
 
 def pair(
@@ -187,7 +187,7 @@ def pair(
         issued_key: keys of the issues, as integers.
         ended_s: times of the completions.
         ended_key: keys of the completions.
-        nested_max: how many requests of one key may be in flight. After lost events pass 1, so that an issue with a
+        nested_max: how many requests of one key may be in flight. Pass 1 after lost events, so that an issue with a
             lost completion does not get another's.
 
     Returns:
@@ -213,7 +213,7 @@ def pair(
 def covering(
     start: np.ndarray, end: np.ndarray, since_us: np.ndarray, wanted: np.ndarray, when_us: np.ndarray
 ) -> np.ndarray:
-    """Find for each wanted position the newest interval that covers it and had begun by then.
+    """Find for each wanted position the newest interval that covers it and had begun by its time.
 
     Args:
         start: first positions of the intervals.
@@ -236,7 +236,7 @@ def covering(
     for each in np.unique(magnitude[length > 0]).tolist():
         own = np.flatnonzero((magnitude == each) & (length > 0))
         starts, group = np.unique(start[own], return_inverse=True)
-        # One number has group and time, so that one search finds the newest of a group.
+        # One number holds group and time, so that one search finds the newest of a group.
         ranked = group.astype(np.uint64) << np.uint64(TIME_BITS) | since_us[own]
         order = np.argsort(ranked, kind="stable")
         ranked, longest = ranked[order], length[own].max()

@@ -26,7 +26,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.tier.files.safe_open import folder_at, open_file
 from kvtier.tools.characterize.events import NO_PROCESS, SECTOR_BYTES, IoLayer
-from kvtier.tools.probe.record import read_mounts
+from kvtier.tools.run_record import read_mounts
 
 SYSFS = Path("/sys")
 MINOR_BITS = 20
@@ -52,7 +52,7 @@ class BlockDevice:
     disk_number: int
     first_sector: int = 0
     sectors: int | None = None
-    """Length of a partition. None for a whole disk."""
+    """Length of a partition; None for a whole disk."""
     partitions: tuple[int, ...] = ()
     """Numbers of a whole disk's partitions. A bio names the partition, but a request names the disk."""
     below: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class BlockDevice:
         return SYSFS / "block" / self.disk
 
     def exists(self) -> bool:
-        """Whether the device is still there."""
+        """Return whether the device is still there."""
         return self.folder.exists()
 
     def facts(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def find_device(wanted: str) -> BlockDevice:
 
 
 def find_number(number: int) -> BlockDevice | None:
-    """Find the device with this number of `os.stat`. None if it is not a block device."""
+    """Find the device with this number of `os.stat`, or return None if it is not a block device."""
     folder = SYSFS / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
     return _device(number) if folder.exists() else None
 
@@ -145,7 +145,7 @@ def _named(folder: Path) -> BlockDevice:
 
 
 def _number(path: Path) -> int:
-    """Read a number such as ``259:1`` from a file of sysfs, in the form in the kernel's events."""
+    """Read a number such as ``259:1`` from a file of sysfs, in the form that the kernel's events have."""
     major, _, minor = (_read(path) or "0:0").partition(":")
     return int(major) << MINOR_BITS | int(minor)
 
@@ -207,7 +207,7 @@ class Spans(NamedTuple):
 
 
 def spans_of(directory: Path, device: BlockDevice) -> Spans:
-    """Return the parts of the disk with the files below `directory`. Files that cannot be read are left out."""
+    """Return the parts of the disk that hold the files below `directory`. Files that cannot be read are left out."""
     found = [np.zeros(0, EXTENT)]
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -222,7 +222,7 @@ def spans_of(directory: Path, device: BlockDevice) -> Spans:
 
 
 def within(requests: np.ndarray, spans: list[Spans]) -> np.ndarray:
-    """Return the `requests` that start in one of `spans`, and all of the application, which have no address."""
+    """Return the `requests` that start in one of `spans`, and all of the application's, which have no address."""
     kept = requests["layer"] == IoLayer.APPLICATION
     for each in spans:
         kept |= each.hold(requests["position"])
@@ -230,7 +230,7 @@ def within(requests: np.ndarray, spans: list[Spans]) -> np.ndarray:
 
 
 def allocation_groups(disk: str) -> dict[str, list[dict[str, int]]]:
-    """Return number, size and start of the allocation groups of each XFS on a disk. Empty without XFS."""
+    """Return number, size and start of the allocation groups of each XFS on a disk, if any."""
     found: dict[int, dict[str, int]] = {}
     for mount in read_mounts():
         device = find_number(os.makedev(*map(int, mount.device.split(":")))) if mount.kind == "xfs" else None
@@ -305,7 +305,7 @@ class ProcessTree:
             self._names.pop(thread, None)
 
     def process_of(self, thread: int) -> int:
-        """Return the process of a thread. `NO_PROCESS` for kernel threads."""
+        """Return the process of a thread, or `NO_PROCESS` for a kernel thread."""
         if thread == 0:
             return NO_PROCESS
         found = self._process.get(thread)

@@ -77,7 +77,7 @@ MB = 1_000_000
 WITHIN_BYTES = 64 << 10
 """W: how far after the end of an earlier request a sequential one may start."""
 LAST = 8
-"""N: how many earlier requests are looked at."""
+"""N: how many earlier requests are considered."""
 LASTS = (1, 8, 32)
 """Values of N that are shown side by side."""
 WINDOWS_S = {"1ms": 1e-3, "100ms": 0.1, "1s": 1.0}
@@ -93,9 +93,9 @@ SEQUENTIAL = (
     f"A request is sequential if it begins at most {WITHIN_BYTES >> 10} KiB after the end of one of the last N "
     f"requests of its process (or of its device), in the same direction. N is {LAST}. The first is not."
 )
-NO_TIMES = "All requests are at one moment: throughput, depth and shares of time are unknown, and 0 here."
+NO_TIMES = "All requests have the same time: throughput, depth and shares of time are unknown, and shown as 0."
 _PLACE_SHIFT = 52
-"""Bits of a position in bytes, which is below the number of its place."""
+"""Bits of a position in bytes; the number of its place is above them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class ProcessMeasures:
 
 @dataclass(frozen=True, slots=True)
 class OverTime:
-    """Means over equal intervals. The depth is of submitted requests if these were seen."""
+    """Means over equal intervals. The depth counts submitted requests if these were seen."""
 
     interval_s: float
     queue_depth: list[float]
@@ -138,7 +138,7 @@ class IoMeasures:
     """All measures. The fields are the keys of the command's JSON. Shares are from 0 to 1, or None without requests.
 
     Unless a name says otherwise, they measure the chosen processes' requests at the lowest layer that was seen. If
-    bios were seen, the number of requests, their sizes and what is sequential are as submitted, because the block
+    bios were seen, the number of requests, their sizes and the sequential shares are as submitted, because the block
     layer splits and merges requests on their way to the device.
     """
 
@@ -150,7 +150,7 @@ class IoMeasures:
     read_share_bytes: float | None
     read_share_requests: float | None
     sequential_share: dict[str, float | None]
-    """``device``: a request is compared with all of the device. ``per_process``: only with those of its process."""
+    """``device`` compares a request with all of its device, ``per_process`` only with those of its process."""
     sequential_by_last: dict[str, dict[str, float | None]]
     """The same for other numbers N of earlier requests."""
     sequential_definition: str
@@ -168,13 +168,13 @@ class IoMeasures:
     gb_per_s: dict[str, float]
     """``mean``, ``peak`` (over 100 ms) and ``busy_mean``."""
     peak_gb_per_s: dict[str, float | None]
-    """Peak throughput in windows of each length. None if less time was observed."""
+    """Peak throughput in windows of each length; None if less time was observed."""
     burst_factor: float | None
     """Peak divided by mean throughput."""
     queue_to_driver_us: dict[str, float] | None
-    """From submission until the driver gets the request, or its last part. None if bios were not seen."""
+    """Time from submission until the driver gets the request, or its last part; None if bios were not seen."""
     latency_us: dict[str, float]
-    """From the driver to completion. If the driver hands a request back, its first arrival counts."""
+    """Time from the driver to completion. If the driver hands a request back, its first arrival counts."""
     read_latency_us: dict[str, float]
     write_latency_us: dict[str, float]
     bytes: dict[str, int]
@@ -201,7 +201,7 @@ class IoMeasures:
 
 
 def measure(trace: IoTrace) -> IoMeasures:
-    """Return all measures of a trace. Without requests counts are 0 and shares None."""
+    """Return all measures of a trace. Without requests, counts are 0 and shares are None."""
     lowest = trace.lowest
     every = trace.at(lowest)
     chosen = trace.of_chosen(every)
@@ -285,7 +285,7 @@ def is_sequential(rows: np.ndarray, last: int = LAST, *, per_process: bool, with
 
     Args:
         rows: requests of one layer in the order of their issue.
-        last: how many earlier requests of the same stream are looked at.
+        last: how many earlier requests of the same stream are considered.
         per_process: a stream is a process on a device; otherwise a device.
         within: bytes that may be skipped.
     """
@@ -320,7 +320,7 @@ def _sequential_shares(all_rows: np.ndarray, rows: np.ndarray, last: int) -> dic
 
 
 def _sizes(rows: np.ndarray) -> dict[str, float]:
-    """Return the sizes of data. Metadata are many small requests of no object, and count only if there is no data."""
+    """Return the sizes of requests for data. Requests for metadata are many and small, and count only without data."""
     data = rows[rows["kind"] != IoKind.METADATA]
     rows = data if len(data) else rows
     return {
@@ -354,7 +354,7 @@ def _percentiles(took_s: np.ndarray) -> dict[str, float]:
 
 
 def _percentile(values: np.ndarray, percent: float) -> float:
-    """Return a percentile that occurs among the values. 0 without values."""
+    """Return a percentile that occurs among the values, or 0 without values."""
     return float(np.percentile(values, percent, method="inverted_cdf")) if len(values) else 0.0
 
 
@@ -374,7 +374,7 @@ def _peak(rate: Steps, window_s: float, seconds: float) -> float | None:
 
 
 def _again(rows: np.ndarray) -> int:
-    """Return how many bytes were moved beyond the first time at their address."""
+    """Return how many bytes were moved again, after the first time at their address."""
     if not len(rows):
         return 0
     _, place = np.unique(rows["place"], return_inverse=True)

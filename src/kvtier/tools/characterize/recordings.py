@@ -1,8 +1,8 @@
 """Reads files of other tools as one `IoTrace`. The content shows which tool wrote a file.
 
 kvtier's journal is the application's layer: objects that tiers read and wrote, beside the device's requests. FORMAT.md
-lists its fields. An object has no address, so each name gets a position of its own. A repeated read is then seen as
-one, and no two objects follow each other.
+lists its fields. An object has no address, so each name gets a position of its own. A repeated read is then
+recognized, and no two objects follow each other.
 """
 
 import json
@@ -23,9 +23,9 @@ from kvtier.tools.trace.trace_files import LineErrors, number, short, text_lines
 
 LINE_CHARACTERS_MAX = 1 << 16
 OBJECTS_MAX = 20_000_000
-"""The most objects of all journals together, which take about 3 GiB of memory."""
+"""Maximum number of objects in all journals together; they take about 3 GiB of memory."""
 NAMES_MAX = 1 << 22
-"""The most different names."""
+"""Maximum number of different names."""
 TIERS_MAX = 1 << 10
 TEXT_CHARACTERS_MAX = 256
 GAP_BYTES = 1 << 20
@@ -58,24 +58,24 @@ class WriteAmplification:
     payload_bytes: int
     framed_bytes: int
     device_bytes: int
-    """Bytes that the chosen processes wrote to the device, or that all wrote if none was chosen."""
+    """Bytes that the chosen processes wrote to the device, or that all processes wrote if none was chosen."""
     unattributed_bytes: int
     """Bytes that kernel threads wrote to the device in the same time, if processes were chosen: a file system's
     journal, or writeback for these processes or others."""
 
     @property
     def framed_ratio(self) -> float | None:
-        """Return the bytes of frames divided by the bytes of payload. None without writes."""
+        """Return the bytes of frames divided by the bytes of payload, or None without writes."""
         return self.framed_bytes / self.payload_bytes if self.payload_bytes else None
 
     @property
     def device_ratio(self) -> float | None:
-        """Return the bytes written to the device divided by the bytes of payload. None without writes."""
+        """Return the bytes written to the device divided by the bytes of payload, or None without writes."""
         return self.device_bytes / self.payload_bytes if self.payload_bytes else None
 
 
 def looks_like_journal(line: str) -> bool:
-    """Whether `line` may be the first of a journal."""
+    """Return whether `line` may be the first of a journal."""
     try:
         value: object = json.loads(line) if line.startswith("{") else None
     except (ValueError, RecursionError):

@@ -16,7 +16,7 @@ from kvtier.tools.charts.report import PageSection, Report
 
 PROCESSES_SHOWN = 12
 WAYS = (("reads", "disk", False), ("writes", "tiered", True))
-"""Name and colour of reads and of writes, with whether they are writes."""
+"""Name and colour of reads and of writes, and the value of `is_write`."""
 LAYER_COLOURS = ("shared", "gpu", "disk")
 
 
@@ -146,7 +146,7 @@ def _layers_table(it: IoMeasures) -> Table:
 
 
 def _processes_table(it: IoMeasures) -> Table:
-    """Return the table of the processes that moved most."""
+    """Return the table of the processes that moved the most bytes."""
     rows = [
         (
             row.name,
@@ -164,7 +164,7 @@ def _processes_table(it: IoMeasures) -> Table:
 
 
 def notes(it: IoMeasures) -> Iterator[str]:
-    """Yield what limits the figures."""
+    """Yield notes on what limits the figures."""
     written = it.not_attributed["written_bytes"]
     counts = (
         (

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.tools.probe.record import read_mounts
+from kvtier.tools.run_record import read_mounts
 
 PAGE_BYTES = 4096
 HEADER_BYTES = 16
@@ -133,13 +133,13 @@ def _walk(words: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 TRACEFS = Path("/sys/kernel/tracing")
 NAME = "kvtier"
 BATCH_PAGES = 2048
-"""The most pages that one call of `TraceInstance.read` returns."""
+"""Maximum number of pages that one call of `TraceInstance.read` returns."""
 _LOST = ("overrun", "commit overrun", "dropped events")
 
 
 @contextmanager
 def mounted() -> Generator[Path]:
-    """Yield the tracing directory. Mount it for this time if it is not mounted.
+    """Yield the tracing directory, mounted for the duration if it is not mounted.
 
     Raises:
         ConfigError: the kernel has no tracefs, or this process may not mount or write it.
@@ -241,7 +241,7 @@ class TraceInstance:
             os.close(file)
 
     def has(self, event: str) -> bool:
-        """Whether the kernel has the event, such as ``block/block_rq_issue``."""
+        """Return whether the kernel has the event, such as ``block/block_rq_issue``."""
         return (self.folder / "events" / event).exists()
 
     def enable(self, event: str, fields: tuple[str, ...], condition: str = "") -> EventFormat:
@@ -261,7 +261,7 @@ class TraceInstance:
         return found
 
     def read(self) -> np.ndarray:
-        """Return at most `BATCH_PAGES` ready pages without waiting. Empty if there are none."""
+        """Return at most `BATCH_PAGES` ready pages, or an empty array if there are none. This never waits."""
         count = 0
         view = memoryview(self._pages.data).cast("B")
         self._pipes.append(self._pipes.pop(0))  # another processor comes first, so that a busy one starves none

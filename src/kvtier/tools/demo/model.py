@@ -85,7 +85,7 @@ class ChatTokenizer:
     """Token that ends an answer."""
 
     def encode(self, text: str, *, is_first: bool) -> tuple[int, ...]:
-        """Return a user's message as tokens, as it stands in its conversation."""
+        """Return the tokens of a user's message, as it stands in its conversation."""
         before, after = self.first if is_first else self.later
         return tuple(self.tokenizer.encode(f"{before}{text}{after}", add_special_tokens=False).ids)
 
@@ -189,7 +189,7 @@ def find_parent(texts: Sequence[str], position: int) -> int | None:
 def plan_requests(
     lines: Sequence[TraceLine], *, sessions: int, requests: int | None, tokenizer: ChatTokenizer | None = None
 ) -> RequestPlan:
-    """Tokenize the trace.
+    """Tokenize the trace and choose its requests.
 
     Args:
         lines: the whole trace.
@@ -261,7 +261,7 @@ def build_prompt(
 
 
 class StoredPrefixes:
-    """The prefixes of all stored token sequences, in whole chunks. A digest of all its tokens names each."""
+    """The prefixes of all stored token sequences, in whole chunks, each named by a digest of its tokens."""
 
     def __init__(self, chunk_tokens: int, digests: Iterable[str] = ()) -> None:
         self.chunk_tokens = chunk_tokens
@@ -387,7 +387,7 @@ def write_pretrained(directory: Path) -> None:
         ConfigError: a package is missing, or its file is not there.
     """
     model, tokenizer = _read_package()
-    # The weights are not quantized any more. With these two fields Transformers refuses to write them.
+    # The weights are no longer quantized. With these two fields, Transformers would refuse to write them.
     model.hf_quantizer = None
     del model.config.quantization_config
     model.save_pretrained(directory)

@@ -28,7 +28,7 @@ class RequestResult:
     restored: Mapping[str, int]
     """Leading prompt tokens whose KV was loaded, by tier."""
     restorable_tokens: int
-    """Restorable tokens, as `StoredPrefixes` counts them. 0 in the pass without kvtier."""
+    """Restorable tokens, as `StoredPrefixes` counts them; 0 in the pass without kvtier."""
     margins: tuple[float, ...]
     """For each new token, the best token's logit minus the second best's."""
 
@@ -47,7 +47,7 @@ class PassResult:
     set_up_s: float
     """Time to build the model, warm up with one request, and attach kvtier."""
     wall_s: float
-    """Time from the first request until the last answer has come and all stores are on disk."""
+    """Time from the first request until the last answer has arrived and all stores are on disk."""
     flush_s: float
     """The part of `wall_s` after the last answer."""
     lost: int = 0
@@ -94,7 +94,7 @@ class PassResult:
 
     @property
     def restored_share(self) -> float:
-        """Restored tokens divided by restorable tokens. 1 if nothing was restorable."""
+        """Restored tokens divided by restorable tokens; 1 if nothing was restorable."""
         return self.restored_tokens / self.restorable_tokens if self.restorable_tokens else 1.0
 
     @property
@@ -175,7 +175,7 @@ class DemoResult:
     prepare_s: float
     """The part of `elapsed_s` before the first pass."""
     directory: str | None
-    """Directory of the store. None if it was temporary."""
+    """Directory of the store; None if it was temporary."""
     machine: Mapping[str, object]
     software: Mapping[str, str]
     cache_settings: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
@@ -188,7 +188,7 @@ class DemoResult:
 
     @property
     def difference(self) -> AnswerDifference | None:
-        """The first difference between the answers of the first pass and another's. None if there is none."""
+        """The first difference between the answers of the first pass and another's, or None."""
         first, *others = self.passes
         return next((it for other in others if (it := find_difference(first, other)) is not None), None)
 
@@ -228,7 +228,7 @@ class DemoResult:
 
         Returns:
             The median ratio of the cold pass's TTFT to the TTFT without kvtier, and the number of requests. Only
-            requests for which the cold pass restored nothing count. None if there are none.
+            requests for which the cold pass restored nothing count; None if there are none.
         """
         pairs = zip(self.find_pass("none").samples, self.find_pass("cold").samples, strict=True)
         ratios = [cold.ttft_ms / none.ttft_ms for none, cold in pairs if not cold.restored_tokens]
@@ -306,7 +306,7 @@ class DemoResult:
 
 
 def is_same(samples: Sequence[RequestResult]) -> bool:
-    """Whether one request has the same answer, token for token, in all passes."""
+    """Return whether one request has the same answer, token for token, in all passes."""
     return len({it.answer for it in samples}) == 1
 
 

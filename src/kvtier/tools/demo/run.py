@@ -46,7 +46,7 @@ from kvtier.tools.demo.model import (
 )
 from kvtier.tools.demo.result import DemoResult, PassResult, RequestResult
 from kvtier.tools.demo.worker import PassJob, pass_events
-from kvtier.tools.probe.record import RecordedSetting, cores, machine, make_record, software
+from kvtier.tools.run_record import RecordedSetting, cores, machine, make_record, software
 
 NEEDED = ("torch", "transformers", "tokenizers")
 
@@ -62,17 +62,17 @@ class DemoSettings:
     """Settings of one run."""
 
     directory: Path | None
-    """Directory of the store. None: a temporary directory, which is removed at the end."""
+    """Directory of the store; None means a temporary directory, which is removed at the end."""
     model: str
     """One of `SHAPES`."""
     sessions: int
     requests: int | None
-    """None: all."""
+    """Number of requests; None means all."""
     seed: int | None
-    """Seed of random weights. None for pretrained weights."""
+    """Seed of random weights; None for pretrained weights."""
     new_tokens: int
     threads: int
-    """Number of torch's threads. 0: one for each core."""
+    """Number of torch's threads; 0 means one for each core."""
 
 
 def demo_settings(
@@ -85,7 +85,7 @@ def demo_settings(
     new_tokens: int | None,
     threads: int,
 ) -> DemoSettings:
-    """Return the settings. None takes a default that depends on the model, for a run of two minutes on two cores.
+    """Return the settings. None means a default that depends on the model, for a run of two minutes on two cores.
 
     The default model is the pretrained one if its packages are installed, otherwise one with random weights.
 
@@ -372,7 +372,7 @@ class _Passes:
 
 
 def directory_bytes(directory: Path) -> int:
-    """Return the bytes of all files under `directory`. 0 if it does not exist."""
+    """Return the bytes of all files under `directory`, or 0 if it does not exist."""
     total = 0
     for root, _, names in os.walk(directory):
         for name in names:

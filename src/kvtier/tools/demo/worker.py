@@ -1,4 +1,4 @@
-"""Runs one pass of the demo in its own process, and has the parent's side of it.
+"""Runs one pass of the demo in its own process, and contains the parent's side of it.
 
 The process is `python -m kvtier.tools.demo.worker JOB.json`. It prints one JSON object per line: `ready`, a `request`
 for each request, then `done`, or else `error`. Passes differ only in whether kvtier is attached to the model.
@@ -42,13 +42,13 @@ class PassJob:
     seed: int
     """Seed of random weights."""
     checkpoint: str | None
-    """Directory of trained weights. None: make random weights."""
+    """Directory of trained weights; None means random weights."""
     new_tokens: int
     """Tokens of the longest answer."""
     threads: int
     requests: tuple[PlannedRequest, ...]
     directory: str | None
-    """Directory of the store. None in the pass without kvtier."""
+    """Directory of the store; None in the pass without kvtier."""
     namespace: str
     """Hides the chunks of other namespaces in the store."""
 
@@ -65,7 +65,7 @@ class PassJob:
 
 
 class LogitsRecorder:
-    """A logits processor that changes nothing. It records margins, and when the first logits came."""
+    """A logits processor that changes nothing. It records margins and the time of the first logits."""
 
     def __init__(self) -> None:
         self.begin_s = time.perf_counter()

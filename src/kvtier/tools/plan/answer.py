@@ -17,11 +17,11 @@ from kvtier.report.format import (
 )
 from kvtier.tools.plan.hardware import COUNT_MAX
 from kvtier.tools.plan.inputs import SETTINGS, ModelInputs
-from kvtier.tools.plan.limits import FIRST_TOKEN, is_served, most_users
+from kvtier.tools.plan.limits import FIRST_TOKEN, TPOT, TTFT, TTFT_P95, is_served, most_users
 from kvtier.tools.plan.plan import Plan, PlannedTier, Variant
 from kvtier.tools.plan.queueing import GPU
 from kvtier.tools.plan.resolve import SEARCHED, Deployment, given_totals, of_each_host
-from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize
+from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize, saving
 
 SPARSE = frozenset({"indexer", "compressed"})
 """Kinds of layers whose KV `connect.vllm.support` refuses, because vLLM gives it another role or a model version."""
@@ -43,17 +43,20 @@ def verdict(plan: Plan) -> str:
     if not plan.inputs.target.ttft_p95_s:
         tail = f" (95 % within {time_text(plan.tiered.ceiling.point.ttft_within_s(0.95))})"
     served: list[str] = []
+    whole, is_rounded = plan.deployment.workload.counted, False
     for it in (*ways, plan.alone):
         users = (load_text if served else in_words)(plan, it.users)
         ratio = ratio_text(it.users, plan.alone.users if plan.alone.choice.cost else None)
         gain = f" ({ratio})" if it.tiers and ratio != NONE else ""
+        is_rounded |= bool(gain) and ratio != ratio_text(whole(it.users), whole(plan.alone.users))
         served.append(f"{users} with {names_text(it.tiers)}{gain}")
     limits, shared = within(plan), _shared_totals(plan) if ways else ""
     all_of = " with all of these tiers" if shared else ""
     serve, they = ("serves", "it serves") if plan.inputs.gpu.count == 1 else ("serve", "they serve")
     text = f"{limits[:1].upper()}{limits[1:]}{tail}, {gpus}{all_of} {serve} {_series(served)}."
-    most, whole = max(plan.choices, key=lambda it: it.users), plan.deployment.workload.counted
-    if whole(most.users) > max(whole(it.users) for it in (plan.alone, *ways)):
+    text += " Ratios are of unrounded users." if is_rounded else ""
+    most, shown = max(plan.choices, key=lambda it: it.users), [load_text(plan, it.users) for it in (plan.alone, *ways)]
+    if load_text(plan, most.users) not in shown:
         text += f" With {names_text(most.tiers)} {they} {load_text(plan, most.users)}."
     return f"{text} {shared or _worth(plan, ways)}".strip()
 
@@ -65,8 +68,9 @@ def _shared_totals(plan: Plan) -> str:
     """
     hosts = min((it.need.deployment.hosts for it in plan.arms if it.need), default=0)
     totals = {"host": "host.capacity_bytes", "disk": "disk.count", "shared": "shared.capacity_bytes"}
+    uneven = "disk" if hosts and plan.given.deployment.inputs.disk.count % hosts else ""  # a drive is in one host
     parts = [
-        f"{bytes_text(it.capacity_bytes / (hosts or 1))} of {TIER_NAMES[it.name]}"
+        f"{bytes_text(it.capacity_bytes / (hosts or 1))} of {TIER_NAMES[it.name]}{' on average' * (it.name == uneven)}"
         for it in plan.given.deployment.tiers
         if not plan.inputs.origin(totals[it.name]).startswith(("default", "probe"))
     ]
@@ -93,18 +97,33 @@ def _conclusion_for_load(plan: Plan) -> str:
     if why := refusal(plan):
         return f" Buy no tier for this plan: {why}."
     by_price = f" by price per {one}" if plan.user_prices else ""
+    with_reserve = "" if by_price else _with_reserve(plan)
     if not plan.bought:
-        return f" No tier is worth buying for {load}{by_price}."
+        return f" No tier is worth buying for {load}{by_price}.{with_reserve}"
     texts = [names_text(it.tiers) + _early_wear(plan, it) for it in plan.bought]
     if not by_price and plan.alone.need_gpus <= plan.inputs.gpu.count:  # all the given GPUs need no tier
-        load += " on the fewest GPUs"
+        load, with_reserve = f"{load} on the fewest GPUs", ""  # the line with a reserve is for the given ones
     text = f" Worth buying for {load}{by_price}: {' or '.join(texts)}{', one of them' if len(texts) > 1 else ''}."
     first = plan.bought[0]
     alone = most_users(first.need.deployment.only(())) if first.need and first.need.gpus == first.gpus_least else 0.0
     if alone * LEAST_GAIN > plan.requested_users:  # only whole copies make it worth buying
         gpus = gpus_text(plan, first.gpus_least or 0)
         text += f" Without a tier, {gpus} would serve {in_words(plan, alone)}, nearly as many."
-    return text
+    return f"{text}{with_reserve}"
+
+
+def _with_reserve(plan: Plan) -> str:
+    """Say what the line of GPUs with a reserve makes worth buying, if that differs from what the load alone does."""
+    needed = {it.tiers: it.reserve.gpus if it.reserve else math.inf for it in plan.arms}
+    alone, found = needed[()], saving(needed)
+    if bool(found) == bool(plan.bought) or math.isinf(min(needed.values())):
+        return ""
+    reserve = f"With a reserve ({plan.inputs.target.gpu_used:.0%} used)"
+    if not found:
+        return f" {reserve} tiers save less than {LEAST_GAIN - 1:.0%} of {alone:,} GPUs."
+    instead = f" instead of {alone:,}" if math.isfinite(alone) else ""
+    which = " or ".join(names_text(it) for it in found if needed[it] == needed[found[0]])
+    return f" {reserve} one is: {needed[found[0]]:,} GPUs{instead}, with {which}."
 
 
 def _early_wear(plan: Plan, arm: Variant) -> str:
@@ -130,7 +149,7 @@ def _worth(plan: Plan, ways: list[Variant]) -> str:
     shown = [it for it in (plan.arms if plan.prices_load else ways) if it.tiers]
     priced = {it.tiers: plan.user_prices.get(it.tiers) for it in (*shown, plan.alone)}
     costs = [f"{digits(price)} with {names_text(tiers)}" for tiers, price in priced.items() if price is not None]
-    over = f"in {currency} over {counted(plan.inputs.price.years, 'year')} with energy"
+    over = f"in {currency} over {counted(plan.inputs.price.years, 'year')} {with_energy(plan)}"
     each = f" A {one} costs {_series(costs)}, {over}." if by_price else ""
     if not ways:
         whys = [(it.name, why_idle(plan, it)) for it in plan.idle_tiers]
@@ -146,6 +165,11 @@ def _worth(plan: Plan, ways: list[Variant]) -> str:
     instead = ", one of them" if len(ways) > 1 else ""
     not_bought = f" Not: {names_text(idle)}." if idle else ""
     return f"Worth buying {on}{by_price}: {' or '.join(texts)}{instead}.{not_bought}{each}"
+
+
+def with_energy(plan: Plan) -> str:
+    """Say whether prices over years contain energy, which they do only if it has a price."""
+    return "with energy" if plan.inputs.price.energy_per_kwh else "without energy"
 
 
 def why_idle(plan: Plan, tier: PlannedTier) -> str:
@@ -178,7 +202,7 @@ def request(plan: Plan) -> str:
     if never:
         without = f" with {_series(never, 'or')}" if needed or fit else ""
         most = f"no number of these GPUs up to {COUNT_MAX:,} is enough"
-        parts.append(f"{most}{without}, but larger ones or more time (--ttft) may be")
+        parts.append(f"{most}{without}, but larger ones or more time ({_time_options(plan)}) may be")
     if any(it.tiers for it in ways) and plan.alone.gpus_least == min(it.gpus_least or math.inf for it in ways):
         parts.append("tiers save no GPUs at this load")
     elif not (plan.bought or plan.user_prices) and any(it.tiers and it.need for it in ways):
@@ -197,6 +221,13 @@ def request(plan: Plan) -> str:
     enough = f" ({least:,} would be enough{which})" if least < given else ""
     fitting = f"{load} {fits} on {gpus} with {_series(fit, 'or')}{enough}"
     return f"{nothing}{'; '.join([fitting, *parts])}.{_conclusion_for_load(plan)}"
+
+
+def _time_options(plan: Plan) -> str:
+    """Name the options that give more time: those of the limits that no load meets, or else of all limits of time."""
+    options = {TTFT: "--ttft", TTFT_P95: "--target-p95", TPOT: "target.tpot_s"}
+    limits = [it for it in plan.alone.ceiling.serving if it.name in options]
+    return _series([options[it.name] for it in [it for it in limits if not it.users] or limits])
 
 
 def _if_totals_grow(plan: Plan) -> str:
@@ -363,7 +394,8 @@ def conclusion(plan: Plan) -> list[str]:
     binding, following = plan.binding, plan.tiered.ceiling.next
     sentences: list[str] = []
     if not plan.deployment.workload.is_any(binding.users):
-        sentences.append(f"The smallest load exceeds a limit: {binding.name} ({binding.meaning}).")
+        load = "One user" if binding.users else "The smallest load"
+        sentences.append(f"{load} exceeds a limit: {binding.name} ({binding.meaning}).")
     else:
         raised_by = _raised_by(plan) or f"To raise it, change {binding.raised_by}."
         users = in_words(plan, binding.users)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from kvtier.config.schema import Setting, SettingsSection, setting, settings
 from kvtier.config.value_types import (
-    Choice,
+    ChoiceKind,
     Count,
     Seconds,
     Size,
@@ -135,7 +135,7 @@ class ModelInputs(SettingsSection):
     ignore: str = setting("", _NAME, "Fields of its config.json to ignore, separated by commas.")
     kv_dtype: str = setting("bf16", _NAME, "Format of the KV.")
     weights: Literal["auto", "bf16", "fp8", "fp4"] = setting(
-        "auto", Choice(("auto", "bf16", "fp8", "fp4")), "Format of the weights; auto: as the checkpoint ships."
+        "auto", ChoiceKind(("auto", "bf16", "fp8", "fp4")), "Format of the weights; auto: as the checkpoint ships."
     )
     tp: int = setting(
         0,
@@ -278,7 +278,7 @@ class TrafficInputs(SettingsSection):
         86_400.0, Seconds(1, 1e8), "Time over which sessions start, for a trace without absolute times."
     )
     trace_time_unit: str = setting(
-        "", Choice(("", "s", "ms", "us")), "Unit of the trace's timestamps; none: that of its format."
+        "", ChoiceKind(("", "s", "ms", "us")), "Unit of the trace's timestamps; none: that of its format."
     )
     day_share: float = setting(
         1.0,

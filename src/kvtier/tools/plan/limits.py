@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 from kvtier.config.schema import Setting
 from kvtier.errors import ConfigError
@@ -28,6 +29,7 @@ from kvtier.tools.plan.resolve import SEARCHED, Basis, Deployment, TierHardware,
 
 TTFT, TTFT_P95 = FIRST_TOKEN = "time to first token", "95 % of first tokens"
 """Names of the limits of the time to first token. Every plan has at least one of them."""
+TPOT = "time per output token"
 _LEAST, _MOST = 1e-12, 100.0
 """Range of loads searched, in multiples of the load at which decoding alone fills the GPUs."""
 _START, _STEP, _SCANNED_FROM = 0.1, 4.0, 1e-4
@@ -123,7 +125,7 @@ def rules(deployment: Deployment) -> list[LimitRule]:
             lambda _, point: point.gpu_used,
         ),
         LimitRule(
-            "time per output token",
+            TPOT,
             f"at most {target.tpot_s:g} s",
             "target.tpot_s, gpu.memory_bytes_per_s, gpu.count",
             lambda _, point: point.tpot_s / target.tpot_s,
@@ -317,20 +319,30 @@ def sizes_of_a_host(inputs: Inputs, basis: Basis) -> list[tuple[int, bool]]:
     return sorted({(it.tp, it.dp_attention) for it in found})
 
 
-def gpus_for(inputs: Inputs, deployment: Deployment, load: float, *, at_its_size: bool = False) -> int | None:
-    """Find the fewest GPUs, in whole copies, that serve `load` within the limits; None if no number does.
+class Fewest(NamedTuple):
+    """The fewest GPUs for a load, and the size of their copies."""
+
+    gpus: int
+    tp: int
+    dp_attention: bool
+
+
+def gpus_for(inputs: Inputs, deployment: Deployment, load: float) -> Fewest | None:
+    """Find the fewest GPUs, in whole copies of any size of one host, that serve `load`; None if no number does.
 
     Each number is checked as a plan of that many GPUs, with the tiers of its hosts. Copies share tiers whose total is
-    given, so the search can only start from the users of one copy.
+    given, so the search can only start from the users of one copy. It steps by the users of a copy, and then halves its
+    last step, because a copy serves more where a host with few of them brings tiers of its own. Of sizes that need as
+    many, that of `deployment` is taken, or else the largest.
 
     Args:
         inputs: the inputs as given, so that totals follow the number of hosts.
         deployment: the same inputs, resolved, with the tiers to count.
         load: requests per second.
-        at_its_size: only use copies of the size of `deployment`; otherwise, of any size of one host.
     """
     basis, kept, model = deployment.basis, {it.name for it in deployment.tiers}, deployment.inputs.model
-    sizes = [(model.tp, model.dp_attention)] if at_its_size else sizes_of_a_host(inputs, basis)
+    own = (model.tp, model.dp_attention)
+    sizes = sorted(sizes_of_a_host(inputs, basis), key=lambda it: (it == own, it), reverse=True)
 
     @cache
     def most(tp: int, dp: bool, copies: int) -> float:  # noqa: FBT001 - a key of the cache
@@ -338,14 +350,21 @@ def gpus_for(inputs: Inputs, deployment: Deployment, load: float, *, at_its_size
         changed = resolve(inputs.change(size, SEARCHED), basis).only(kept)
         return highest_load(changed, near=most(tp, dp, 1) * copies if copies > 1 else 0.0)
 
-    fewest = COUNT_MAX + 1
-    for tp, dp in reversed(sizes):
-        copies = 1
-        while copies * tp < fewest and (served := most(tp, dp, copies)):
-            if is_served(load, served):
-                fewest = copies * tp
-            copies = max(copies + 1, math.ceil(copies * load / served * (1 - CLOSE)))
-    return fewest if fewest <= COUNT_MAX else None
+    found: Fewest | None = None
+    for tp, dp in sizes:
+        limit = found.gpus if found else COUNT_MAX + 1
+        failed, copies = 0, 1
+        while copies * tp < limit and (served := most(tp, dp, copies)) and not is_served(load, served):
+            failed, copies = copies, max(copies + 1, math.ceil(copies * load / served * (1 - CLOSE)))
+        if not most(tp, dp, 1):
+            continue
+        copies = min(copies, -(-limit // tp))
+        while copies - failed > 1:
+            middle = (failed + copies) // 2
+            failed, copies = (failed, middle) if is_served(load, most(tp, dp, middle)) else (middle, copies)
+        if copies * tp < limit:
+            found = Fewest(copies * tp, tp, dp)
+    return found
 
 
 STEP = 0.2

@@ -8,7 +8,6 @@ from kvtier.report.format import (
     UNBOUNDED,
     YEAR_S,
     bytes_text,
-    count_text,
     counted,
     digits,
     rate_text,
@@ -16,11 +15,11 @@ from kvtier.report.format import (
     time_text,
 )
 from kvtier.report.table import Table
-from kvtier.tools.plan.answer import arm_name, in_words, load_unit, shown_load
+from kvtier.tools.plan.answer import arm_name, in_words, load_unit, shown_load, with_energy
 from kvtier.tools.plan.cost import DriveLoad, worn
 from kvtier.tools.plan.inputs import ModelInputs
-from kvtier.tools.plan.limits import is_served
-from kvtier.tools.plan.plan import Need, Plan
+from kvtier.tools.plan.limits import Fewest, is_served
+from kvtier.tools.plan.plan import Need, Plan, Variant
 from kvtier.tools.plan.queueing import GPU
 from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize
 
@@ -67,7 +66,7 @@ def needs_table(plan: Plan) -> Table:
         row("GPUs of a copy", lambda it: size_name(it.deployment.inputs.model)),
         (
             f"GPUs with a reserve ({used:.0%} used)",
-            *(optional(it.gpus_needed, count_text) for it in plan.arms),
+            *(_reserve(it) for it in plan.arms),
         ),
         row("GPU memory, TB as tiers store it", lambda it: _terabytes(it.deployment.gpu_stored_bytes)),
         *hits(GPU),
@@ -82,8 +81,8 @@ def needs_table(plan: Plan) -> Table:
     if any(it and it.price for it in needs):
         rows += [
             row(f"price, {inputs.price.currency}", lambda it: optional(it.price, digits)),
-            row(f"price with energy of {years}", lambda it: optional(it.cost.total, digits)),
-            row(f"price with energy of a {one}", lambda it: optional(it.user_price, digits)),
+            row(f"price {with_energy(plan)} of {years}", lambda it: optional(it.cost.total, digits)),
+            row(f"price {with_energy(plan)} of a {one}", lambda it: optional(it.user_price, digits)),
         ]
     return Table(
         ("", *(arm_name(it) for it in plan.arms)),
@@ -94,9 +93,20 @@ def needs_table(plan: Plan) -> Table:
     )
 
 
+def _reserve(arm: Variant) -> str:
+    """The GPUs with a reserve as a cell, with the size of their copies where the line of GPUs has another."""
+    found, need = arm.reserve, arm.need
+    if found is None or need is None:
+        return NONE
+    model = need.deployment.inputs.model
+    is_same = (found.tp, found.dp_attention) == (model.tp, model.dp_attention)
+    return f"{found.gpus:,}" + ("" if is_same else f" ({size_name(found)})")
+
+
 def _needs_note(plan: Plan, names: Sequence[str]) -> str:
     """Say what the hardware of the table is, and what its lines contain."""
-    needs, years = [it.need for it in plan.arms], counted(plan.inputs.price.years, "year")
+    inputs, needs = plan.inputs, [it.need for it in plan.arms]
+    years = counted(inputs.price.years, "year")
     missing = sorted({name for it in needs if it for name in it.cost.missing})
     slow = [
         f"Only {it.point.write_bytes_per_s[tier] / given:.0%} of new KV is written to {TIER_NAMES[tier]} in time."
@@ -124,22 +134,23 @@ def _needs_note(plan: Plan, names: Sequence[str]) -> str:
         _snapshots(plan): names and plan.deployment.model.state_bytes,
         "Shared storage is as fast here as the network adapters of the hosts; state what yours reads and writes with "
         "?read= and ?write= of its --tier. Its power is not in the table.": "shared" in names
-        and not plan.inputs.shared.read_bytes_per_s,
+        and not inputs.shared.read_bytes_per_s,
         f"A price needs {', '.join(missing)}.": missing,
         f"The first price has the drives that replace worn ones in {years}, and no energy.": any(
             it and it.price for it in needs
         ),
+        "Energy needs price.energy_per_kwh.": any(it and it.price for it in needs) and not inputs.price.energy_per_kwh,
     }
     return " ".join(text for text, applies in notes.items() if applies)
 
 
 def _snapshots(plan: Plan) -> str:
-    """Say that a conversation leaves a snapshot of its recurrent states in a tier with each query."""
+    """Say that a conversation leaves a snapshot of its recurrent states in a tier with each query, for one pause."""
     count, size = plan.inputs.software.snapshots, plan.deployment.model.state_bytes
     each = counted(count, "snapshot")
     return (
         f"Each query also leaves {each} of the recurrent states ({bytes_text(size)} each) in that KV; "
-        "the size of a conversation counts one."
+        "the size of a conversation counts one. For the share of snapshots in it, subtract one pause only."
     )
 
 
@@ -189,12 +200,13 @@ def drives_table(plan: Plan, drives: DriveLoad) -> Table:
         ),
     ]
     is_slow = drives.wanted_bytes_per_s > 1.01 * drives.read_bytes_per_s
-    buy = max(drives.drives_for_capacity, drives.drives_for_bandwidth, drives.drives_for_life)
+    buy = max(drives.drives_for_capacity, drives.drives_for_bandwidth, drives.drives_for_life, deployment.hosts)
     slow = f"All hits are {rate_text(drives.wanted_bytes_per_s)}; the rest computes faster than it loads. "
     price, years = inputs.price, drives.life_years
+    each_host = f", one for each host {deployment.hosts:,}" if deployment.hosts > 1 else ""
     needs = (
         f"capacity needs {drives.drives_for_capacity:,}, speed {drives.drives_for_bandwidth:,}, "
-        f"{target.life_years:g} years of life {drives.drives_for_life:,}."
+        f"{target.life_years:g} years of life {drives.drives_for_life:,}{each_host}."
     )
     note = f"Buy {counted(buy, 'drive')}: {needs} The plan counts {disk.count:,}."
     if years < target.life_years:
@@ -225,7 +237,7 @@ def _lasting_writes(plan: Plan, drives: DriveLoad, *, at: bool = False) -> str:
     return f"write {share_text(drives.write_share)} {f'at {users}' if is_lower else 'of new KV'}"
 
 
-def size_name(size: ModelInputs | PlannedSize) -> str:
+def size_name(size: ModelInputs | PlannedSize | Fewest) -> str:
     """How many GPUs share a copy, and how, as a cell."""
     return f"{'DP attention' if size.dp_attention else 'TP'} {size.tp}"
 

@@ -20,6 +20,7 @@ from kvtier.tools.plan.inputs import SETTINGS, Inputs
 from kvtier.tools.plan.limits import (
     FIRST_TOKEN,
     Ceiling,
+    Fewest,
     InputSensitivity,
     Limit,
     best,
@@ -34,7 +35,7 @@ from kvtier.tools.plan.limits import (
     throughput,
     used_shares,
 )
-from kvtier.tools.plan.queueing import GPU, OperatingPoint, operate
+from kvtier.tools.plan.queueing import GPU, OperatingPoint, operate, prefill_s
 from kvtier.tools.plan.resolve import Basis, Deployment, deployments, given_totals, of_each_host
 from kvtier.tools.plan.worth import (
     LEAST_GAIN,
@@ -99,8 +100,11 @@ class Variant:
     output_tokens_per_s: float
     gpus_least: int | None
     """Fewest GPUs that serve the requested load within the limits, at any size; None if no number is enough."""
-    gpus_needed: int | None
-    """Fewest GPUs that serve it at `target.gpu_used` of their most users, in copies of the size that the load needs."""
+    reserve: Fewest | None
+    """GPUs that serve it at `target.gpu_used` of their most users: those of the need, or else the fewest of any size.
+
+    None if no number is enough.
+    """
     need: Need | None
     """The hardware that the requested load needs; None if no number of GPUs is enough."""
     cost: Cost
@@ -305,7 +309,7 @@ def _grown_gpus(inputs: Inputs, given: Variant, least: float) -> int | None:
         return None
     grown = of_each_host(inputs, deployment.hosts)
     found = gpus_for(grown, deployment, deployment.workload.requests_per_s)
-    return found if found is not None and found < least else None
+    return found.gpus if found is not None and found.gpus < least else None
 
 
 def _better(ways: list[Variant], every: list[Variant]) -> list[Variant]:
@@ -328,8 +332,7 @@ def _variant(inputs: Inputs, choice: Choice) -> Variant:
     served = min(requested, most)
     point = operate(deployment, served)
     least = gpus_for(inputs, deployment, requested)
-    need = _need(inputs, choice, top.binding.users, least)
-    sized, reserved = need.deployment if need else deployment, requested / deployment.inputs.target.gpu_used
+    need = _need(inputs, choice, top.binding.users, least.gpus if least else None)
     return Variant(
         choice=choice,
         ceiling=top,
@@ -338,11 +341,19 @@ def _variant(inputs: Inputs, choice: Choice) -> Variant:
         point=point,
         ttft_s=point.ttft_s if served == requested else math.inf,
         output_tokens_per_s=served * deployment.workload.answer_tokens,
-        gpus_least=least,
-        gpus_needed=gpus_for(inputs, sized, reserved, at_its_size=True) if need else None,
+        gpus_least=least.gpus if least else None,
+        reserve=_reserve(inputs, need) if need else None,
         need=need,
         cost=cost(deployment, point),
     )
+
+
+def _reserve(inputs: Inputs, need: Need) -> Fewest | None:
+    """Find GPUs on which the requested load is `target.gpu_used` of the most users, at least those of the need."""
+    deployment, load = need.deployment, need.point.requests_per_s / inputs.target.gpu_used
+    if is_served(in_users(deployment, load), need.users):
+        return Fewest(need.gpus, deployment.inputs.model.tp, deployment.inputs.model.dp_attention)
+    return gpus_for(inputs, deployment, load)
 
 
 def _need(inputs: Inputs, choice: Choice, users: float, gpus: int | None) -> Need | None:
@@ -400,7 +411,7 @@ def _tiers(
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values: bytes, seconds, tokens, rates per second, shares from 0 to 1. Infinity is null."""
-    deployment, load = plan.deployment, plan.deployment.workload
+    deployment, load, per_hour = plan.deployment, plan.deployment.workload, plan.tiered.cost.per_hour
     document: dict[str, Any] = {
         "model": deployment.model.name,
         "users_with_tiers": plan.tiered.users,
@@ -432,6 +443,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "chunk_bytes": deployment.model.token_bytes * plan.inputs.software.chunk_tokens,
         "session_bytes": deployment.model.stored_bytes(load.session_tokens),
         "gpu_kv_bytes_per_replica": deployment.kv_bytes,
+        "prefill_gpu_s_per_token": prefill_s(deployment, load.input_tokens, load.input_tokens)
+        * (deployment.server_gpus / load.input_tokens),
+        "price_per_gpu_hour": per_hour and per_hour / plan.inputs.gpu.count,
         "traffic": {
             "requests_per_s": load.requests_per_s,
             "users": plan.requested_users if load.has_users else None,
@@ -506,7 +520,8 @@ def _variant_json(variant: Variant) -> dict[str, Any]:
         "dp_attention": variant.deployment.inputs.model.dp_attention,
         "output_tokens_per_s": variant.output_tokens_per_s,
         "gpus_least": variant.gpus_least,
-        "gpus_needed": variant.gpus_needed,
+        "gpus_needed": variant.reserve.gpus if variant.reserve else None,
+        "tp_needed": variant.reserve.tp if variant.reserve else None,
         "cost": asdict(variant.cost),
         "cost_at_most": asdict(variant.choice.cost) if variant.choice.cost else None,
         "point": {**asdict(variant.point), "hit_rate": variant.point.hit_rate},

@@ -29,6 +29,7 @@ from kvtier.tools.plan.answer import (
     refusal,
     request,
     verdict,
+    with_energy,
     within,
 )
 from kvtier.tools.plan.charts import answer_chart, other_charts
@@ -138,17 +139,15 @@ def _choices(plan: Plan) -> Table:
         for it in plan.choices
     ]
     years = counted(plan.inputs.price.years, "year")
-    best = f"cost within {LEAST_GAIN - 1:.0%} of the least per {one}" if by_price else ""
     notes = (
         f"{unit.capitalize()} {within(plan)}. Each row has the life of its drives at its own load.",
         f"Prices of tiers are for {gpus} at that load, in {currency} and with the drives that replace worn ones."
         if has_prices
         else "",
-        f"The price of a {one} is that of all hardware{for_load}, and of energy over {years}." if by_price else "",
-        (
-            f"'This' marks what is worth buying{for_load or ' if these GPUs are full and have all given tiers'}. "
-            f"It is the fewest tiers that {best or f'serve within {LEAST_GAIN - 1:.0%} of the most {unit}'}."
-        ),
+        f"The price of a {one} is that of all hardware{for_load} over {years}, {with_energy(plan)}."
+        if by_price
+        else "",
+        _marks(plan),
     )
     return Table(
         columns,
@@ -156,6 +155,26 @@ def _choices(plan: Plan) -> Table:
         numeric=len(columns) - 1,
         title=f"Most {unit} with each choice of tiers on {gpus}",
         note=" ".join(filter(None, notes)),
+    )
+
+
+def _marks(plan: Plan) -> str:
+    """Say which choices the table marks as worth buying, or why it marks none."""
+    unit, one, by_price = load_unit(plan), load_unit(plan, one=True), bool(plan.user_prices)
+    if why := refusal(plan):
+        return f"No row is marked, because {why}."
+    near = f"{LEAST_GAIN - 1:.0%} of the {f'least per {one}' if by_price else f'most {unit}'}"
+    if not plan.ways[0].tiers:
+        if by_price:
+            is_near = plan.user_prices.get((), math.inf) <= min(plan.user_prices.values()) * LEAST_GAIN
+        else:
+            is_near = plan.alone.users * LEAST_GAIN >= max(it.users for it in plan.choices)
+        what = f"{'costs' if by_price else 'serves'} within {near}" if is_near else f"serves as many whole {unit}"
+        return f"No row is marked, because GPU memory alone {what}."
+    when = f" for {in_words(plan, plan.requested_users)}" if plan.prices_load else ""
+    return (
+        f"'This' marks what is worth buying{when or ' if these GPUs are full and have all given tiers'}. "
+        f"It is the fewest tiers that {'cost' if by_price else 'serve'} within {near}."
     )
 
 
@@ -191,7 +210,7 @@ def _gains(plan: Plan) -> Table:
     years = counted(plan.inputs.price.years, "year")
     notes = (
         f"Prices need {', '.join(plan.given.cost.missing)} as inputs." if plan.given.cost.missing else "",
-        f"Prices are of all hardware, worn drives and energy over {years}." if by_price else "",
+        f"Prices are of all hardware and worn drives over {years}, {with_energy(plan)}." if by_price else "",
         "Columns differ in size, so a row also compares sizes." if is_mixed else "",
         "Ratios are those of the unrounded figures.",
         "Figures of a user divide by whole users." if one == "user" else "",
@@ -271,7 +290,7 @@ def _limits(plan: Plan) -> Table:
     ]
     load = in_words(plan, plan.requested_users)
     columns = ("limit", "meaning", f"met at {load_unit(plan)}", "load / limit", "")
-    note = f"The load is {load}. "
+    note = f"The load is {load}. Ratios are those of the unrounded figures. "
     if plan.deployment.tiers:
         note += "Reserve: bandwidth for bursts. Where it is short, loads take longer or prompts are computed."
     title = f"Limits of {gpus_text(plan, plan.inputs.gpu.count)} with {names_text(plan.tiered.tiers)}"

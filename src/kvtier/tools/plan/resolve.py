@@ -346,13 +346,17 @@ def _remedy(deployment: Deployment, *, named: bool) -> str:
     """Name the options that make room for the model and its longest conversation."""
     inputs, options = deployment.inputs, ["larger GPUs (--gpu)"]
     gpu, weight, most = inputs.gpu, WEIGHT_BYTES[inputs.model.weights], max(inputs.host.gpus, inputs.gpu.count)
-    room = most * (gpu.memory_bytes * gpu.memory_share - gpu.other_bytes) / deployment.weight_bytes
+    room_each = (gpu.memory_bytes * gpu.memory_share - gpu.other_bytes) / deployment.weight_bytes
+    room, room_now = most * room_each, (inputs.model.tp if named else inputs.gpu.count) * room_each
     if named and inputs.model.tp < inputs.host.gpus:
         options.append("a larger --tp")
     elif inputs.gpu.count < inputs.host.gpus and room > 1:
         options.append(f"up to {inputs.host.gpus} GPUs (--gpu)")
     smaller = [it for it, size in WEIGHT_BYTES.items() if size < weight and size < weight * room]
-    options += [f"--weights {' or '.join(smaller)}"] if smaller else []
+    more = "a larger --tp" if named else f"up to {most} GPUs"
+    for beside, fits in (("", True), (f" with {more}", False)):
+        formats = [it for it in smaller if (WEIGHT_BYTES[it] < weight * room_now) == fits]
+        options += [f"--weights {' or '.join(formats)}{beside}"] if formats else []
     if deployment.kv_bytes > 0:
         options.append("shorter conversations (--history, --turns) or a smaller --dtype")
     return ", ".join(options)

@@ -4,9 +4,9 @@ A plan counts host memory and drives of all hosts together. kvtier's settings ar
 share. Paths are examples.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from kvtier.report.format import bytes_text
+from kvtier.report.format import bytes_text, counted
 from kvtier.tools.plan.answer import in_words, load_text, refusal, shown_load, size_text
 from kvtier.tools.plan.cost import DriveLoad
 from kvtier.tools.plan.limits import is_served
@@ -37,6 +37,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"# vLLM: --data-parallel-size {inputs.model.tp} {local} --enable-expert-parallel"
         yield "# (has not run; kvtier refuses --nnodes above 1)"
     yield from _remarks(plan)
+    yield from _of_last_host(deployment, kept)
     parts = _parts(deployment)
     host = inputs.host.capacity_bytes // parts // _MIB * _MIB if "host" in kept else 0
     if host:
@@ -88,7 +89,7 @@ def _remarks(plan: Plan) -> Iterator[str]:
     if why := refusal(plan):
         yield f"# {why}: for when it does"
     if not plan.chosen.tiers:
-        yield "# no tier is worth it here"
+        yield f"# no tier is worth buying for {in_words(plan, plan.requested_users)}"
     elif not plan.bought:
         yield f"# no tier is needed for {in_words(plan, plan.requested_users)}; this is for a full server"
     elif plan.requested_users > plan.chosen.users:
@@ -103,9 +104,21 @@ def _storing_ranks(deployment: Deployment) -> int:
 
 def _parts(deployment: Deployment) -> int:
     """Number of parts into which the tiers of all hosts are split: one per engine that a full host has room for."""
-    per_host = deployment.inputs.host.gpus
-    engines = min(deployment.replicas, max(per_host // deployment.server_gpus, 1))
-    return -(-deployment.used_gpus // per_host) * engines
+    return -(-deployment.used_gpus // deployment.inputs.host.gpus) * _engines(deployment)
+
+
+def _engines(deployment: Deployment) -> int:
+    """Number of engines that a full host has room for, at most all of them."""
+    return min(deployment.replicas, max(deployment.inputs.host.gpus // deployment.server_gpus, 1))
+
+
+def _of_last_host(deployment: Deployment, kept: Collection[str]) -> Iterator[str]:
+    """Say how much more an engine of the last host gets, if that host has fewer engines than the others."""
+    engines, missing = _engines(deployment), _parts(deployment) - deployment.replicas
+    if missing > 0 and {"host", "disk"} & {*kept}:
+        last = engines - missing
+        yield f"# the last host has {counted(last, 'engine')} instead of {engines}; each of its engines gets"
+        yield f"# {engines / last:.3g} times these bytes of host memory and drives"
 
 
 def _size(count: int) -> str:

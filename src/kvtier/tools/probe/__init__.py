@@ -1,1 +1,1 @@
-"""Measures this machine's links and warns of misconfiguration. Time and bytes are bounded, and no files stay."""
+"""Measures this machine's links and warns of misconfiguration. Time and bytes are bounded, and no files remain."""

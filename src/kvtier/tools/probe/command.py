@@ -12,7 +12,7 @@ from kvtier.config.loader import Loaded, load
 from kvtier.config.sections import all_settings, value_of
 from kvtier.report.output import progress
 from kvtier.tools.options import Bytes, WorkDirectory, ended_by_signals, origin
-from kvtier.tools.probe.record import RecordedSetting, write_record
+from kvtier.tools.run_record import RecordedSetting, write_record
 
 if TYPE_CHECKING:
     from kvtier.tools.probe.run import Effort
@@ -60,7 +60,7 @@ def probe(
     """Measure host memory, the GPU's link, each configured tier, checksum and codecs; warn of misconfiguration.
 
     Tiers are measured in temporary stores on the same file systems, which are removed at the end. Existing stores are
-    not opened. Exit code 1 if a tier could not be measured.
+    not opened. Exits with code 1 if a tier could not be measured.
     """
     from kvtier.tools.probe.report import probe_report
     from kvtier.tools.probe.run import ProbeRun, where_text

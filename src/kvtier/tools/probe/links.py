@@ -66,12 +66,12 @@ class LinkMeasures:
     name: str
     measures: tuple[Measure, ...]
     round_trip_us: float | None = None
-    """Median time to ask a tier for one absent name. None for other links."""
+    """Median time to ask a tier for one absent name; None for other links."""
     ratio: float | None = None
-    """Stored bytes of a codec, divided by the raw bytes. None for other links and for raw."""
+    """Stored bytes of a codec, divided by the raw bytes; None for other links and for raw."""
 
     def best(self, op: str) -> Measure | None:
-        """Return the fastest measure of `op`. None if there is none."""
+        """Return the fastest measure of `op`, or None if there is none."""
         return max((it for it in self.measures if it.op == op), key=lambda it: it.gb_per_s, default=None)
 
 
@@ -194,7 +194,7 @@ def _like_kv(size: int) -> Bytes:
 
 
 def gpu_missing(*, has_gpu: bool) -> str | None:
-    """Return why a GPU cannot be measured. None if it can. torch is imported only if there is a device."""
+    """Return why a GPU cannot be measured, or None if it can. torch is imported only if there is a device."""
     if not has_gpu:
         return "gpu: no device"
     if find_spec("torch") is None:
@@ -204,7 +204,7 @@ def gpu_missing(*, has_gpu: bool) -> str | None:
 
 
 def gpu_copies(sizes: tuple[int, ...], limits: MeasureLimits, tick: Tick) -> tuple[LinkMeasures, bool]:
-    """Measure copies between the first GPU and pageable or page-locked memory. Return also whether locking worked.
+    """Measure copies between the first GPU and pageable or page-locked memory. Also return whether locking worked.
 
     Each copy is synchronized, as a mover does before it releases a slot.
     """
@@ -259,7 +259,7 @@ def measures(points: Iterable[Point], limits: MeasureLimits, tick: Tick) -> tupl
 
 
 def measure(act: Act, *, op: str, size: int, depth: int, limits: MeasureLimits) -> Measure | None:
-    """Time `act` with `depth` threads. None if no operation moved anything.
+    """Time `act` with `depth` threads. Return None if no operation moved anything.
 
     Args:
         act: does one operation. Several threads call it, each with its own worker number.

@@ -13,7 +13,7 @@ from kvtier.tools.probe.run import ProbeResult
 from kvtier.tools.probe.tiers import TierFacts
 
 COLOURS = {"host": "host", "gpu": "gpu", "directory": "shared", "disk": "disk"}
-"""The colour of each link. Other tiers have one colour, and other links are not drawn."""
+"""The colour of each link. Other tiers share one colour, and other links are not drawn."""
 
 
 def probe_report(result: ProbeResult) -> Report:
@@ -115,7 +115,7 @@ def _charts(result: ProbeResult) -> Charts:
 def _curves(result: ProbeResult, cost: Callable[[Measure], float], names: tuple[str, str]) -> Iterator[Curve]:
     """Yield a curve over sizes for each link and operation. At each size, the depth with the least `cost` counts.
 
-    `names` has the field for the curve, and the field for the upper end of its band.
+    `names` holds the fields for the curve and for the upper end of its band.
     """
     for link, op, measures in _series(result):
         sizes = sorted({it.bytes for it in measures})

@@ -14,8 +14,8 @@ from kvtier.errors import KvError
 from kvtier.tier.files.direct import can_direct
 from kvtier.tools.probe import links, tiers
 from kvtier.tools.probe.links import CodecRead, LinkMeasures, MeasureLimits, Tick
-from kvtier.tools.probe.record import Facts, Mount, mount_of, read_facts
 from kvtier.tools.probe.tiers import Effort, TierFacts
+from kvtier.tools.run_record import Facts, Mount, mount_of, read_facts
 
 VERSION = 1
 MEMORY_SIZES = (64 << 10, 1 << 20, 32 << 20)
@@ -69,9 +69,9 @@ class ProbeRun:
 
     Args:
         loaded: the settings and their origins.
-        directory: measure both kinds of tier here instead of the configured tiers.
+        directory: measure each kind of tier that keeps files here, instead of the configured tiers.
         effort: sizes, depths and limits.
-        facts: facts of this machine. None: read them.
+        facts: facts of this machine; None means that they are read.
 
     Raises:
         ConfigError: the effort is too small to write one object of the smallest size.
@@ -100,7 +100,7 @@ class ProbeRun:
         )
 
     def run(self, tick: Tick) -> ProbeResult:
-        """Measure.
+        """Measure every link.
 
         Args:
             tick: called before each measure.
@@ -216,7 +216,7 @@ FULL_SHARE = 0.9
 BUSY = 1.5
 """With more runnable processes per core than this, figures are too low."""
 FASTER = 1.25
-"""Ratios below this are noise."""
+"""Ratios below this count as noise."""
 HASH_GB_PER_S_LEAST = 4.0
 """A core reaches several times this. Less means emulation, throttling or a busy machine."""
 
@@ -227,7 +227,7 @@ def machine_warnings(config: Config, facts: Facts, *, is_locked: bool | None = N
     Args:
         config: the settings.
         facts: facts of this machine.
-        is_locked: whether page-locking for the GPU worked. None: not tried.
+        is_locked: whether page-locking for the GPU worked; None if not tried.
     """
     wanted = config.host.capacity_bytes
     available = facts.memory_available_bytes

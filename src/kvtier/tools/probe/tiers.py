@@ -34,7 +34,7 @@ MEASURES_HELD = 3
 """The store has room for the objects of this many measures, so that written objects can be read."""
 STAMP_BYTES = 16
 ASKED_MAX = 200
-"""The most names that a tier is asked for, because some servers charge for each."""
+"""Maximum number of names that a tier is asked for, because some servers charge for each."""
 SEGMENT_BYTES = 64 << 20
 SPARE_SEGMENTS = 3
 FREE_SHARE = 4
@@ -58,7 +58,7 @@ class TierFacts:
     free_bytes: int
     direct_io: bool
     alignment_bytes: int | None
-    """Smallest alignment of offset, length and memory for direct reads. None: no direct I/O."""
+    """Smallest alignment of offset, length and memory for direct reads; None without direct I/O."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +82,17 @@ class ProbeTarget:
 
     @property
     def path(self) -> Path | None:
-        """Directory of the store, or the directory to measure. None for a tier without one."""
+        """Directory of the store, or the directory to measure; None for a tier without one."""
         return self.kind.folder(self.settings)
 
     @property
     def where(self) -> str:
-        """The location, for people."""
+        """The location, for display."""
         return str(getattr(self.settings, self.kind.where))
 
     @property
     def wants_direct(self) -> bool:
-        """Whether the settings do not forbid direct I/O."""
+        """Whether the settings allow direct I/O."""
         return getattr(self.settings, "direct_io", "off") != "off"
 
 
@@ -352,7 +352,7 @@ def choose_parent(path: Path) -> Path:
 
 
 def parent_of(target: ProbeTarget) -> Path | None:
-    """Return the directory in which a tier is measured. None for a tier without temporary stores.
+    """Return the directory in which a tier is measured, or None for a tier without temporary stores.
 
     Raises:
         ConfigError: the directory is not writable.
@@ -408,9 +408,9 @@ def _is_same_file_system(path: Path, other: Path) -> bool:
 
 
 def direct_alignment(directory: Path) -> int | None:
-    """Find by trying the smallest alignment that direct reads accept. None if there is no direct I/O.
+    """Find by trial the smallest alignment that direct reads accept, or return None without direct I/O.
 
-    Uses a temporary file in `directory`.
+    The trial uses a temporary file in `directory`.
 
     Raises:
         OSError: the directory is not writable.
@@ -434,7 +434,7 @@ def direct_alignment(directory: Path) -> int | None:
 
 
 def _accepts(descriptor: int, into: memoryview, offset: int) -> bool:
-    """Whether a read succeeds if memory, length and offset are aligned to `offset` and no more."""
+    """Return whether a read succeeds if memory, length and offset are aligned to `offset` and no more."""
     try:
         return os.preadv(descriptor, [into], offset) == len(into)
     except OSError as error:

@@ -11,7 +11,7 @@ from kvtier.cli.options import OutputFile, Quantity, is_given, tier_option
 from kvtier.layout import Loss
 from kvtier.report.output import print_json
 from kvtier.report.table import print_table
-from kvtier.tools.options import Number, gpu_option
+from kvtier.tools.options import NumberRange, gpu_option
 from kvtier.tools.trace.reading import load_trace, reading_options
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _TIER_ONLY = ("model", "gpu", "prefill", "probe", "servers", "nodes", "router", 
 
 
 class _RunOrDescribe(Commands):
-    """``replay TRACE`` is ``replay run TRACE``."""
+    """Treats ``replay TRACE`` as ``replay run TRACE``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert ``run`` unless the first word is a subcommand or a mistyped one."""
@@ -67,7 +67,9 @@ def replay() -> None:
     help="Model whose KV is stored, as in `kvtier size`.  [llama-3.3-70b]",
 )
 @gpu_option("GPUs of a node, such as 8xh100-sxm; they set the speeds of prefill and host links.")
-@click.option("--prefill", type=Number(0), help="Prefill speed of one prompt, tokens a second.  [by --gpu, or 10,000]")
+@click.option(
+    "--prefill", type=NumberRange(0), help="Prefill speed of one prompt, tokens a second.  [by --gpu, or 10,000]"
+)
 @click.option("--probe", type=click.Path(path_type=Path), help="Link speeds from a record of `kvtier probe`.")
 @click.option("--servers", type=Quantity(), help="Concurrent prompts per node.  [busy 80 % of the time without tiers]")
 @click.option(
@@ -120,8 +122,8 @@ def run(
     `infinite` an infinite cache. `default` takes several times the processor time of `lru`, because it learns. The
     table shows these times.
 
-    Sessions without start times (a coding agent's) start at random. Their order changes hit rates by some percent, so
-    such a trace is replayed for several draws. The table has the mean, the least and the most.
+    Sessions without start times (a coding agent's) start at random. Their order changes hit rates by a few percent,
+    so such a trace is replayed for several draws. The table shows the mean, the least and the most.
 
     With --tier, the real core and planner run on each node, over tiers of these sizes and speeds, in virtual time, for
     each combination of shipped policy, number of nodes and router.

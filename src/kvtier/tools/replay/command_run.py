@@ -107,7 +107,7 @@ class Capacity(NamedTuple):
 
 
 def read_policies(text: str) -> list[str]:
-    """Return the names of `--policy`. ``help`` lists all names and ends the command."""
+    """Return the names in `--policy`. ``help`` lists all names and ends the command."""
     names = [it.strip() for it in text.split(",") if it.strip()]
     if names == ["help"]:
         known = {name: REFERENCES.get(name) for name in policy_names()}
@@ -120,7 +120,7 @@ def read_policies(text: str) -> list[str]:
 
 
 def read_capacities(text: str) -> list[Capacity]:
-    """Return the capacities of `--capacity-tokens`.
+    """Return the capacities in `--capacity-tokens`.
 
     Raises:
         ConfigError: a capacity is malformed.

@@ -48,15 +48,15 @@ class NodeRequest:
     found: int = 0
     """Leading tokens that could be loaded."""
     planner: int = 0
-    """Index of the planner that plans it."""
+    """Index of the planner that plans the request."""
     plan: LoadPlan | None = None
     planned_s: float = 0.0
     ahead_s: float = 0.0
     """Backlog of the engine when the request was planned."""
     best_s: float = 0.0
-    """Time of the best split, counted from then."""
+    """Time of the best split, counted from the planning."""
     sent: int = 0
-    """Chunks of its load that the link to the engine has got."""
+    """Chunks of its load that the link to the engine has received."""
     delivered: int = 0
     sources: tuple[tuple[str, int], ...] = ()
     """(tier, tokens) for the tokens that were delivered."""

@@ -33,7 +33,7 @@ class TierSpec:
     is_remote: bool = False
     """Whether a lookup asks for few names at a time, in rounds of `latency_s` each."""
     drive_bytes: int | None = None
-    """Capacity of the drives, of which KV uses `capacity_bytes`. None: KV uses all of it."""
+    """Capacity of the drives, of which KV uses `capacity_bytes`; None means that KV uses all of it."""
     rated_writes_per_day: float | None = None
     """Rated endurance of the drives, in drive writes per day."""
     sources: dict[str, str] = field(default_factory=dict[str, str], compare=False)
@@ -52,7 +52,7 @@ class TierSpec:
             )
 
     def in_raw_bytes(self, share: float) -> "TierSpec":
-        """Return this tier as it is in bytes of raw KV, of which it stores only a share: larger and faster."""
+        """Return this tier in bytes of raw KV. It is larger and faster, because it stores only a share of them."""
         note = f" / {share:.3g}, because it stores that share of raw KV"
         return replace(
             self,
@@ -66,14 +66,14 @@ class TierSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkStats:
-    """How a link is used, or the same link of several nodes."""
+    """How a link, or the same link of several nodes, is used."""
 
     transfers: int
     total_bytes: int
     mean_bytes_per_s: float
     """Mean bandwidth of all links together."""
     peak_bytes_per_s: float
-    """Bandwidth in the busiest second of the busiest link. At most the link's bandwidth."""
+    """Bandwidth in the busiest second of the busiest link, at most the link's own bandwidth."""
     peak_together_bytes_per_s: float
     """Bandwidth in the busiest second of all links together."""
     used_share: float
@@ -104,32 +104,32 @@ class TtftStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierResult:
-    """One tier. If each node has one, the sum over nodes."""
+    """One tier, or the sum over nodes if each has one."""
 
     name: str
     capacity_bytes: int
     """Capacity of one tier of this name."""
     count: int
-    """Number of nodes with such a tier. 1 if it is shared."""
+    """Number of nodes with such a tier; 1 if it is shared."""
     hit_tokens: int
-    """Tokens that engines got from this tier."""
+    """Tokens that engines loaded from this tier."""
     hit_rate: float
     """Hit tokens as a share of all input tokens."""
     reads: LinkStats
-    """Promotions. For host memory, transfers to the engine from any tier."""
+    """Promotions; for host memory, transfers to the engine from any tier."""
     writes: LinkStats
-    """Demotions. For host memory, transfers from the engine."""
+    """Demotions; for host memory, transfers from the engine."""
     evictions: int
     writes_per_day: float
     """Bytes written per day, divided by the tier's capacity."""
     drive_writes_per_day: float
     """Bytes written per day, divided by the drives' capacity."""
     rated_writes_per_day: float | None
-    """Rated drive writes per day. None if unknown."""
+    """Rated drive writes per day; None if unknown."""
     loads: int
     """Number of loads whose slowest tier is this one."""
     trials: int
-    """How many of the loads try the tier although it is not expected to pay."""
+    """How many of the loads try the tier although that is not expected to pay off."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,9 +144,9 @@ class PlanningStats:
     requests: int = 0
     loads: int = 0
     trials: int = 0
-    """Loads that were not expected to pay, but tried a slow tier again."""
+    """Loads that were not expected to pay off, but tried a slow tier again."""
     cut_loads: int = 0
-    """Loads that delivered less than planned, mostly because they no longer paid."""
+    """Loads that delivered less than planned, mostly because they no longer paid off."""
     loaded_tokens: int = 0
     skipped_tokens: int = 0
     """Cached tokens that were computed, because computing was expected to be faster."""
@@ -159,9 +159,9 @@ class PlanningStats:
     recompute_s: float = 0.0
     """Time to compute everything."""
     taken_s: float = 0.0
-    """Time of loads and computing the rest."""
+    """Time of loads and of computing the rest."""
     best_s: float = 0.0
-    """Time of loads and computing the rest, with the best splits."""
+    """Time of loads and of computing the rest, with the best splits."""
     regret_s: float = 0.0
     """Time beyond the best split, summed over requests."""
     regret_most_s: float = 0.0
@@ -170,7 +170,7 @@ class PlanningStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSeries:
-    """A tier over time. If each node has one, the sum over nodes."""
+    """A tier over time, or the sum over nodes if each has one."""
 
     hit_tokens_per_s: tuple[float, ...]
     """Hit tokens by arrival time of the requests."""
@@ -223,7 +223,7 @@ class TieredResult:
     dropped_demotions: int
     """Objects that were not written to a lower tier, because the slot was needed or the tier failed."""
     busy_share: float
-    """Share of time for which the prefill servers were busy."""
+    """Share of the time in which the prefill servers were busy."""
     busy_share_without: float
     over_time: TieredSeries
 
@@ -262,7 +262,7 @@ def _read(kind: Callable[..., Value], plain: dict[str, Any]) -> Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSpeed:
-    """Speed of a prefill. The defaults are near a 70B dense model with 80 layers and 8,192 hidden units on 8 H100."""
+    """Speed of a prefill. The defaults suit a 70B dense model with 80 layers and 8,192 hidden units on 8 H100."""
 
     tokens_per_s: float = 10_000.0
     """Speed at the beginning of a prompt."""

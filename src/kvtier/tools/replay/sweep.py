@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _STEP, _STEP_BLOCKS = 1024, 1 << 15
-"""The most requests, and about the most accesses, between calls of `should_stop`: 0.3 s with the slowest policy."""
+"""`should_stop` is called after this many requests or about this many accesses: 0.3 s with the slowest policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class CacheResult:
 
     policy: str
     capacity_tokens: int | None
-    """Capacity of the cache. None: unlimited."""
+    """Capacity of the cache; None if unlimited."""
     hit_rate: float
     """Hit tokens divided by input tokens."""
     hit_tokens: int
@@ -78,11 +78,11 @@ class Task(NamedTuple):
     policy: str
     """Name of the policy, as in `make_policy`."""
     capacity_tokens: int | None
-    """Capacity of the cache. None: unlimited."""
+    """Capacity of the cache; None if unlimited."""
 
 
 def capacity_blocks(trace: TraceArrays, capacity_tokens: int | None) -> int:
-    """Return the whole blocks in a capacity. For None, all blocks of the trace.
+    """Return the number of whole blocks in a capacity, or of all blocks in the trace if it is None.
 
     Raises:
         ConfigError: no block fits.
@@ -186,13 +186,13 @@ def sweep(
     Args:
         trace: the trace.
         tasks: checked before any replay starts.
-        jobs: largest number of processes. None: one for each core.
+        jobs: largest number of processes; None means one for each core.
         keep: file of the journal.
         advance: called with the number of requests done since the last call.
         should_stop: polled several times a second; once true, no replay starts.
 
     Returns:
-        The results in the order of the tasks. When stopped, only the results of finished replays.
+        The results in the order of the tasks; when stopped, only those of finished replays.
 
     Raises:
         ConfigError: a task is not possible, or the journal cannot be read.
@@ -234,13 +234,13 @@ def replay_all(
         replayer: runs one task.
         read: makes a result from the output of `asdict`.
         is_complete: whether a result covers the whole trace. Only such results go to the journal.
-        jobs: largest number of processes. None: one for each core.
+        jobs: largest number of processes; None means one for each core.
         keep: file of the journal.
         advance: called with the number of requests done since the last call.
         should_stop: polled several times a second; once true, no replay starts.
 
     Returns:
-        The results in the order of the tasks. When stopped, only the results of replays that started.
+        The results in the order of the tasks; when stopped, only those of replays that started.
 
     Raises:
         ConfigError: the journal cannot be read or written.

@@ -36,7 +36,7 @@ has the tier's name."""
 
 
 class TierSpeed(NamedTuple):
-    """Speed of a tier. A figure of None is unknown."""
+    """Speed of a tier. None means unknown."""
 
     read_bytes_per_s: float | None
     write_bytes_per_s: float | None
@@ -44,7 +44,7 @@ class TierSpeed(NamedTuple):
     source: str
 
     def times(self, drives: int) -> "TierSpeed":
-        """Return the speed of several drives together. The latency is one drive's."""
+        """Return the speed of several drives together. The latency is that of one drive."""
         if drives == 1:
             return self
         read, write = (None if it is None else drives * it for it in (self.read_bytes_per_s, self.write_bytes_per_s))
@@ -60,7 +60,7 @@ OTHERS = TierSpeed(5e9, 5e9, 1e-3, "default")
 
 
 class Parts(NamedTuple):
-    """A number of equal parts of the catalogue."""
+    """A number of equal parts from the catalogue."""
 
     number: int
     item: HardwareItem
@@ -72,7 +72,7 @@ class Parts(NamedTuple):
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Capacity of all drives together. None for parts without a capacity."""
+        """Capacity of all drives together; None for parts without a capacity."""
         each = self.item.values.get("capacity_bytes")
         return None if each is None else self.number * int(each)
 
@@ -112,11 +112,11 @@ class ProbedSpeeds:
         self._links = read_links(path, "--probe")
 
     def speed(self, tier: str, *, is_remote: bool = False) -> TierSpeed:
-        """Return a tier's speed, unknown if its link was not measured. A remote tier's latency is an answer's."""
+        """Return a tier's speed, unknown if its link was not measured. A remote tier's latency is its round trip."""
         for link, read, write in _PROBED.get(tier, ((tier, "read", "write"),)):
             read_bytes_per_s = fastest(self._links, link, read)
             if read_bytes_per_s is not None:
-                # The latency is what the smallest single operation takes beyond its bytes at full speed.
+                # The latency is the time of the smallest single operation without that of its bytes at full speed.
                 least = min((it for it in self._links[link] if it.op == read), key=lambda it: (it.depth, it.size_bytes))
                 latency_s = max(0.0, least.first_s - least.size_bytes / read_bytes_per_s)
                 if is_remote:
@@ -189,7 +189,7 @@ def prefill_of(model: str, *, tokens_per_s: float | None = None, gpu: Parts | No
 
     Args:
         model: as in `kvtier size`. Its attention determines how the cost grows with the position of a token.
-        tokens_per_s: speed for the first tokens. None: from the GPUs, or the default.
+        tokens_per_s: speed for the first tokens; None means that of the GPUs, or the default.
         gpu: GPUs that compute one prompt together. They reach a plan's share of their bf16 peak; exchanges are free.
 
     Raises:

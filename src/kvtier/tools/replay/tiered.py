@@ -42,7 +42,7 @@ from kvtier.types import Prefix, RequestId
 BUSY_SHARE = 0.8
 """By default there are as many servers as are busy for this share of the time without a cache."""
 COUNT_MAX = 65_536
-"""The most nodes of a replay, and servers of a node. Each takes memory before the first request."""
+"""Maximum number of nodes in a replay, and of servers in a node. Each takes memory before the first request."""
 _DAY_S = 86_400.0
 
 
@@ -56,14 +56,14 @@ class TieredSetup:
     """Bytes of a token's KV, over all ranks of a node."""
     prefill: PrefillSpeed = field(default_factory=PrefillSpeed)
     servers: int | None = None
-    """Number of prompts that a node computes at the same time. None: see `BUSY_SHARE`."""
+    """Number of prompts that a node computes at the same time; None means as `BUSY_SHARE` says."""
     nodes: int = 1
     router: str = "round-robin"
     seed: int = 1
     evictor: str = "lru"
     write_policy: WritePolicy = WritePolicy.THROUGH
     is_planned: bool = True
-    """False: load everything that is cached, whatever it costs."""
+    """If false, everything that is cached is loaded, whatever it costs."""
 
     def __post_init__(self) -> None:
         if not self.tiers or self.tiers[0].name != HOST:
@@ -101,7 +101,7 @@ def sweep_tiers(
     Args:
         trace: the trace.
         setups: checked before any replay starts.
-        jobs: largest number of processes. None: one for each core.
+        jobs: largest number of processes; None means one for each core.
         keep: file of the journal.
         advance: called with the number of requests done since the last call.
         should_stop: polled several times a second; once true, no replay starts.
@@ -134,7 +134,7 @@ def replay_tiers(
     advance: Callable[[int], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> TieredResult:
-    """Replay a trace through tiers. Requests come at the trace's times, and only whole blocks are stored.
+    """Replay a trace through tiers. Requests arrive at the trace's times, and only whole blocks are stored.
 
     Args:
         trace: the trace.
@@ -387,7 +387,7 @@ def _planning(nodes: Sequence[PlanningStats]) -> PlanningStats:
 BUSY_S = 2.0
 """load-and-prefix skips a node whose backlog exceeds the smallest by more than this."""
 _SAMPLES = 4
-"""Number of nodes whose backlogs are compared. It is nearly as good as all (Mitzenmacher, 2001), at constant cost."""
+"""Number of nodes whose backlogs are compared. Few are nearly as good as all (Mitzenmacher, 2001), at constant cost."""
 ROUTERS = ("random", "round-robin", "session", "prefix", "load-and-prefix")
 
 

@@ -78,7 +78,7 @@ def tiered_sections(
 
 
 def omissions(model: str) -> str:
-    """Say what a replay leaves out of the bytes of a model with states or windows; empty for other models."""
+    """Return what a replay leaves out for a model with states or windows, or an empty string for other models."""
     kv = size.of(model)
     states = f"States, {decimal(kv.state_bytes)} for each conversation, are not counted." if kv.state_bytes else ""
     has_windows = any(cache.window for cache, _ in kv.model.runs)
@@ -144,13 +144,13 @@ def inputs(setup: TieredSetup) -> list[dict[str, str]]:
 
 
 def _inputs_table(setup: TieredSetup) -> Table:
-    """A row for each input."""
+    """Return the table of inputs."""
     rows = tuple(tuple(it.values()) for it in inputs(setup))
     return Table(title="Inputs", columns=("", "value", "source"), rows=rows)
 
 
 def _tiers_table(result: TieredResult) -> Table:
-    """A row for each tier."""
+    """Return the table of tiers."""
     rows = tuple(
         (
             it.name,
@@ -216,7 +216,7 @@ def _planning_table(result: TieredResult) -> Table:
 
 
 def planner_warning(result: TieredResult, unplanned: TieredResult | None) -> str:
-    """Warn if requests are slower with the planner than without. Else return an empty text."""
+    """Return a warning if requests are slower with the planner than without it, else an empty string."""
     if unplanned is None or result.ttft.mean_s <= PLANNER_SLACK * unplanned.ttft.mean_s:
         return ""
     return (
@@ -226,7 +226,7 @@ def planner_warning(result: TieredResult, unplanned: TieredResult | None) -> str
 
 
 def _ttft_table(result: TieredResult, unplanned: TieredResult | None = None) -> Table:
-    """Return TTFT with and without tiers, and given `unplanned` also without the planner."""
+    """Return the table of TTFT with and without tiers and, given `unplanned`, without the planner."""
 
     def row(name: str, it: TtftStats, busy: float) -> tuple[str, ...]:
         return (name, *(f"{value:.3f}" for value in (it.mean_s, it.p50_s, it.p95_s, it.p99_s)), f"{busy:.0%}")
@@ -242,7 +242,7 @@ def _ttft_table(result: TieredResult, unplanned: TieredResult | None = None) -> 
 
 
 def _directions(*, is_host: bool) -> tuple[str, str]:
-    """Names of a tier's links."""
+    """Return the names of a tier's links."""
     return ("to the engine", "from the engine") if is_host else ("reads", "writes")
 
 
@@ -326,7 +326,7 @@ def _minutes(over_time: TieredSeries, *, at: float) -> list[float]:
 
 
 def _hues(names: Sequence[str]) -> dict[str, str]:
-    """The colour of each tier."""
+    """Return the colour of each tier."""
     others = [name for name in names if name not in (HOST, "disk")]
     return {name: _OTHERS[others.index(name) % len(_OTHERS)] if name in others else name for name in names}
 

@@ -16,11 +16,11 @@ SPAN_MAX_S = 10_000_000
 """Later amounts count in the last second, because a series takes eight bytes per second."""
 
 INDEX_S = 100e-6
-"""The most time that a lookup takes in a tier that is not remote. Such a tier has an index in memory."""
+"""Maximum time of a lookup in a tier that is not remote. Such a tier has an index in memory."""
 
 
 class EventQueue:
-    """The virtual clock, with events in the order of their times."""
+    """The virtual clock, with events in order of time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -87,7 +87,7 @@ class LinkSeries:
 
     def __init__(self) -> None:
         self.moved = SecondSums()
-        """Bytes."""
+        """Bytes moved in each second."""
         self.depth = SecondSums()
         """Active and queued transfers."""
 
@@ -224,7 +224,7 @@ class ReplayTier:
         self._evictor.removed(key)
 
     def read(self, use: Use, done: Callable[[Outcome], None]) -> float:
-        """Read an object. Return the time of the end. `done` gets ABSENT if the tier has lost the object by then."""
+        """Read an object. Return when the read ends. `done` gets ABSENT if the tier has lost the object by then."""
         key = ChunkKey(use.name)
         if key not in self._held:
             end_s = self._events.now_s + self.latency_s

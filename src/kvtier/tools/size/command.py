@@ -36,8 +36,8 @@ FIELD_ENTRIES_SHOWN = 6
 
 @click.command()
 @click.argument("model", metavar="[MODEL]", required=False)
-@click.option("--tokens", type=Quantity(), multiple=True, help="Tokens per session; repeatable [default: 4Ki, 128Ki].")
-@click.option("--users", type=Quantity(), multiple=True, help="Number of sessions; repeatable [default: 1].")
+@click.option("--tokens", type=Quantity(1), multiple=True, help="Tokens per session; repeatable [default: 4Ki, 128Ki].")
+@click.option("--users", type=Quantity(1), multiple=True, help="Number of sessions; repeatable [default: 1].")
 @click.option(
     "--dtype",
     default="bf16",
@@ -45,10 +45,10 @@ FIELD_ENTRIES_SHOWN = 6
     help="Format of the KV: fp16, fp8, int8:g64, mxfp4, nvfp4, int4:g64, ...",
 )
 @click.option("--index-dtype", help="Format of an indexer's keys [default: as --dtype].")
-@click.option("--tp", type=Quantity(), help="Tensor-parallel size [default: 1, or all of --gpu].")
-@click.option("--pp", type=Quantity(), default=1, show_default=True, help="Number of pipeline stages.")
+@click.option("--tp", type=Quantity(1), help="Tensor-parallel size [default: 1, or all of --gpu].")
+@click.option("--pp", type=Quantity(1), default=1, show_default=True, help="Number of pipeline stages.")
 @click.option(
-    "--chunk-tokens", type=Quantity(), default=CHUNK_TOKENS, show_default=True, help="Tokens per stored chunk."
+    "--chunk-tokens", type=Quantity(1), default=CHUNK_TOKENS, show_default=True, help="Tokens per stored chunk."
 )
 @gpu_option("Show what fits in N GPUs of the catalogue (kvtier plan --hardware).")
 @click.option("--memory", type=Bytes(), help="Memory of a GPU that is not in the catalogue; tp x pp of them.")
@@ -121,7 +121,8 @@ def size(
     if tier is not None:
         from kvtier.tools.replay.tier_spec import parse_tier  # numpy, which the sizes do not need
 
-        capacities["tier"] = TierCapacity(kv=kv, capacity_bytes=parse_tier(tier).capacity_bytes)
+        spec = parse_tier(tier)
+        capacities["tier"] = TierCapacity(kv=kv, capacity_bytes=spec.capacity_bytes, drive_bytes=spec.drive_bytes)
     totals = [kv.total(*pair) for pair in product(tokens or TOKENS, users or (1,))]
     if check:
         _print_checks(kv, check, totals, capacities, as_json=as_json)
@@ -211,10 +212,11 @@ def _fits(totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]
 
 
 def _capacity_title(place: GpuCapacity | TierCapacity) -> str:
+    if isinstance(place, TierCapacity):
+        filled = f", {place.capacity_bytes / place.drive_bytes:.0%} of the drives" if place.drive_bytes else ""
+        return f"a tier of {decimal(place.capacity_bytes)}{filled}"
     return (
-        f"a tier of {decimal(place.capacity_bytes)}"
-        if isinstance(place, TierCapacity)
-        else f"{place.gpus} GPU{'s' * (place.gpus > 1)}: {decimal(place.weight_bytes * place.replicas)} of weights, "
+        f"{place.gpus} GPU{'s' * (place.gpus > 1)}: {decimal(place.weight_bytes * place.replicas)} of weights, "
         f"{decimal(place.kv_bytes)} left for KV"
     )
 

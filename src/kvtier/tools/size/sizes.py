@@ -482,6 +482,8 @@ class TierCapacity:
 
     kv: KvSize
     capacity_bytes: int
+    drive_bytes: int | None = None
+    """Capacity of the drives that are filled to `capacity_bytes`; None if these bytes were given."""
 
     def held(self, tokens: int) -> HeldSessions:
         """Count sessions of `tokens`. Each has whole chunks and one snapshot of the states, or is not stored."""

@@ -1,6 +1,6 @@
 """Says what the layout of prompts costs a prefix cache, and what a better one would save.
 
-All figures are of an unbounded cache. A *cut* is where a prompt stops being equal to an earlier one. Ids that name
+All figures assume an unbounded cache. A *cut* is where a prompt stops being equal to an earlier one. Ids that name
 whole prefixes show cuts, but not whether the blocks behind them hold a text that was seen before. Texts, components and
 ids that name contents show that too.
 """
@@ -19,17 +19,17 @@ from kvtier.tools.trace.formats.base import Contents
 from kvtier.tools.trace.part_order import Order, best_order, parts_of
 
 CONTENTS_LEAST = 0.01
-"""Ids name contents if at least this share of the accesses follow another block than before."""
+"""Ids name contents if at least this share of the accesses follow a different block than before."""
 SIMILAR = (0.8, 1.25)
-"""A prompt is about as long as another if its blocks over the other's are in this range."""
+"""A prompt is about as long as another if the ratio of their blocks is in this range."""
 EARLY = 0.5
-"""A cut is early in the first half of the earlier prompt."""
+"""A cut is early if it lies in the first half of the earlier prompt."""
 LOST_TOKENS = 128
 """A cut loses more than this, and more than the last, partial block."""
 RETURNS = 0.1
 """A session alternates between heads if at least this share of its requests return to an earlier first block."""
 WINDOW_TOKENS = 32
-"""Tokens of a text are seen before if such a window of an earlier text holds them."""
+"""Tokens of a text count as seen if a window of this size in an earlier text holds them."""
 HEAD_TOKENS = 16
 """The first tokens of a text name its head."""
 CONVERSATION_TOKENS = 256
@@ -47,7 +47,7 @@ Prints = npt.NDArray[np.uint64]
 
 
 class Prompt(NamedTuple):
-    """What `TraceArrays` does not have of a request."""
+    """The parts of a request that `TraceArrays` lacks."""
 
     model: str | None
     contents: Contents | None
@@ -58,7 +58,7 @@ class Cost:
     """Tokens that are computed again for one reason."""
 
     count: int
-    """Requests."""
+    """Number of requests."""
     tokens: int
     share_of_tokens: float
     share_of_misses: float
@@ -75,15 +75,15 @@ class CutLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyCuts(Cost):
-    """Requests about as long as the one before, of which they share much less."""
+    """Requests that are about as long as the one before, but share much less with it."""
 
     sessions: int
     is_certain: bool
-    """False: some requests have no session, so they may belong to other conversations."""
+    """If false, some requests have no session, so they may belong to other conversations."""
     at_tokens: tuple[int, ...]
     """Tokens before the cut: the quantiles 10, 25, 50, 75 and 90 %."""
     examples: tuple[CutLines, ...]
-    """The most expensive cuts. Empty without texts."""
+    """The most expensive cuts; none without texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,17 +92,17 @@ class Heads(Cost):
 
     heads: int
     is_measured: bool
-    """False: derived from lengths, because ids name whole prefixes."""
+    """If false, the figures are derived from lengths, because ids name whole prefixes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound(Cost):
-    """What only reuse without a common prefix could save, at most."""
+    """Upper bound of what only reuse without a common prefix could save."""
 
     is_measured: bool
-    """False: all misses that nothing above explains, because ids name whole prefixes."""
+    """If false, these are all misses that nothing above explains, because ids name whole prefixes."""
     repeated_share_of_misses: float
-    """Also what a better layout would save."""
+    """This includes what a better layout would save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class Advice:
     heads: Heads
     order: Order
     chunks: tuple[tuple[int, float], ...]
-    """Hit rate by tokens of a chunk."""
+    """Hit rate by tokens per chunk."""
     bound: Bound
 
 
@@ -132,12 +132,12 @@ class _Cut(NamedTuple):
 
 
 def advise(trace: TraceArrays, prompts: Sequence[Prompt], separator: str = "") -> Advice:
-    """Find what the layout of a trace's prompts costs.
+    """Compute what the layout of a trace's prompts costs.
 
     Args:
         trace: the trace, with blocks.
         prompts: the rest of each request, in the order of the trace.
-        separator: what stands between the parts of a text. Empty: texts have no known parts.
+        separator: what separates the parts of a text; if empty, texts have no known parts.
     """
     block, inputs = trace.block_tokens, np.asarray(trace.input_tokens, np.int64)
     contents = [it.contents for it in prompts]
@@ -196,13 +196,13 @@ class _Found(NamedTuple):
     """Tokens that stood behind another head, for each request that has any."""
     heads: int
     repeated: list[int]
-    """For each request the missed tokens that may have been seen before."""
+    """For each request, the missed tokens that may have been seen before."""
 
 
 def _by_contents(
     trace: TraceArrays, hits: Column, hit_tokens: Column, models: Sequence[str | None], contents: Sequence[Contents]
 ) -> _Found:
-    """Find what contents tell. A cut counts if at least half of its cost repeats."""
+    """Find what contents show. A cut counts if at least half of its cost repeats."""
     heads = [_start(it, HEAD_TOKENS) for it in contents]
     pairs = zip(trace.session.tolist(), contents, strict=True)
     names = [name if name >= 0 else -2 - _start(it, CONVERSATION_TOKENS) for name, it in pairs]
@@ -225,7 +225,7 @@ def _by_contents(
 def _by_prefixes(
     trace: TraceArrays, hits: Column, hit_tokens: Column, models: Sequence[str | None], _: Sequence[Contents]
 ) -> _Found:
-    """Find what ids of whole prefixes tell. The first block is the head."""
+    """Find what ids of whole prefixes show. The first block is the head."""
     heads = [int(it[0]) if len(it) else -1 for it in _requests(trace)]
     names: list[int] = trace.session.tolist()
     alternating = _alternating(names, heads)
@@ -251,7 +251,7 @@ def _prints(ids: Column) -> Prints:
 
 
 def _windows(prints: Prints, width: int) -> Prints:
-    """Return a fingerprint of each window of `width` ids, wherever it stands."""
+    """Return a fingerprint of each window of `width` ids, wherever it is."""
     count = max(0, len(prints) - width)
     factors = np.cumprod(np.full(count, _FACTOR, np.uint64))
     return (prints[width:] - prints[:count]) * factors
@@ -335,13 +335,13 @@ def _behind_heads(
 class _Repeated:
     """Finds what prompts repeat of earlier prompts and answers, beyond what a prefix cache finds.
 
-    A head is how a prompt begins. A text stands behind two heads if a session alternates between them, or if each of
+    A head is the start of a prompt. A text stands behind two heads if a session alternates between them, or if each of
     them begins several sessions.
 
     Args:
-        contents: of each request.
+        contents: contents of each request.
         hit_tokens: tokens that each request finds in a prefix cache.
-        heads: of each request.
+        heads: head of each request.
         names: session of each request.
         alternating: sessions that alternate between heads.
     """
@@ -365,7 +365,7 @@ class _Repeated:
         self.tokens: list[int] = []
         """Repeated tokens of each request."""
         self.behind_heads: list[int] = []
-        """Those that stood behind another head before."""
+        """Repeated tokens that stood behind another head before."""
         self.sources: list[int] = []
         """The request that has most of the repeated tokens, or -1."""
         self.heads: set[int] = set()

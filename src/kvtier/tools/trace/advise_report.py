@@ -1,17 +1,21 @@
 """Makes the report of `kvtier trace advise`: the change that saves most, all changes, and where they lie."""
 
+import json
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from kvtier.report.format import NONE, counted, share_text, short_count
+from kvtier.errors import ConfigError
+from kvtier.report.format import NONE, counted, digits, share_text, short_count
 from kvtier.report.table import Table
 from kvtier.tools.charts.chart import Axis, Bars, Chart
 from kvtier.tools.charts.report import PageSection, Report
 from kvtier.tools.trace.advise import QUANTILES, Advice, Cost
 
 FINDING_LEAST = 0.01
-"""A change is worth a word if it saves at least this share of the misses."""
-_COLUMNS = ("change", "requests", "tokens", "of all tokens", "of all misses")
+"""A change is mentioned if it saves at least this share of the misses."""
 
 
 class _Change(NamedTuple):
@@ -21,10 +25,62 @@ class _Change(NamedTuple):
     is_certain: bool = True
 
 
-def advice_report(advice: Advice, notes: Sequence[str]) -> Report:
-    """Return the report of a trace's advice. `notes` say how the trace was read."""
-    changes = sorted(_changes(advice), key=lambda it: -it.saved.tokens)
-    shown = [*changes, _Change("no prefix", "only reuse without a common prefix, at most", advice.bound)]
+class PlanCost(NamedTuple):
+    """What a plan says about the cost of computing tokens."""
+
+    gpu_s_per_token: float
+    price_per_gpu_hour: float | None
+    """None if the plan has no prices."""
+    currency: str
+
+    def of(self, tokens: int) -> dict[str, float | None]:
+        """Return the GPU seconds that computing `tokens` takes, and their cost."""
+        gpu_s = tokens * self.gpu_s_per_token
+        return {"gpu_s": gpu_s, "cost": self.price_per_gpu_hour and gpu_s / 3600 * self.price_per_gpu_hour}
+
+
+def read_plan(path: Path) -> PlanCost:
+    """Read the output of `kvtier plan --json`.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    with suppress(OSError, ValueError, RecursionError):
+        match json.loads(path.read_text(encoding="utf-8")):  # pyright: ignore[reportMatchNotExhaustive]
+            case {
+                "prefill_gpu_s_per_token": int() | float() as gpu_s,
+                "price_per_gpu_hour": int() | float() | None as price,
+                "inputs": {"price.currency": {"value": str(currency)}},
+            } if gpu_s > 0 and (price or 0) >= 0:
+                return PlanCost(gpu_s, price, currency)
+    raise ConfigError(
+        "is not a plan", setting="--plan", value=repr(str(path)), allowed="the output of `kvtier plan MODEL --json`"
+    )
+
+
+def advice_json(advice: Advice, plan: PlanCost | None) -> dict[str, Any]:
+    """Return a trace's advice as plain values. With a plan, these include what each change saves."""
+    return asdict(advice) | (
+        {}
+        if plan is None
+        else {
+            "plan": plan._asdict(),
+            "savings": [
+                {"change": it.name, "tokens": it.saved.tokens, **plan.of(it.saved.tokens)} for it in _shown(advice)
+            ],
+        }
+    )
+
+
+def advice_report(advice: Advice, notes: Sequence[str], plan: PlanCost | None = None) -> Report:
+    """Return the report of a trace's advice.
+
+    Args:
+        advice: the advice.
+        notes: say how the trace was read.
+        plan: what computing tokens costs. None leaves out costs.
+    """
+    *changes, _ = shown = _shown(advice)
     shares = [it.saved.share_of_misses for it in shown]
     chart = Chart(
         heading="Misses saved",
@@ -46,22 +102,46 @@ def advice_report(advice: Advice, notes: Sequence[str]) -> Report:
             short_count(saved.tokens),
             share_text(saved.share_of_tokens),
             share_text(saved.share_of_misses),
+            *(NONE if it is None else digits(it) for it in (plan.of(saved.tokens) if plan else {}).values()),
         )
         for _, text, saved, _ in shown
     ]
-    text = (
-        f"An unbounded prefix cache misses {short_count(advice.missed_tokens)} of {short_count(advice.input_tokens)} "
-        f"input tokens ({share_text(1 - advice.hit_rate)})."
+    columns = (
+        "change",
+        "requests",
+        "tokens",
+        "of all tokens",
+        "of all misses",
+        *(("GPU seconds", "cost") if plan else ()),
     )
-    savings = Table(title="What each change would save", columns=_COLUMNS, rows=rows, numeric=4, note=chart.caption)
     section = PageSection(
         title=f"{advice.trace}: {advice.requests:,} requests, blocks of {advice.block_tokens} tokens",
-        texts=[text],
+        texts=[
+            (
+                f"An unbounded prefix cache misses {short_count(advice.missed_tokens)} of "
+                f"{short_count(advice.input_tokens)} input tokens ({share_text(1 - advice.hit_rate)})."
+            )
+        ],
         charts=lambda: {"savings": chart},
         notes=[*notes, *_limits(advice)],
-        tables=[savings, *_details(advice)],
+        tables=[
+            Table(
+                title="What each change would save",
+                columns=columns,
+                rows=rows,
+                numeric=len(columns) - 1,
+                note=f"{chart.caption} {f'Costs are in {plan.currency}.' if plan else ''}".strip(),
+            ),
+            *_details(advice),
+        ],
     )
     return Report(command="kvtier trace advise", answer=_answer(advice, changes), sections=[section])
+
+
+def _shown(advice: Advice) -> list[_Change]:
+    """Return the changes, the one that saves most first, and then what none of them can save."""
+    changes = sorted(_changes(advice), key=lambda it: -it.saved.tokens)
+    return [*changes, _Change("no prefix", "only reuse without a common prefix, at most", advice.bound)]
 
 
 def _changes(advice: Advice) -> Iterator[_Change]:
@@ -92,7 +172,7 @@ def _answer(advice: Advice, changes: Sequence[_Change]) -> str:
 
 
 def _limits(advice: Advice) -> Iterator[str]:
-    """Yield what the trace does not tell."""
+    """Yield what the trace does not show."""
     if not advice.bound.is_measured:
         yield (
             "The ids name whole prefixes. They show neither the parts of prompts nor text that repeats behind a cut. "
@@ -104,7 +184,7 @@ def _limits(advice: Advice) -> Iterator[str]:
     if not advice.early_cuts.is_certain:
         yield "Early cuts are not certain: some requests have no session, so they may be other conversations."
     if advice.bound.is_measured and advice.order.as_sent is None:
-        yield "The order of parts is not examined, because nothing tells them; --separator divides texts."
+        yield "The order of parts is not examined, because the parts are unknown; --separator divides texts."
 
 
 def _details(advice: Advice) -> Iterator[Table]:

@@ -1,6 +1,6 @@
-"""A whole trace as numpy columns. They are in memory or, if large, in temporary files.
+"""A whole trace as numpy columns, which are in memory or, if large, in temporary files.
 
-Blocks get the numbers 0, 1, 2, ... Reading takes memory for distinct blocks only. Accesses take four bytes each, and
+Blocks are numbered 0, 1, 2, ... Reading takes memory for distinct blocks only. Accesses take four bytes each, and
 go to a temporary file if there are many.
 
 A trace is written as request lines, the format that most tools read.
@@ -33,7 +33,7 @@ MEMORY_BYTES_MAX = 64 << 20
 """Larger columns go to a file."""
 BLOCKS_MAX = 1 << 30
 ACCESSES_MAX = 1 << 32
-"""The most blocks of all requests, which take 16 GiB in a temporary file."""
+"""Maximum number of blocks in all requests; they take 16 GiB in a temporary file."""
 _DENSE_MIN = 1 << 22
 """A table of all ids may have this size however few accesses there are."""
 _SPARSE = 2
@@ -55,9 +55,9 @@ class TraceArrays:
     starts: Column
     """int64: where each request's blocks start, and the end. One entry more than requests."""
     time_s: Column
-    """float64, monotonic."""
+    """float64: never decreasing."""
     input_tokens: Column
-    """int32, like `output_tokens`."""
+    """int32: like `output_tokens`."""
     output_tokens: Column
     session: Column
     """int32: number of the session, or -1 for none."""
@@ -79,7 +79,7 @@ class TraceArrays:
 
     @property
     def block_count(self) -> int:
-        """Distinct blocks."""
+        """Number of distinct blocks."""
         return len(self.parents)
 
     @property
@@ -329,7 +329,7 @@ def write_requests(path: Path, trace: TraceArrays, *, as_runs: bool, coarse_s: f
         path: the file.
         trace: the trace.
         as_runs: write `hash_runs`, not `hash_ids`.
-        coarse_s: round times down to multiples of this. 0: do not round.
+        coarse_s: round times down to multiples of this; 0 means no rounding.
 
     Raises:
         ConfigError: the trace has no blocks, `coarse_s` is out of range, or the file cannot be written.

@@ -14,7 +14,7 @@ from kvtier.cli.main import Commands
 from kvtier.cli.options import Duration, OutputFile, Quantity
 from kvtier.errors import ConfigError
 from kvtier.report.output import progress
-from kvtier.tools.options import Number
+from kvtier.tools.options import NumberRange
 from kvtier.tools.trace.reading import load_drawn, load_trace, reading_options
 
 if TYPE_CHECKING:
@@ -24,17 +24,17 @@ _STEP = 4096
 """Lines between two updates of the progress bar."""
 _WAIT_S = 60.0
 _STATISTICS = (
-    ("requests-per-s", Number(0), "Mean requests a second, all sessions.  [2; with --like: the trace's]"),
-    ("turns", Number(0), "Mean requests per session.  [4]"),
-    ("first-tokens", Number(0), "Mean tokens of a first prompt after its shared part.  [1500]"),
-    ("turn-tokens", Number(0), "Mean growth of a prompt from turn to turn.  [600]"),
-    ("output-tokens", Number(0), "Mean tokens per response.  [300]"),
+    ("requests-per-s", NumberRange(0), "Mean requests a second, all sessions.  [2; with --like: the trace's]"),
+    ("turns", NumberRange(0), "Mean requests per session.  [4]"),
+    ("first-tokens", NumberRange(0), "Mean tokens of a first prompt after its shared part.  [1500]"),
+    ("turn-tokens", NumberRange(0), "Mean growth of a prompt from turn to turn.  [600]"),
+    ("output-tokens", NumberRange(0), "Mean tokens per response.  [300]"),
     ("think-s", Duration(), "Mean seconds between the requests of a session.  [60]"),
-    ("spread", Number(0), "Standard deviation of the logarithm of lengths and pauses.  [1]"),
+    ("spread", NumberRange(0), "Standard deviation of the logarithm of lengths and pauses.  [1]"),
     ("shared-prompts", Quantity(), "Distinct shared prompts.  [16]"),
     ("shared-tokens", Quantity(), "Tokens of each shared prompt.  [1024]"),
-    ("shared-share", Number(0), "Share of the sessions that begin with one.  [0.8]"),
-    ("popularity", Number(0), "Zipf exponent of the shared prompts.  [1]"),
+    ("shared-share", NumberRange(0), "Share of the sessions that begin with one.  [0.8]"),
+    ("popularity", NumberRange(0), "Zipf exponent of the shared prompts.  [1]"),
 )
 
 
@@ -56,8 +56,8 @@ def trace() -> None:
 def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  # noqa: ANN401  the options above
     """Write SOURCE, in any format of `kvtier replay`, to TARGET as request lines (.gz: gzip).
 
-    TARGET has times, lengths, and which blocks are equal; no text, ids or session names of SOURCE. It replays to the
-    same figures, except for the adaptive policy, which samples by name.
+    TARGET has times, lengths, and which blocks are equal, but no text, ids or session names of SOURCE. Its replay gives
+    the same figures, except for the adaptive policy, which samples by name.
     """
     _check_distinct(source, target)
     _write(target, load_trace(source, reading), as_runs=not as_ids)
@@ -78,9 +78,9 @@ def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  
 def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sessions: bool, **reading: Any) -> None:  # noqa: ANN401
     """Write SOURCE to TARGET (.gz: gzip) for sharing.
 
-    Blocks and sessions are numbered by first use, and times count from the first request; TARGET has nothing else of
-    SOURCE. A trace with texts is refused. Hit rates stay the same, except with --coarse-s for policies that use time.
-    Lengths, order and the number of uses of a block stay, and may identify something.
+    Blocks and sessions are numbered by first use, and times count from the first request; TARGET contains nothing else
+    of SOURCE. A trace with texts is refused. Hit rates stay the same, except with --coarse-s for policies that use
+    time. Lengths, order and the number of uses of a block remain, and may identify something.
     """
     from kvtier.tools.trace.arrays import without_sessions
     from kvtier.tools.trace.formats.base import open_trace
@@ -111,9 +111,22 @@ def _write(target: Path, arrays: "TraceArrays", *, as_runs: bool, coarse_s: floa
 @click.argument("source", metavar="TRACE", type=click.Path(path_type=Path))
 @click.option("--separator", default="", help="What stands between the parts of a text, where \\n is a new line.")
 @reading_options
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path),
+    help="Output of `kvtier plan --json`, for the GPU seconds and the cost of each change.",
+)
 @click.option("--report", type=OutputFile("report"), help="Also write an HTML report with a chart.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def advise(source: Path, separator: str, report: Path | None, as_json: bool, **reading: Any) -> None:  # noqa: ANN401
+def advise(
+    source: Path,
+    separator: str,
+    plan_file: Path | None,
+    report: Path | None,
+    as_json: bool,
+    **reading: Any,  # noqa: ANN401
+) -> None:
     """Say which changes of prompts would save misses of a prefix cache, and how many.
 
     Early cuts: a prompt is about as long as the one before in its session, but shares much less, because something near
@@ -121,18 +134,19 @@ def advise(source: Path, separator: str, report: Path | None, as_json: bool, **r
     parts of prompts that change often go last, and frequent ones first. The rest is what only reuse without a common
     prefix could save.
 
-    All figures are of an unbounded cache. Ids that name whole prefixes tell early cuts; texts, components and ids that
-    name contents tell the rest.
+    All figures assume an unbounded cache. Ids that name whole prefixes show early cuts; texts, components and ids that
+    name contents show the rest.
     """
     from kvtier.tools.trace.advise import Prompt, advise
-    from kvtier.tools.trace.advise_report import advice_report
+    from kvtier.tools.trace.advise_report import advice_json, advice_report, read_plan
 
+    plan = None if plan_file is None else read_plan(plan_file)
     prompts: list[Prompt] = []
     trace, _ = load_drawn(source, reading, each=lambda it: prompts.append(Prompt(it.model, it.contents)))
     if not trace.has_blocks:
         raise ConfigError("has no blocks", setting="trace", value=str(source), allowed="a trace with blocks")
     advice = advise(trace, prompts, separator.replace("\\n", "\n"))
-    advice_report(advice, trace.notes).show(advice, as_json=as_json, page=report)
+    advice_report(advice, trace.notes, plan).show(advice_json(advice, plan), as_json=as_json, page=report)
 
 
 @trace.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -147,7 +161,7 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
     Equivalent to the settings trace.path and trace.capacity_bytes.
     """
-    from kvtier.config.loader import load  # the kinds of tiers, so that help starts quickly
+    from kvtier.config.loader import load  # imports all kinds of tiers, which would slow the help
     from kvtier.runtime.observers.line_file import SUFFIX
     from kvtier.tier.files.safe_open import make_root
 
@@ -172,7 +186,7 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
 
 def _run_program(command: Sequence[str]) -> int:
-    """Run a program with the terminal and our signals. Return its exit code, or 128 plus the signal that ended it."""
+    """Run a program on this terminal, with our signals. Return its exit code, or 128 plus the signal that ended it."""
     child = subprocess.Popen(command)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to PROGRAM as well
     for number in (signal.SIGTERM, signal.SIGHUP):

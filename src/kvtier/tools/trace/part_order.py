@@ -1,4 +1,4 @@
-"""Finds an order of the parts of prompts (components, or texts between separators) that a prefix cache likes better.
+"""Finds an order of the parts of prompts (components, or texts between separators) that suits a prefix cache better.
 
 Other orders may change answers, so this is advice, never something that a cache does by itself.
 """
@@ -14,26 +14,26 @@ from kvtier.tools.trace.formats.base import Contents
 PARTS_MAX = 1 << 20
 """Above this many parts of all prompts, their order is not examined."""
 SLOTS_MAX = 12
-"""Only so many slots are moved: those with the most tokens."""
+"""At most this many slots are moved: those with the most tokens."""
 MOVES_MAX = 4
 GAIN_LEAST = 0.001
 """A move must add at least this to the hit rate."""
 MOVED_LEAST = 0.1
-"""Parts of a kind are a list, and not fixed places, if at least this share of their reuse is in another place."""
+"""Parts of a kind count as a list, not as fixed places, if at least this share of their reuse is in another place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Hit rates of prompts with their parts in another order. None: the trace does not tell the parts."""
+    """Hit rates of prompts with their parts in another order; None if the trace does not show parts."""
 
     as_sent: float | None = None
     best_online: float | None = None
-    """With all moves. Frequencies count earlier requests only."""
+    """Hit rate with all moves, where frequencies count earlier requests only."""
     moves: tuple[tuple[str, float], ...] = ()
-    """What to move, and the hit rate with it and those before."""
+    """Each move, and the hit rate with it and those before."""
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """A part of a prompt."""
 
     kind: str
@@ -45,30 +45,32 @@ Move = tuple[str, bool]
 """A slot, and whether it is sorted by frequency instead of moved to the end."""
 
 
-def parts_of(contents: Sequence[Contents | None], inputs: Column, separator: str) -> list[list[Part]]:
-    """Return the parts of each prompt. Empty if they are unknown or more than `PARTS_MAX`.
+def parts_of(contents: Sequence[Contents | None], inputs: Column, separator: str) -> list[list[PromptPart]]:
+    """Return the parts of each prompt, or none if they are unknown or more than `PARTS_MAX`.
 
     Args:
-        contents: of each request.
+        contents: contents of each request.
         inputs: tokens of each prompt. Parts of a text have tokens in proportion to their characters.
-        separator: what stands between the parts of a text. Empty: texts have no known parts.
+        separator: what separates the parts of a text; if empty, texts have no known parts.
     """
     numbers: dict[str, int] = {}
-    out: list[list[Part]] = []
+    out: list[list[PromptPart]] = []
     for one, tokens in zip(contents, inputs.tolist(), strict=True):
         if one is None or (one.text and not separator):
             return []
         if not one.text:
             kinds = one.kinds or ("part",) * len(one.ids)
-            out.append([Part(*it) for it in zip(kinds, one.ids.tolist(), one.tokens.tolist(), strict=True)])
+            out.append([PromptPart(*it) for it in zip(kinds, one.ids.tolist(), one.tokens.tolist(), strict=True)])
         else:
             texts = [it for it in one.text.split(separator) if it]
             scale = tokens / max(sum(map(len, texts)), 1)
-            out.append([Part("part", numbers.setdefault(it, len(numbers)), round(len(it) * scale)) for it in texts])
+            out.append(
+                [PromptPart("part", numbers.setdefault(it, len(numbers)), round(len(it) * scale)) for it in texts]
+            )
     return out if sum(map(len, out)) <= PARTS_MAX else []
 
 
-def best_order(prompts: Sequence[Sequence[Part]], block_tokens: int) -> Order:
+def best_order(prompts: Sequence[Sequence[PromptPart]], block_tokens: int) -> Order:
     """Find moves that raise the hit rate of an unbounded cache, the best first.
 
     A move puts a slot at the end of all prompts, or sorts its parts by how many earlier requests had them. A slot is a
@@ -96,7 +98,7 @@ def best_order(prompts: Sequence[Sequence[Part]], block_tokens: int) -> Order:
     return Order(as_sent=rates[0], best_online=rates[-1], moves=tuple(zip(texts, rates[1:], strict=True)))
 
 
-def _slots(prompts: Sequence[Sequence[Part]]) -> list[list[str]]:
+def _slots(prompts: Sequence[Sequence[PromptPart]]) -> list[list[str]]:
     """Return the slot of each part."""
     firsts: dict[tuple[str, int], int] = {}
     moved, reused, widest = Counter[str](), Counter[str](), Counter[str]()
@@ -115,7 +117,7 @@ def _slots(prompts: Sequence[Sequence[Part]]) -> list[list[str]]:
     ]
 
 
-def _places(prompt: Sequence[Part]) -> Iterator[int]:
+def _places(prompt: Sequence[PromptPart]) -> Iterator[int]:
     """Yield each part's place among those of its kind."""
     counts = Counter[str]()
     for part in prompt:
@@ -124,7 +126,7 @@ def _places(prompt: Sequence[Part]) -> Iterator[int]:
 
 
 def _hits(
-    prompts: Sequence[Sequence[Part]], slots: Sequence[Sequence[str]], moves: Sequence[Move], block_tokens: int
+    prompts: Sequence[Sequence[PromptPart]], slots: Sequence[Sequence[str]], moves: Sequence[Move], block_tokens: int
 ) -> int:
     """Return the tokens that an unbounded prefix cache finds in its blocks after the moves."""
     ends = {name: number for number, (name, is_sorted) in enumerate(moves) if not is_sorted}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtier.cli.options import Quantity, is_given
-from kvtier.tools.options import Number
+from kvtier.tools.options import NumberRange
 
 if TYPE_CHECKING:
     from kvtier.tools.trace.arrays import TraceArrays
@@ -28,7 +28,9 @@ def reading_options(command: Callable[..., object]) -> Callable[..., object]:
             click.option(
                 "--block", type=Quantity(), metavar="TOKENS", help="Tokens per block.  [the trace's; sessions: 256]"
             ),
-            click.option("--window-h", type=Number(0), default=10.0, help="Hours over which sessions start.  [10]"),
+            click.option(
+                "--window-h", type=NumberRange(0), default=10.0, help="Hours over which sessions start.  [10]"
+            ),
             click.option(
                 "--seed",
                 type=Quantity(0),
@@ -36,7 +38,11 @@ def reading_options(command: Callable[..., object]) -> Callable[..., object]:
                 help="Seed of all random numbers, including start times.  [1]",
             ),
             time_unit_option,
-            click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for traces of text."),
+            click.option(
+                "--tokenizer",
+                type=click.Path(path_type=Path),
+                help="A tokenizer.json, or its folder, for texts.",
+            ),
             click.option("--strict", is_flag=True, help="Treat warnings about a trace as errors."),
         )
     ):
@@ -56,7 +62,7 @@ def load_drawn(
     is_quiet: bool = False,
     each: "Callable[[TraceRequest], object] | None" = None,
 ) -> "tuple[TraceArrays, bool]":
-    """Read a trace. Return also whether its sessions' start times are drawn and decide their order.
+    """Read a trace. Also return whether its sessions' start times are drawn and decide their order.
 
     `each` is called with each request, which then has its contents.
     """

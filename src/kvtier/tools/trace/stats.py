@@ -27,7 +27,7 @@ class LogBuckets(NamedTuple):
 
     @property
     def edges_s(self) -> Floats:
-        """Upper edges."""
+        """Upper edges of the buckets."""
         return self.least_s * 2.0 ** (np.arange(self.buckets) / self.per_doubling)
 
     def of(self, times_s: Floats) -> npt.NDArray[np.int64]:
@@ -48,7 +48,7 @@ class ReuseIntervals:
     counts: Floats
 
     def quantile(self, share: float) -> float | None:
-        """Return a quantile. None if no block is reused."""
+        """Return a quantile, or None if no block is reused."""
         total = self.counts.sum()
         if not total:
             return None
@@ -64,9 +64,9 @@ class TraceSeries:
     new_tokens: Floats
     """Input tokens that an infinite cache would miss."""
     used_tokens: Floats
-    """Distinct blocks used in the part."""
+    """Tokens of the distinct blocks used in the part."""
     unique_tokens: Floats
-    """Distinct blocks so far."""
+    """Tokens of the distinct blocks so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class TraceStats:
     used_once: float | None
     """Share of blocks that are used once."""
     top_reuse: float | None
-    """Share of all reuse by the most used 1 % of blocks."""
+    """Share of all reuse by the most-used 1 % of blocks."""
     interval_p50_s: float | None
     interval_p90_s: float | None
     interval_p99_s: float | None
@@ -99,7 +99,7 @@ class TraceStats:
     written_per_read: float | None
     """Tokens that an infinite cache writes for each token that it reads."""
     sessions: int | None
-    """Number of sessions. None if the trace has none."""
+    """Number of sessions; None if the trace has none."""
     working_set_tokens: dict[float, float]
     """Mean tokens in the cache, by time to live in seconds."""
     prefix_violations: int
@@ -110,7 +110,7 @@ class TraceStats:
 
 
 def reuse_pauses(trace: TraceArrays, used_s: Floats) -> Iterator[tuple[float, Column, Floats]]:
-    """Yield time and blocks of each request, and the seconds since each block's last use (inf: none).
+    """Yield time and blocks of each request, and the seconds since each block's last use (inf without one).
 
     Args:
         trace: the trace.

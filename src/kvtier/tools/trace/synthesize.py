@@ -24,7 +24,7 @@ SPAN_MIN: Final = 0.5
 SHIFT_MAX: Final = 0.05
 """How far a session moves in the order of starts, as a share of all sessions, but at least three places."""
 _BATCH = 1024
-"""Number of sessions drawn at once. Another number would give other sessions for a seed."""
+"""Number of sessions drawn at once. A different number would give different sessions for a seed."""
 _TURNS_MAX = 10_000
 _TOKENS_MAX = 1 << 24
 
@@ -55,7 +55,7 @@ class SyntheticSession(NamedTuple):
     """Requests that share blocks: a conversation, an agent with sub-agents, or questions about one document."""
 
     requests: tuple[SyntheticRequest, ...]
-    """At least one request, in the order of time."""
+    """At least one request, in order of time."""
     own_blocks: int
     """Number of blocks that no other session has."""
     conversations: int
@@ -177,7 +177,7 @@ class StatisticalSource:
         """Number of blocks that sessions share."""
 
     def sessions(self) -> Iterator[tuple[float, SyntheticSession]]:
-        """Endless sessions with their start in seconds, in that order; the same on each call."""
+        """Yield sessions without end, in order of start, with the start in seconds. Each call yields the same ones."""
         of, draw = self._statistics, np.random.default_rng(self._seed)
         weights = np.arange(1, of.shared_prompts + 1, dtype=np.float64) ** -of.popularity
         edges = np.cumsum(weights / weights.sum())
@@ -241,7 +241,7 @@ class TraceSource:
     Args:
         trace: the model.
         seed: seed of all draws.
-        requests_per_s: mean rate. None: the trace's. Pauses within sessions stay.
+        requests_per_s: mean rate; None means the trace's. Pauses within sessions stay.
 
     Raises:
         ConfigError: the trace has no blocks, all its requests come at once, or the rate is not allowed.
@@ -267,7 +267,7 @@ class TraceSource:
         self._starts: list[float] = (starts * (wanted_s / duration_s)).tolist()
 
     def sessions(self) -> Iterator[tuple[float, SyntheticSession]]:
-        """Endless sessions with their start in seconds, in that order; the same on each call."""
+        """Yield sessions without end, in order of start, with the start in seconds. Each call yields the same ones."""
         draw = np.random.default_rng(self._seed)
         count = len(self._models)
         reach = max(3.0, count * SHIFT_MAX)
@@ -281,7 +281,7 @@ class TraceSource:
 
 
 def _shared(trace: TraceArrays, duration_s: float) -> npt.NDArray[np.bool_]:
-    """Whether each block is shared."""
+    """Return whether each block is shared."""
     parents = np.asarray(trace.parents, np.int64)
     first_s, last_s = np.full(len(parents), np.inf), np.full(len(parents), -np.inf)
     used_s = np.repeat(trace.time_s, np.diff(trace.starts))

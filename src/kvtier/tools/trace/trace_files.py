@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 LINE_BYTES_MAX = 1 << 25
-"""The longest line. In memory JSON takes up to 25 times its text: 800 MiB for one line."""
+"""Maximum length of a line. In memory, JSON takes up to 25 times its text: 800 MiB for one line."""
 EMPTY_LINES_MAX = 1 << 20
-"""The most consecutive empty lines."""
+"""Maximum number of consecutive empty lines."""
 EXPANDED_BYTES_FREE = 1 << 28
-"""Any compressed file may expand to this."""
+"""Any compressed file may expand to this many bytes."""
 EXPANSION_MAX = 1000
 """Limit of the compression ratio beyond `EXPANDED_BYTES_FREE`. Traces compress 5 to 50 times."""
 FILES_MAX = 1 << 14
-"""The most files in a directory."""
+"""Maximum number of files in a directory."""
 WHOLE_MAX = (1 << 31) - 1
 """Limit of token counts."""
 NUMBER_MAX = 1e19
@@ -44,7 +44,7 @@ _PARQUET = b"PAR1"
 _PARQUET_ROWS = 64
 """Rows in memory at once."""
 _ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
-"""Begin of an array of objects. A line of KV events may be an array, too, but of numbers and arrays."""
+"""Start of an array of objects. A line of KV events may also be an array, but of numbers and arrays."""
 _BEFORE_ENTRY = re.compile(r"\s*[\[,]?\s*")
 _LINES_SUFFIXES = (".json", ".jsonl")
 _PARQUET_SUFFIX = ".parquet"
@@ -125,7 +125,7 @@ def open_binary(path: Path) -> IO[bytes]:
 
 
 def is_msgpack(path: Path) -> bool:
-    """Whether a file starts with a msgpack array or map. UTF-8 text never does.
+    """Return whether a file starts with a msgpack array or map. UTF-8 text never does.
 
     Raises:
         ConfigError: as in `open_binary`, or the file is damaged.

@@ -18,7 +18,7 @@ _RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
 _CHILD = re.compile(r"^\d+_(?=(?:chat)?cmpl-)")
 """Prefix that vLLM adds to the id of one of several samples."""
 _COMPLETION = re.compile(r"^cmpl-(.+)-\d+$", re.DOTALL)
-"""Completions have the prompt's position at the end, because a request may have several prompts."""
+"""The id of a completion ends with the prompt's position, because a request may have several prompts."""
 
 
 def client_id(request_id: str) -> str:
@@ -29,19 +29,19 @@ def client_id(request_id: str) -> str:
 
 
 def client_id_of_engine(request_id: str) -> str:
-    """Return `client_id` from the id in vLLM's scheduler."""
+    """Return the client's id for an id in vLLM's scheduler."""
     return client_id(_RANDOM.sub("", request_id))
 
 
 @dataclass(slots=True, eq=False)
 class RequestAccount:
-    """What is known of one request so far."""
+    """What is known about one request so far."""
 
     resident_tokens: int = 0
     found: tuple[tuple[str, int], ...] = ()
     planned: Planned | None = None
     has_begun: bool = False
-    """Whether the engine has computed, or a load has started. Later lookups, after a preemption, do not count."""
+    """Whether the engine has computed anything or a load has started. Lookups after a preemption do not count."""
     wanted_tokens: int = 0
     loaded: Counter[str] = field(default_factory=Counter[str])
     loaded_bytes: int = 0
@@ -51,13 +51,13 @@ class RequestAccount:
     loss: Loss = "none"
     """Class of the stored KV that the request may get; ``none`` if it demands exact KV."""
     announced_tokens: int = 0
-    """Leading tokens that another engine had announced. This and what follows is only for the history."""
+    """Leading tokens that another engine had announced. This field and those below are only for the history."""
     refusal: str = ""
     """Why the request has no keys."""
     obstacles: tuple[str, ...] = ()
     """What kept its look-up from finding more."""
     shortfall: tuple[str, str] | None = None
-    """Code and text of why its last load delivered less than planned."""
+    """Code and text of the reason why its last load delivered less than planned."""
 
     def resident(self, tokens: int) -> None:
         """Note how many leading tokens the engine's own cache has."""
@@ -87,7 +87,7 @@ class RequestAccount:
         self.wanted_tokens += tokens
 
     def load_ended(self, done: LoadDone, seconds: float, places: Sequence[Place], sizes: Sequence[int]) -> None:
-        """Note that a load ended after `seconds`. `sizes` are bytes of an object of each group, on all ranks."""
+        """Note that a load ended after `seconds`. `sizes` are the bytes of an object of each group on all ranks."""
         self.load_s += seconds
         if done.was_cut:
             self.shortfall = ("cut", f"the load was cut after {seconds:.3g} s: computing was faster by then")

@@ -4,24 +4,24 @@
                          `cache_salt`, so one tenant cannot name another tenant's conversation
     priority             low: evicted first after the request's end; high: retained, and outlasts other retentions
     retain_s             the request's KV stays in host memory for this many seconds after its end
-    prefetch_in_s        the request's KV is in host memory this many seconds after its end, and may leave it until then
-    store, load          false: nothing of the request is stored, or nothing is loaded for it
+    prefetch_in_s        the request's KV is in host memory this many seconds after its end, and may leave it before
+    store, load          if false, nothing of the request is stored, or nothing is loaded for it
     max_offload_tokens, max_load_tokens
-                         vLLM's own fields: only this many leading tokens are stored, or loaded. 0 acts as false above
+                         vLLM's own fields: only this many leading tokens are stored, or loaded. 0 acts like false above
 
-A request *opts out* with `store` false or `max_offload_tokens` 0, in any of its places. Then no tier, host memory,
+A request *opts out* with `store` false or `max_offload_tokens` 0, wherever they stand. Then no tier, host memory,
 event, journal, trace, history, announcement or log line gets its tokens, keys or names. Its other hints, except
-`load`, have no effect. It may load what others have stored. What vLLM keeps of it is vLLM's: its own prefix cache and
-its own events. A later request with the same tokens that does not opt out stores them as its own.
+`load`, have no effect. It may load what others have stored. What vLLM itself keeps of it stays: its own prefix cache
+and its own events. A later request with the same tokens that does not opt out stores them as its own.
 
 `KvHintsEnvelope` (`vllm.v1.kv_hints` of 0.33) lists actions, each with a type, a version and a payload. The payload of
 an action of type `kvtier.hints`, version 1, has the fields above. Dynamo passes an envelope as
 `kv_transfer_params.kv_hint`. A field of `kv_transfer_params` takes precedence over an envelope's.
 
-vLLM passes nothing that a client says to the requests of a beam search (0.32), so they opt out.
+vLLM 0.32 passes nothing from the client to the requests of a beam search, so they opt out.
 
-Hints never affect correctness. An invalid hint is ignored, with one exception: doubt opts out. That is doubt about
-`store`, `max_offload_tokens`, or anything that may have contained them.
+Hints never affect correctness. An invalid hint is ignored, with one exception: a request opts out if there is
+doubt about `store`, `max_offload_tokens`, or anything that may have contained them.
 """
 
 import math
@@ -91,9 +91,9 @@ class RequestHints(NamedTuple):
     retain_s: float | None = None
     prefetch_in_s: float | None = None
     max_load_tokens: int | None = None
-    """Tokens beyond vLLM's own cache. 0: none."""
+    """Maximum number of tokens to load beyond vLLM's own cache, 0 for none."""
     max_offload_tokens: int | None = None
-    """Leading tokens. 0: none."""
+    """Maximum number of leading tokens to store, 0 for none."""
 
     @property
     def opt_out(self) -> bool:
@@ -137,7 +137,7 @@ def _shown(value: object) -> str:
 
 
 def request_hints(request: Request) -> tuple[RequestHints, list[HintProblem]]:
-    """Return the hints of a request, and those that are invalid. Problems of hints that opt out show no value."""
+    """Return the hints of a request, and those that are invalid. Problems of a request that opts out show no value."""
     given, doubt = _fields(request)
     rules = ((name, value, *_RULES[name]) for name, value in given.items())
     wrong = {name: allowed for name, value, allowed, is_kept_by in rules if not is_kept_by(value)}
@@ -163,7 +163,7 @@ def request_hints(request: Request) -> tuple[RequestHints, list[HintProblem]]:
 
 
 def safe_hints(request: Request) -> RequestHints:
-    """The hints of a request. Never raises: one that cannot be read opts out."""
+    """Return the hints of a request. Never raises: a request whose hints cannot be read opts out."""
     try:
         return request_hints(request)[0]
     except Exception:  # noqa: BLE001 - whatever a client has sent
@@ -171,19 +171,19 @@ def safe_hints(request: Request) -> RequestHints:
 
 
 def opts_out(request: Request) -> bool:
-    """Whether nothing of a request is kept. Never raises."""
+    """Return whether nothing of a request may be kept. Never raises."""
     return safe_hints(request).opt_out
 
 
 def _opts_out(name: str, value: object) -> bool:
-    """Whether one value opts out, readable or not."""
+    """Return whether one value opts out, readable or not."""
     if name == "max_offload_tokens":
         return not (value is None or (_RULES[name][1](value) and value))
     return name == "store" and value is not True
 
 
 def unknown_hints(request: Request) -> str:
-    """Return a sentence on envelopes' actions, or fields of their payloads, that kvtier does not know; else ``""``."""
+    """Return a sentence about actions, or fields of their payloads, that kvtier does not know; else ``""``."""
     found: list[str] = []
     for name, action_type, version, payload in _actions(request):
         if payload is None:
@@ -222,9 +222,10 @@ def _fields(request: Request) -> tuple[dict[str, object], str]:
 
 
 def _actions(request: Request) -> Iterator[tuple[str, object, object, Mapping[str, object] | None]]:
-    """Yield (envelope, type, version, payload) of the first `_ACTIONS_MAX` actions. Payload None: not for kvtier.
+    """Yield (envelope, type, version, payload) of the first `_ACTIONS_MAX` actions.
 
-    The type is None for what is not read: an envelope without a list, or further actions.
+    The payload is None for an action that is not kvtier's. The type is None for what is not read: an envelope without
+    a list, or further actions.
     """
     envelopes = (
         (ENVELOPE, params_of(request).get(ENVELOPE)),

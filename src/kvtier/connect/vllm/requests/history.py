@@ -11,50 +11,101 @@ code for programs and a text:
     hint         its hints let it load no more            no_lookup   the request ended, or waits, without a look-up
     removed      an earlier request had that chunk
     shared       the longest prefix shared with others    complete    nothing more could be loaded
+
+The *cut* is where the prompt stops being equal to the most similar earlier one. Equality includes everything that keys
+cover, so prompts with different salts or adapters have nothing in common. Tokens are remembered within
+`PROMPT_BYTES_MAX`. Without them, chunk keys show in which chunk the cut lies.
 """
 
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.requests.account import RequestAccount, client_id_of_engine
 from kvtier.connect.vllm.requests.tracked import TrackedRequest, shared_chunks
+from kvtier.keys.chain import TOKEN_BYTES, token_words
 from kvtier.runtime.control_socket import ControlError
 from kvtier.runtime.session import Session
 from kvtier.types import ChunkKey, Prefix
 
 ENDED_MAX = 256
-"""Ended requests that are remembered."""
+"""Maximum number of ended requests to remember."""
 KEYS_MAX = 1024
-"""Chunks remembered per request: 75 kB."""
+"""Maximum number of chunks remembered per request, which take 75 kB."""
+PROMPT_BYTES_MAX = 16 << 20
+"""Maximum bytes of ended prompts' tokens, which are four million tokens. The oldest are forgotten first."""
+WINDOW_TOKENS = 8
+"""Repetition of an earlier prompt is measured in windows of this many tokens, anywhere after the cut."""
+RIVALS_MAX = 32
+"""Maximum number of earlier prompts whose repetition is measured: those that share the most chunks, newest first."""
+Decode = Callable[[list[int]], str | None]
+AROUND_TOKENS = 16
+"""Tokens that an answer shows before the cut, and after it in both prompts."""
 NOW_S = 1.0
-"""How long a call waits for the tiers' present answers, in seconds."""
+"""How long a call waits for the tiers' answers, in seconds."""
 
 RESET = "its keys were dropped: the cache was reset or cleared, or the weights have changed, while it ran"
 
 
 class Reason(NamedTuple):
-    """One reason."""
+    """One reason, as a code and a text."""
 
     code: str
     text: str
 
 
+class PromptTokens(NamedTuple):
+    """The tokens of a prompt, and what else determines its KV."""
+
+    words: bytes = b""
+    """The tokens as u32, little-endian."""
+    extras: frozenset[tuple[int, bytes]] = frozenset()
+    """As `Chain.extras`."""
+
+    def shared(self, other: "PromptTokens") -> int:
+        """Return the number of leading tokens whose KV is equal in both. 0 if the salts or adapters differ."""
+        one, two = self.words, other.words
+        most = min(len(one) // TOKEN_BYTES, len(two) // TOKEN_BYTES, *(it for it, _ in self.extras ^ other.extras))
+        return bisect_left(
+            range(most), 1, key=lambda at: one[: (at + 1) * TOKEN_BYTES] != two[: (at + 1) * TOKEN_BYTES]
+        )
+
+    def repeated(self, other: "PromptTokens", start: int) -> int:
+        """Return how many tokens after the leading `start` also occur after them in the other prompt."""
+        width, first = WINDOW_TOKENS * TOKEN_BYTES, start * TOKEN_BYTES
+        own = {self.words[at : at + width] for at in range(first, len(self.words) - width + 1, width)}
+        places = range(first, len(other.words) - width + 1, TOKEN_BYTES)
+        return WINDOW_TOKENS * len(own.intersection(other.words[at : at + width] for at in places))
+
+    def around(self, start: int, decode: Decode) -> dict[str, Any]:
+        """Return up to `AROUND_TOKENS` tokens from `start` on, and their text."""
+        inside = range(max(0, start), min(start + AROUND_TOKENS, len(self.words) // TOKEN_BYTES))
+        ids = [int.from_bytes(self.words[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES], "little") for at in inside]
+        with suppress(Exception):  # vLLM's tokenizer, which may refuse anything
+            return {"ids": ids, "text": decode(ids)}
+        return {"ids": ids, "text": None}
+
+
 class RequestRecord(NamedTuple):
-    """What is remembered of a request."""
+    """What is remembered about a request."""
 
     id: str
+    number: int
+    """Order of arrival."""
     ended_s: float | None
     prompt_tokens: int
     most_tokens: int
-    """Most tokens that could be loaded."""
-    announced_tokens: int
+    """Maximum number of tokens that could be loaded."""
     skips: bool
     max_load_tokens: int | None
-    """Most tokens that its hints let it load."""
+    """Maximum number of tokens that its hints let it load."""
     keys: tuple[ChunkKey, ...] | None
+    prompt: list[PromptTokens]
+    """Its tokens. Empty once they are forgotten, or without keys; the scheduler's thread may do so at any time."""
     account: RequestAccount
 
     @classmethod
@@ -63,13 +114,16 @@ class RequestRecord(NamedTuple):
         request, keys = tracked.request, tracked.keys
         return cls(
             request.request_id,
+            tracked.number,
             ended_s,
             request.num_prompt_tokens,
             geometry.hit_tokens(request.num_prompt_tokens),
-            tracked.account.announced_tokens,
             bool(request.skip_reading_prefix_cache),
             tracked.hints.max_load_tokens,
             None if keys is None else keys.keys[:KEYS_MAX],
+            []
+            if keys is None
+            else [PromptTokens(bytes(token_words(request.all_token_ids[: request.num_prompt_tokens])), keys.extras)],
             tracked.account,
         )
 
@@ -81,12 +135,18 @@ class RequestHistory:
         session: the engine's session.
         geometry: gives the size of chunks.
         refusal: returns why the last request without keys has none.
+        decode: turns token ids into text, or into None if the process has no tokenizer.
     """
 
-    def __init__(self, session: Session, geometry: Geometry, refusal: Callable[[], str]) -> None:
-        self._session = session
-        self._refusal = refusal
-        self._geometry = geometry
+    def __init__(
+        self,
+        session: Session,
+        geometry: Geometry,
+        refusal: Callable[[], str],
+        decode: Decode = lambda _: None,
+    ) -> None:
+        self._session, self._geometry = session, geometry
+        self._refusal, self._decode = refusal, decode
         self._open: dict[str, TrackedRequest] = {}
         self._ended: deque[RequestRecord] = deque(maxlen=ENDED_MAX)
 
@@ -108,6 +168,8 @@ class RequestHistory:
         """Move a request that has ended from the open to the ended ones."""
         self._open.pop(tracked.id, None)
         self._ended.append(RequestRecord.of(tracked, self._geometry, time.monotonic()))
+        while sum(len(it.words) for record in self._ended for it in record.prompt) > PROMPT_BYTES_MAX:
+            next(it.prompt for it in self._ended if it.prompt).clear()
 
     # ---- the thread of control calls -------------------------------------------------------------------------------
 
@@ -128,6 +190,7 @@ class RequestHistory:
             )
         account, now_s = record.account, time.monotonic()
         others = [it for it in ended if it is not record and it.keys and it.ended_s is not None]
+        earlier = [it for it in (*running, *ended) if it.number < record.number and it.keys is not None]
         return {
             "request": client_id_of_engine(record.id),
             "engine_request": record.id,
@@ -139,10 +202,11 @@ class RequestHistory:
             "computed_tokens": max(0, record.prompt_tokens - account.resident_tokens - account.loaded.total()),
             "reasons": [it._asdict() for it in reasons_of(record, others, self._geometry.chunk_tokens, now_s)],
             "missing_chunk_now": self._now(record),
+            "cuts": cuts_of(record, earlier, self._geometry.chunk_tokens, self._decode),
         }
 
     def _now(self, record: RequestRecord) -> list[str] | None:
-        """Return the places that now have the first chunk that the look-up missed. None: it found all."""
+        """Return the places that now have the first chunk that the look-up missed, or None if it found all."""
         chunk = _found_tokens(record) // self._geometry.chunk_tokens
         keys = (record.keys or ())[: chunk + 1]
         if len(keys) <= chunk or chunk * self._geometry.chunk_tokens >= record.most_tokens:
@@ -167,7 +231,7 @@ def reasons_of(record: RequestRecord, others: list[RequestRecord], size: int, no
     reasons += [Reason("obstacle", text) for text in account.obstacles]
     planned = account.planned
     if planned is None and not account.obstacles:
-        reasons.append(Reason("no_lookup", "it was not looked up: it waits, or ended before, or another load had it"))
+        reasons.append(Reason("no_lookup", "it was not looked up: it still waits, ended first, or another load had it"))
     elif found < _most_tokens(record, size):
         reasons += _absent(record, others, found // size, size, now_s)
     if planned is not None and planned.chosen_tokens < found:
@@ -212,16 +276,15 @@ def _absent(record: RequestRecord, others: list[RequestRecord], chunk: int, size
     """Return why a chunk was not found."""
     reasons = [Reason("absent", f"the chunk at token {chunk * size} was in no place that answered")]
     keys = record.keys or ()
-    if record.announced_tokens > chunk * size:
-        text = f"another engine announced {record.announced_tokens} tokens; {chunk * size} had arrived in time"
+    if (announced := record.account.announced_tokens) > chunk * size:
+        text = f"another engine announced {announced} tokens; {chunk * size} had arrived in time"
         reasons.append(Reason("announced", text))
-    before_s = record.ended_s or now_s
-    older = [it for it in others if it.keys and (it.ended_s or now_s) <= before_s]
+    older = [it for it in others if it.keys and (it.ended_s or now_s) <= (record.ended_s or now_s)]
     had = next((it for it in older if it.keys and it.keys[chunk : chunk + 1] == keys[chunk : chunk + 1] != ()), None)
     if had is not None and had.ended_s is not None:
-        text = f"request {client_id_of_engine(had.id)}, ended {now_s - had.ended_s:.0f} s ago, had it"
         why = "it was evicted or removed since, or not stored" if had.account.stored_tokens else "it stored nothing"
-        return [*reasons, Reason("removed", f"{text}; {why}")]
+        text = f"request {client_id_of_engine(had.id)}, ended {now_s - had.ended_s:.0f} s ago, had it; {why}"
+        return [*reasons, Reason("removed", text)]
     shares = [(shared_chunks(it.keys or (), keys), it.id) for it in older]
     longest, name = max(shares, default=(0, ""), key=lambda it: it[0])
     text = f"the longest prefix shared with the last {len(older)} requests has {longest * size} tokens"
@@ -230,3 +293,60 @@ def _absent(record: RequestRecord, others: list[RequestRecord], chunk: int, size
 
 def _found_tokens(record: RequestRecord) -> int:
     return max(record.account.resident_tokens, sum(tokens for _, tokens in record.account.found))
+
+
+class _Shared(NamedTuple):
+    """What a prompt shares with an earlier one."""
+
+    earlier: RequestRecord
+    known: list[PromptTokens]
+    """The tokens of the earlier prompt. Empty if they or this prompt's are forgotten."""
+    tokens: int
+    """Number of equal leading tokens, counted in whole chunks if the tokens are forgotten."""
+    repeated: int = 0
+    """Number of tokens after these that occur in both."""
+
+
+def cuts_of(
+    record: RequestRecord, earlier: Sequence[RequestRecord], size: int, decode: Decode = lambda _: None
+) -> list[dict[str, Any]]:
+    """Return the cut of a prompt. Empty if it costs no chunk of the most similar earlier prompt.
+
+    That prompt shares the most chunks and, among equals, the most tokens, wherever they occur. If less than a chunk is
+    shared, half of what follows must be repeated. Otherwise two conversations only begin with the same template.
+
+    Args:
+        record: the request.
+        earlier: requests with keys that arrived before it.
+        size: tokens of a chunk.
+        decode: turns token ids into text.
+    """
+    own, shares = [*record.prompt], list[_Shared]()
+    for it in earlier:
+        known = [*it.prompt] if own else []
+        tokens = own[0].shared(known[0]) if known else size * shared_chunks(record.keys or (), it.keys or ())
+        shares += [_Shared(it, known, tokens)] if tokens else []
+    if not shares:
+        return []
+    rivals = sorted(shares, key=lambda it: (it.tokens // size, it.earlier.number))[-RIVALS_MAX:]
+    rivals = [it._replace(repeated=own[0].repeated(it.known[0], it.tokens)) if it.known else it for it in rivals]
+    other, known, at, repeated = max(
+        rivals, key=lambda it: (it.tokens // size, it.tokens + it.repeated, it.tokens, it.earlier.number)
+    )
+    lost = min(record.prompt_tokens, other.prompt_tokens) - at
+    last = min(record.most_tokens, other.prompt_tokens, *([] if known else [KEYS_MAX * size]))
+    if last // size <= at // size or (at < size and 2 * repeated < lost):
+        return []
+    this, that = (own[0], known[0]) if known else (PromptTokens(), PromptTokens())
+    return [
+        {
+            "request": client_id_of_engine(other.id),
+            "at_token": at,
+            "is_exact": bool(known),
+            "lost_tokens": lost,
+            "repeated_tokens": repeated if known else None,
+            "before": this.around(at - AROUND_TOKENS, decode),
+            "earlier": that.around(at, decode),
+            "this": this.around(at, decode),
+        }
+    ]

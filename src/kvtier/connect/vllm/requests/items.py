@@ -2,8 +2,8 @@
 
 vLLM's identifier of an item is a digest of its content, or whatever its client calls it (a `uuid`). Nothing in a
 request says which: a client may also send what looks like a digest. vLLM keeps what it computes from an item under its
-identifier. So an item is no longer cached once the data of its identifier have differed, or were unknown. What vLLM
-reuses for it may belong to either.
+identifier. So an item is no longer cached once its identifier has stood for different or unknown data. What vLLM reuses
+for it may come from either.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ from kvtier.errors import ConfigError
 from kvtier.keys.weights import Bytes, digest_tensors
 
 ITEM_BYTES_MAX = 512 << 20
-"""Data of a request's items that the scheduler's thread digests. It takes at most a third of a second."""
+"""Maximum bytes of a request's items that the scheduler's thread digests, in at most a third of a second."""
 
 IDENTIFIERS_MAX = 1 << 16
-"""Identifiers that are remembered, more than the items in vLLM's own caches. Each takes about 300 bytes."""
+"""Maximum number of identifiers remembered, more than the items in vLLM's own caches. Each takes about 300 bytes."""
 
 _DIGEST = "_kvtier_digest"
 """Attribute of data that have been digested. vLLM passes the same object for each request with a cached item."""
@@ -72,7 +72,7 @@ class Items:
         return digests, next(iter(reasons), "")
 
     def _digest(self, data: Any) -> tuple[bytes, str]:  # noqa: ANN401 - vLLM's `MultiModalKwargsItem`
-        """Return the digest of an item's data; or `_UNKNOWN`, and why."""
+        """Return the digest of an item's data; or `_UNKNOWN` and the reason."""
         if data is None:
             return _UNKNOWN, "comes without data, so only its name is known"
         if known := cast("bytes", getattr(data, _DIGEST, b"")):
@@ -95,7 +95,7 @@ def _leaves(name: str, value: object) -> Iterator[Leaf]:
     """Yield the pieces of nested data.
 
     Raises:
-        TypeError: the bytes of a piece's class are unknown.
+        TypeError: a piece is of an unsupported class.
     """
     if isinstance(value, np.ndarray):
         yield from _leaves(name, torch.tensor(value))

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ADAPTERS_MAX = 4096
-"""Adapters that are remembered, far more than vLLM keeps in memory."""
+"""Maximum number of adapters remembered, far more than vLLM keeps in memory."""
 
 EPOCH_BYTES = 16
 
@@ -43,10 +43,10 @@ EXACT = "exact:"
 keeps their blocks apart by the salt. In other engines it is a salt like any other."""
 
 CLEARED_SALTS_MAX = 4096
-"""Salts that can be cleared one by one before everything has to be cleared."""
+"""Maximum number of salts that can be cleared one by one before everything has to be cleared."""
 
 VERSIONS_MAX = 8
-"""Earlier versions of an adapter's files, with equal content, that are remembered."""
+"""Maximum number of earlier versions of an adapter's files, with equal content, to remember."""
 
 OLD_ITEMS = (
     "the weights have changed, or may have, and vLLM may have kept its images or other items as other weights encoded "
@@ -54,7 +54,7 @@ OLD_ITEMS = (
 )
 
 REASONS_MAX = 100
-"""Different reasons that are logged. Reasons may name adapters, whose number is unbounded."""
+"""Maximum number of different reasons to log. Reasons may name adapters, whose number is unbounded."""
 
 
 class NotCacheableError(KvError):
@@ -62,12 +62,12 @@ class NotCacheableError(KvError):
 
 
 def loss_of(salt: str | None, loss: Loss) -> Loss:
-    """Return the class of the stored KV that a request with this salt may get from an engine of a class."""
+    """Return the class of the stored KV that a request with this salt may get from an engine of class `loss`."""
     return "none" if (salt or "").startswith(EXACT) else loss
 
 
 class KeyMaker:
-    """Makes the keys of an engine's requests. One thread makes keys. One other may ask for chains and change epochs.
+    """Makes the keys of an engine's requests. One thread makes keys; one other may ask for chains and change epochs.
 
     Args:
         root: 32-byte keyed root of the engine (`kvtier.keys.fingerprint.root_key`).
@@ -104,7 +104,7 @@ class KeyMaker:
         self._nap: tuple[tuple[bytes, dict[str, bytes]], bytes] | None = None
         """The epochs before a reset that was part of vLLM's sleep, and the epoch that it started."""
         self.weights = b""
-        """Names weights that differ from those at the start, or after the last unknown change. Empty: they do not
+        """Name of weights that differ from those at the start, or after the last unknown change; empty if they do not
         differ."""
         self.are_weights_private = False
         """Whether no other engine gives these weights the same name."""
@@ -117,15 +117,15 @@ class KeyMaker:
         """Why the last request without keys cannot be cached."""
 
     def begin(self, request: Request) -> Chain | None:
-        """Return the key chain of a request, still without tokens. None: it cannot be cached. Log each reason once."""
+        """Return a request's key chain, still without tokens, or None if it cannot be cached. Log each reason once."""
         return self._made(request, lambda: self._chain(self._extras(request)))
 
     def extras(self, request: Request) -> list[Extra] | None:
-        """Return what determines a request's KV besides tokens. None: it cannot be cached. Log each reason once."""
+        """Return what determines a request's KV besides tokens; None if it cannot be cached. Log each reason once."""
         return self._made(request, lambda: self._extras(request))
 
     def _made(self, request: Request, make: Callable[[], T]) -> T | None:
-        """Return the result of `make`. None: the request cannot be cached, or memory is short for a moment.
+        """Return the result of `make`, or None if the request cannot be cached or memory is briefly short.
 
         The log does not mention a request that opts out, because reasons name adapters and items.
         """
@@ -143,7 +143,7 @@ class KeyMaker:
         return None
 
     def loaded(self, adapter: LoraRequest) -> None:
-        """Identify an adapter that vLLM is about to load. Its files may have changed when a request comes."""
+        """Identify an adapter that vLLM is about to load. Its files may have changed by the time a request arrives."""
         with suppress(NotCacheableError):
             self.adapters.identify(adapter)
 
@@ -151,8 +151,8 @@ class KeyMaker:
         """Return the key chain of a text request, still without tokens.
 
         Args:
-            salt: the request's `cache_salt`. Empty: none.
-            adapter: name of its adapter, which a request has used before. Empty: none.
+            salt: the request's `cache_salt`; empty for none.
+            adapter: name of its adapter, which a request has used before; empty for none.
 
         Raises:
             NotCacheableError: no request has used an adapter of this name, or the salt demands exact KV.
@@ -177,7 +177,7 @@ class KeyMaker:
             self._nap = (before, epoch)
 
     def awake(self) -> None:
-        """Undo the reset of vLLM's sleep, unless another reset followed: the weights' name tells other KV apart."""
+        """Undo the reset of vLLM's sleep, unless another followed. The weights' name distinguishes other KV."""
         with self._epochs_lock:
             if self._nap is not None and self._nap[1] == self._epochs[0]:
                 epoch, salts = self._nap[0]
@@ -186,16 +186,16 @@ class KeyMaker:
 
     @property
     def own(self) -> tuple[bool, set[str]]:
-        """Whether other engines have other keys for all requests, and the salts for which they have."""
+        """Whether other engines have other keys for all requests, and the salts for which they do."""
         epoch, salts = self._epochs
         return bool(epoch or self._unknown) or self.are_weights_private, set(salts)
 
     def unknown_weights(self) -> None:
-        """Separate all later requests from all earlier ones, whatever resets are undone."""
+        """Separate all later requests from all earlier ones, even if resets are undone."""
         self._unknown, self.weights = secrets.token_bytes(EPOCH_BYTES), b""
 
     def clear_salt(self, salt: str) -> bool:
-        """Separate later requests of `salt` (empty: without one) from earlier ones. False: too many salts already."""
+        """Separate later requests of `salt` (empty for none) from earlier ones. False if too many are cleared."""
         with self._epochs_lock:
             epoch, known = self._epochs
             if salt not in known and len(known) >= CLEARED_SALTS_MAX:
@@ -254,8 +254,8 @@ class Adapters:
 
     An adapter's files are digested when its first request arrives. vLLM's workers read them later, perhaps repeatedly.
     Each read is compared with what was digested (`read`). After a difference the adapter is not cached until it is
-    loaded again from files with the digested content. It is not cached either while its files have other content,
-    because vLLM may have either. An adapter that is reloaded on purpose (`load_inplace`) gets a new identity.
+    loaded again from files with the digested content. Nor is it cached while its files have other content, because
+    vLLM may have loaded either. An adapter that is reloaded on purpose (`load_inplace`) gets a new identity.
 
     Args:
         settings: vLLM's `LoRAConfig`, or None.
@@ -267,13 +267,13 @@ class Adapters:
         self._replaced = replaced
         self._known: OrderedDict[int, _Adapter] = OrderedDict()
         self._read: OrderedDict[int, Mapping[Path, FileVersion]] = OrderedDict()
-        """What the workers have read last. Empty: different files. Both tables forget the least recently used
+        """What the workers read last; empty if they read different files. Both tables forget the least recently used
         adapter."""
         self.mixed: set[int] = set()
         """Adapters of which vLLM's own cache may have blocks that were computed with other files."""
 
     def known(self, name: str) -> bytes | None:
-        """Return the identity of the newest adapter of this name. None: no name is given. Any thread may ask.
+        """Return the identity of the newest adapter of this name, or None if the name is empty. Any thread may ask.
 
         Raises:
             NotCacheableError: no request has used it.
@@ -284,7 +284,7 @@ class Adapters:
         return found[-1] if name else None
 
     def named(self, number: int) -> tuple[Mapping[Path, FileVersion], ...]:
-        """Return the file versions that an adapter's identity stands for. Empty: the adapter is unknown."""
+        """Return the file versions that an adapter's identity stands for; empty if the adapter is unknown."""
         known = self._known.get(number)
         return () if known is None else known.versions
 

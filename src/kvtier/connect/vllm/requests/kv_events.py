@@ -1,7 +1,7 @@
 """KV events: which of vLLM's blocks routers can find in kvtier's tiers (`--kv-events-config`).
 
 The session's transfers and probes show which chunks enter and leave each place. Requests map chunks to vLLM's block
-hashes. A tier evicts by itself, and other engines evict from a shared one. So health checks ask again for published
+hashes. A tier evicts by itself, and other engines evict from a shared tier. So health checks ask again for published
 chunks. `docs/internals/routing.md` says what routers read from an event.
 
 With the setting `events.token_ids`, sealed objects contain the tokens of their chunk and everything else that enters
@@ -32,40 +32,41 @@ CPU, STORAGE = "CPU", "STORAGE"
 """Media as vLLM names them (`vllm.distributed.kv_events`, 0.32)."""
 
 CHUNKS_MAX = 16_384
-"""Chunks in the table. Beyond this many, the least recently used one is withdrawn."""
+"""Maximum number of chunks in the table. Beyond this many, the least recently used one is withdrawn."""
 
 MOVES_MAX = 65_536
-"""Movements that wait for the next step. Beyond this many, the oldest are dropped, and host memory is compared."""
+"""Maximum number of movements that wait for the next step. Beyond that, the oldest are dropped, and host memory is
+compared."""
 
 REPEATED_MAX = 64
-"""Chunks repeated in one step."""
+"""Maximum number of chunks repeated in one step."""
 
 RECALLED_MAX = 64
-"""Recalled chunks whose hashes are computed in one step."""
+"""Maximum number of recalled chunks whose hashes are computed in one step."""
 
 RECORDS_MAX = 16_384
-"""Recalled chunks that wait. Beyond this many, further ones are dropped."""
+"""Maximum number of recalled chunks that wait. Further ones are dropped."""
 
 CHECKED, CHECKED_REMOTE = 256, 16
-"""Chunks per health check: in a tier on this machine, and in a tier where each name may cost a request."""
+"""Chunks per health check of a local tier, and of a tier where each name may cost a request."""
 
 REMOTE_CHECK_S = 10.0
-"""Time between checks of a remote tier that ask for chunks, in seconds."""
+"""Seconds between health checks that ask a remote tier for chunks."""
 
 EXTRAS_DEPTH_MAX = 8
-"""Nesting depth of lists and tables in a chunk's extras. In vLLM 0.32 it is 6."""
+"""Greatest nesting depth of lists and tables in a chunk's extras. In vLLM 0.32 it is 6."""
 
 Extras = tuple[Any, ...] | None
 """What enters a block's hash besides tokens, in vLLM's tagged form."""
 
 
 def is_plain(value: object, depth: int = EXTRAS_DEPTH_MAX) -> bool:
-    """Whether vLLM can hash and publish `value`. One value that it cannot encode costs all events of a step.
+    """Return whether vLLM can hash and publish `value`. One bad value would lose all events of a step.
 
     Extras contain what clients sent, and a sealed object's extras what any engine of the tenant wrote.
     """
     if isinstance(value, str):
-        # A lone surrogate has no UTF-8.
+        # A lone surrogate cannot be encoded as UTF-8.
         return value.isascii() or not any("\ud800" <= each <= "\udfff" for each in value)
     if isinstance(value, int):
         return -(1 << 63) <= value < 1 << 64
@@ -90,7 +91,7 @@ class ChunkBlocks(NamedTuple):
 
     hashes: Sequence[Any]
     parent: Any
-    """Hash of the block before the first. None at the start."""
+    """Hash of the block before the first, or None at the start of the prompt."""
     tokens: "array[int]"
     """Tokens of the chunk. Routers compute their own hashes from them."""
     extras: Sequence[Extras]
@@ -118,16 +119,16 @@ class _Chunk:
 
 
 class Events(Observer):
-    """The events of one group. It is also `ChunkTexts`. Any thread may call its methods.
+    """The events of one group. It also implements `ChunkTexts`. Any thread may call its methods.
 
     Args:
         group: number of a group whose objects are whole chunks.
         block_tokens: tokens per block of its vLLM group.
-        hash_tokens: tokens per block hash of vLLM. Divides `block_tokens`.
+        hash_tokens: tokens per block hash of vLLM, a divisor of `block_tokens`.
         tiers: the tiers that are published.
         extras_of: returns what enters the hash of a request's block (first token, end) besides tokens.
-        hash_of: returns vLLM's hash of a block from its parent's hash (None: no parent), its tokens and its extras.
-        repeat_s: seconds after which everything is published again, for routers that started later. 0: never.
+        hash_of: returns vLLM's hash of a block from its parent's hash (None without one), its tokens and its extras.
+        repeat_s: seconds after which everything is published again, for routers that started later; 0 for never.
         clock: monotonic seconds.
     """
 
@@ -155,8 +156,8 @@ class Events(Observer):
         self._slots: dict[int, ChunkKey] = {}
         self._moved: deque[tuple[ChunkKey, str, bool]] = deque(maxlen=MOVES_MAX)
         self._chunks: OrderedDict[ChunkKey, _Chunk] = OrderedDict()
-        """In order of use. Other threads look up single keys at any moment, so a key is never removed and inserted
-        again."""
+        """The table, in order of use. Other threads look up single keys at any moment, so a key is never removed and
+        inserted again."""
         self._listed: tuple[ChunkKey, ...] = ()
         """The keys of the table, replaced as a whole, because other threads must not iterate over the table."""
         self._has_changed = False
@@ -231,7 +232,7 @@ class Events(Observer):
     def text_of(self, key: ChunkKey) -> bytes:
         """Return token ids and extras of a chunk, for sealed objects; see `ChunkTexts`.
 
-        Extras are JSON: those that every block starts with, then further ones by block. Empty if there are none.
+        Extras are JSON: those that every block starts with, then further ones by block; empty if there are none.
         """
         chunk = self._chunks.get(key)
         # If a block has several hashes, the extras are the block's, not those of single hashes.
@@ -281,7 +282,7 @@ class Events(Observer):
             self._use(key)
 
     def take(self) -> list[BlockEvent]:
-        """Return events since the last call, and some that are due again."""
+        """Return events since the last call, and some that are due for repetition."""
         may_lack_moves = len(self._moved) == MOVES_MAX
         for _ in range(len(self._moved)):
             self._move(*self._moved.popleft())
@@ -311,7 +312,7 @@ class Events(Observer):
             self._forget(next(iter(self._chunks)))
 
     def clear(self, salt: str) -> None:
-        """Withdraw all chunks of prompts with this `cache_salt`. Empty: prompts without one."""
+        """Withdraw all chunks of prompts with this `cache_salt`, or of those without a salt if it is empty."""
         self._forget_texts()
         known = [(chunk.blocks, key) for key, chunk in self._chunks.items() if chunk.blocks is not None]
         gone: set[Any] = set()
@@ -333,7 +334,7 @@ class Events(Observer):
         return bool(self._moved or self._recalled or self._events or self._repeats or is_due)
 
     def _recall(self, record: ChunkRecord, tier: str) -> None:
-        """Publish a chunk whose parent is known. After keys have changed, perhaps no request finds it."""
+        """Publish a chunk whose parent is known. After keys have changed, requests may not find it."""
         known = self._chunks.get(record.key)
         if not self._has_cleared and (known is None or known.blocks is None):
             parent = None if record.parent is None else self._chunks.get(record.parent)
@@ -345,7 +346,7 @@ class Events(Observer):
             self._move(record.key, tier, is_there=True)
 
     def _blocks_of(self, record: ChunkRecord, parent: "_Chunk | None") -> ChunkBlocks | None:
-        """Return a recalled chunk's blocks. None: its parent's hash is unknown, or its extras have another form."""
+        """Return a recalled chunk's blocks, or None if its parent's hash or the form of its extras is unknown."""
         if parent is not None and parent.blocks is None:
             return None
         first = last = None if parent is None or parent.blocks is None else parent.blocks.hashes[-1]
@@ -402,12 +403,12 @@ class Events(Observer):
         self._publish(self._chunks.pop(key), is_there=False)
 
     def _publish(self, chunk: _Chunk, *, is_there: bool = True) -> None:
-        """Add an event for each medium that has the chunk: it enters or leaves."""
+        """Add an event for each medium that has the chunk, which says that the chunk enters or leaves it."""
         if chunk.blocks is not None:
             self._events += [BlockEvent(chunk.blocks, medium, is_there) for medium in self._media(chunk)]
 
     def _is_listed(self, key: ChunkKey, place: str) -> bool:
-        """Whether the table has the chunk in a place. Any thread may ask."""
+        """Return whether the table has the chunk in a place. Any thread may ask."""
         chunk = self._chunks.get(key)
         return chunk is not None and place in chunk.places
 

@@ -1,7 +1,7 @@
-"""Passes what happens to requests on to everything optional: journal, recorder, history and KV events.
+"""Passes what happens to requests on to the optional observers: journal, recorder, history and KV events.
 
-Each of them has a guard of its own (`runtime.observers.guards`). An error in one costs its record or the feature, and
-is not raised.
+Each of them has a guard of its own (`runtime.observers.guards`). An error in one loses its record or ends the
+feature, and is not raised.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class RequestLog:
         self._events = events and guards.around(Feature.EVENTS, events, take=(), has_news=False)
         self._history = history and guards.around(Feature.HISTORY, history)
         self._has_cleared = False
-        """Routers were asked to forget everything, because the events have ended."""
+        """Whether routers were asked to forget everything, because the events have ended."""
 
     def _account(self, act: Callable[..., None], *given: object) -> None:
         self._guards.run(Feature.JOURNAL, act, *given, otherwise=None)
@@ -69,7 +69,7 @@ class RequestLog:
         self._account(tracked.account.load_begins, tokens)
 
     def load_started(self, tracked: TrackedRequest, prefix: Prefix) -> None:
-        """Note that the session gets a load of `prefix`."""
+        """Note that a load of `prefix` is passed to the session."""
         if self._events is not None and not tracked.hints.opt_out:
             self._events.learn(tracked.request, prefix)
 
@@ -88,7 +88,7 @@ class RequestLog:
             self._events.learn(tracked.request, prefix, first)
 
     def ended(self, tracked: TrackedRequest, open_since_s: float | None) -> None:
-        """Note that a request has ended, finished or aborted. Nothing is kept of one that opts out.
+        """Note that a request has ended, finished or aborted. Nothing is kept about one that opts out.
 
         Args:
             tracked: the request.
@@ -108,18 +108,18 @@ class RequestLog:
     # ---- KV events -------------------------------------------------------------------------------------------------
 
     def keys_renewed(self) -> None:
-        """Withdraw what was published of all requests, which have other keys from now on."""
+        """Withdraw everything that was published, because all requests have other keys from now on."""
         if self._events is not None:
             self._events.reset()
 
     def salt_cleared(self, salt: str) -> None:
-        """Withdraw what was published of requests with this salt (``""``: without one)."""
+        """Withdraw what was published about requests with this salt (``""`` for none)."""
         if self._events is not None:
             self._events.clear(salt)
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_events` may return anything. Any thread."""
+        """Whether `take_events` may return anything. Any thread may ask."""
         return self._events is not None and (self._events.has_news or self._must_clear)
 
     @property
@@ -128,10 +128,10 @@ class RequestLog:
         return not self._has_cleared and self._guards.has_ended(Feature.EVENTS)
 
     def take_events(self, form: Callable[[BlockEvent], Any], *, is_off: bool) -> list[Any] | None:
-        """Return KV events for routers, at the end of a step. After an internal error withdraw all chunks.
+        """Return KV events for routers, at the end of a step. After an internal error, withdraw all chunks.
 
         Return None once if the error was in the events: what was published is then unknown. All of it must be
-        withdrawn, also that of vLLM's own cache.
+        withdrawn, including that of vLLM's own cache.
 
         Args:
             form: converts an event into vLLM's form.

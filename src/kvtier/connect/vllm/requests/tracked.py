@@ -19,7 +19,7 @@ _ENDED_BY_OUTPUT = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FIN
 
 
 def shared_chunks(one: tuple[ChunkKey, ...], other: tuple[ChunkKey, ...]) -> int:
-    """Return the number of leading chunks that two prefixes share. Bisect: equal keys imply equal keys before them."""
+    """Return how many leading chunks two prefixes share. Bisects, because equal keys imply equal keys before them."""
     return bisect_left(range(min(len(one), len(other))), 1, key=lambda chunk: one[chunk] != other[chunk])
 
 
@@ -53,7 +53,7 @@ class TrackedRequest:
     number: int
     """Unique. Two requests may have the same id, one after the other."""
     keys: Chain | None
-    """None: the request is neither looked up nor stored."""
+    """None if the request is neither looked up nor stored."""
     hints: RequestHints = NO_HINTS
     began_step: int | None = None
     """First step that computed into the request's current blocks."""
@@ -67,7 +67,7 @@ class TrackedRequest:
     """Leading tokens that are cached or were handed to the session, up to a boundary from which a request can
     resume."""
     junction_tokens: int = 0
-    """Length of the cached history that another request shares with this one. 0: none."""
+    """Length of the cached history that another request shares with this one; 0 if there is none."""
     offers: list[StateOffer] = field(default_factory=list[StateOffer])
     """States past `handed_tokens` that vLLM offers. Their blocks are pinned."""
     cap_tokens: int | None = None

@@ -4,7 +4,7 @@
     kvtier.tokens        the announcement, in the request to the decode engine: leading tokens that another engine has
                          stored or is storing
     kvtier.loss          in a response of an engine with a lossy class: class of the stored KV that it may have used
-    kvtier.loaded_tokens with it: tokens that kvtier loaded for it. vLLM's own cache may have more, from earlier loads
+    kvtier.loaded_tokens beside `loss`: tokens that kvtier loaded for it. vLLM's own cache may have more, loaded earlier
     (hints)              what `hints.request_hints` reads
 
 Hints and announcements never affect correctness, because loads use the request's own keys. An invalid one is ignored.
@@ -47,7 +47,7 @@ _FIELDS = frozenset({*HINTS, "do_remote_decode", "do_remote_prefill", ANNOUNCEME
 
 
 def announced_tokens(request: Request) -> tuple[int, str]:
-    """Return the leading tokens that another engine has announced, and what is invalid about them, or ``""``."""
+    """Return how many leading tokens another engine has announced, and why that is invalid, or ``""``."""
     announcement = params_of(request).get(ANNOUNCEMENT)
     if announcement is None:
         return 0, ""
@@ -61,7 +61,7 @@ def announced_tokens(request: Request) -> tuple[int, str]:
 
 
 def unknown_fields(request: Request) -> str:
-    """Return a sentence on fields of `kv_transfer_params` or actions of `kv_hints` that are unknown, or ``""``."""
+    """Return a sentence about fields of `kv_transfer_params` or actions of `kv_hints` that are unknown, or ``""``."""
     found = sorted(str(name) for name, value in params_of(request).items() if name not in _FIELDS and value is not None)
     if found:
         return f"kv_transfer_params has {short(found)}; known: {', '.join(sorted(_FIELDS))}"
@@ -69,7 +69,7 @@ def unknown_fields(request: Request) -> str:
 
 
 def wants_announcement(request: Request) -> bool:
-    """Whether another engine continues the request, by the convention of vLLM's proxies."""
+    """Return whether another engine continues the request, by the convention of vLLM's proxies."""
     return params_of(request).get("do_remote_decode") is True
 
 
@@ -82,10 +82,10 @@ class Announces(Enum):
     """Which responses announce what the engine has stored."""
 
     NEVER = auto()
-    """No other engine finds it."""
+    """For an engine whose KV no other engine finds."""
     IF_ASKED = auto()
     ALWAYS = auto()
-    """A prefill engine."""
+    """For a prefill engine."""
 
 
 class TransferParams:
@@ -97,7 +97,7 @@ class TransferParams:
         is_alone: False beside another connector that passes KV between engines. That connector then loads requests
             with `do_remote_prefill`, and nothing is announced or waited for.
         allows_high_priority: whether requests may retain KV with a high priority.
-        loss: the engine's class. If it is not ``none``, each response has `loss_of` its request.
+        loss: the engine's class. If it is not ``none``, each response contains `loss_of` its request.
     """
 
     def __init__(
@@ -144,10 +144,10 @@ class TransferParams:
         return hints, announced if self._is_alone else 0
 
     def is_ours(self, request: Request) -> bool:
-        """Whether kvtier loads the request, and not another connector beside it.
+        """Return whether kvtier loads the request, and not another connector beside it.
 
-        By the convention of vLLM's proxies, the request says so if another engine has computed the prompt, and no load
-        has started.
+        By the convention of vLLM's proxies, a request has `do_remote_prefill` if another engine has computed the prompt
+        and no load has started.
         """
         return self._is_alone or params_of(request).get("do_remote_prefill") is not True
 
@@ -178,7 +178,7 @@ class TransferParams:
             return None
         return announcement_of(min(tracked.published_tokens, request.num_prompt_tokens))
 
-    # ---- hints on the time after a request -------------------------------------------------------------------------
+    # ---- hints for the time after a request ------------------------------------------------------------------------
 
     def ended(self, tracked: TrackedRequest) -> None:
         """Take the hints of a request that has ended."""
@@ -207,5 +207,5 @@ class TransferParams:
             session.prefetch(name, prefix, hints.prefetch_in_s, conversation)
 
     def forget(self) -> None:
-        """Forget the hints that `pass_on` has not passed on. Keys have changed."""
+        """Forget the hints that `pass_on` has not passed on, because keys have changed."""
         self._ended.clear()

@@ -19,7 +19,7 @@ class BlockContent(NamedTuple):
 
     block: int
     hash: Any
-    """vLLM's hash of the block. None: the prefix cache cannot find the block."""
+    """vLLM's hash of the block, or None if the prefix cache cannot find it."""
 
 
 class BlockPins:
@@ -41,7 +41,7 @@ class BlockPins:
         self._on_reuse = on_reuse
         self._watched = guarded(self._reused)
         self._pins: Counter[int] = Counter()
-        """Number of pins of each block, because stores of several requests may read it. Bounded by the number of
+        """Number of pins on each block, because stores of several requests may read it. Bounded by the number of
         blocks."""
 
     def pin(self, blocks: Collection[int]) -> None:
@@ -54,8 +54,8 @@ class BlockPins:
 
         Args:
             blocks: block ids of one request and one group, deepest first.
-            is_thorough: check every block. Otherwise only the first and the last are checked, because a request frees
-                its blocks together, and a window frees the shallowest.
+            is_thorough: whether to check every block. Otherwise only the first and last are checked, because a request
+                frees its blocks together, and a window frees the shallowest.
         """
         ends = (blocks[:1], blocks[-1:])
         if not is_thorough and not any(self._is_idle(block) for end in ends for block in self._blocks(end)):
@@ -73,7 +73,7 @@ class BlockPins:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no block is in use. If one is, vLLM does not reset its prefix cache."""
+        """Whether no block is in use. Otherwise vLLM does not reset its prefix cache."""
         return self._pool.get_num_free_blocks() == self._pool.num_gpu_blocks - 1  # the null block is always in use
 
     @property
@@ -82,7 +82,7 @@ class BlockPins:
         return self.is_idle and all(block.block_hash is None for block in self._pool.blocks)
 
     def free(self) -> Iterator[BlockContent]:
-        """Return the free blocks in allocation order. Any change of the pool invalidates the iterator."""
+        """Return the free blocks in allocation order. Any change to the pool invalidates the iterator."""
         return map(_content, free_blocks(self._pool))
 
     def contents(self, blocks: Iterable[int]) -> list[BlockContent]:
@@ -90,7 +90,7 @@ class BlockPins:
         return list(map(_content, self._blocks(blocks)))
 
     def is_free(self, content: BlockContent) -> bool:
-        """Whether the block is free and its hash is unchanged."""
+        """Return whether the block is free and its hash is unchanged."""
         block = self._pool.blocks[content.block]
         return block.next_free_block is not None and block.block_hash == content.hash
 

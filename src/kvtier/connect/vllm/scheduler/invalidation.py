@@ -1,9 +1,9 @@
-"""What makes KV unusable, and what then becomes of open requests: changes of weights, cache resets, cleared salts.
+"""What makes KV unusable (new weights, cache resets, cleared salts), and what then happens to open requests.
 
     weights      from a change until a cache reset nothing is loaded or stored. A known change or vLLM's sleep stops
                  loads and stores until `go_on`
-    reset        of the connector's cache: requests get other keys
-    own reset    of vLLM's own cache: it needs the blocks of all requests that wait
+    reset        a reset of the connector's cache gives requests other keys
+    own reset    a reset of vLLM's own cache needs the blocks of all waiting requests
     salt         requests with a cleared salt get other keys
     adapter      an adapter whose files are in doubt is not cached, nor is an image or other item in doubt
 
@@ -38,7 +38,7 @@ class Invalidation:
         loads: the open loads.
         stores: the open stores.
         params: hints of requests that have ended.
-        log: withdraws what was published under keys that are renewed.
+        log: withdraws what was published under the old keys.
         restart: restarts requests, as `OwnCache.restart` does.
     """
 
@@ -60,29 +60,29 @@ class Invalidation:
         """Called when the weights have, or may have, changed and no call says when they are complete."""
         self._step = 0
         self._is_off = False
-        """The weights have changed since the last cache reset, so nothing is loaded or stored."""
+        """Whether the weights have changed since the last cache reset, so that nothing is loaded or stored."""
         self.stopped_by = ""
-        """What keeps loads and stores stopped until `go_on`. Empty: nothing."""
+        """What has stopped loads and stores until `go_on`; empty if nothing has."""
         self._has_mixed_weights = False
-        """vLLM's own cache may contain KV of other weights."""
+        """Whether vLLM's own cache may contain KV of other weights."""
         self.reset_step = 0
         """First step after the last cache reset of an idle engine."""
         self._trusted_step = 0
-        """First step in which the workers compare with the present weights."""
+        """First step in which the workers compare their weights with the present ones."""
         self._own_is_empty = False
-        """vLLM's own cache was reset, and no step has been scheduled since."""
+        """Whether vLLM's own cache was reset and no step has been scheduled since."""
         self.has_run = False
-        """A step has computed something, perhaps with other weights, since loads and stores were stopped."""
+        """Whether a step has computed something, perhaps with other weights, since loads and stores were stopped."""
         self.is_encoder_empty = True
-        """vLLM's cache of encoded images and other items was reset, and no step has computed anything since."""
+        """Whether vLLM's cache of encoded items, such as images, was reset and no step has computed anything since."""
         self.has_undrafted = False
-        """vLLM's own cache may contain blocks of a step without the draft model."""
+        """Whether vLLM's own cache may contain blocks of a step without the draft model."""
         self._is_reset = False
-        """Other engines have other keys since a cache reset."""
+        """Whether a cache reset has given this engine other keys than other engines."""
         self._cleared_salts: set[str] = set()
-        """Salts whose requests have other keys in other engines. After a cache reset all requests have."""
+        """Salts whose requests have other keys in other engines. After a cache reset all requests do."""
         self.wishes: deque[str | None] = deque()
-        """Salts to clear (None: all), added by other threads for the next call of the scheduler's thread."""
+        """Salts to clear (None for all), added by other threads for the scheduler's thread."""
 
     # ---- what is valid ---------------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class Invalidation:
 
     @property
     def problem(self) -> str:
-        """Why nothing may be loaded or stored. Empty in normal operation. Any thread."""
+        """Why nothing may be loaded or stored. Empty in normal operation. Any thread may ask."""
         return (
             "the weights have changed, or may have, since the last reset of the cache"
             if self._is_off
@@ -101,16 +101,16 @@ class Invalidation:
         )
 
     def keys_of(self, request: Request) -> Chain | None:
-        """Return the key chain of a request, still without tokens. None: it must not be cached."""
+        """Return a request's key chain, still without tokens, or None if the request must not be cached."""
         keys = self._keys.begin(request)  # this identifies an adapter even while kvtier is off
         return None if self.is_off else keys
 
     def has_own_keys(self, request: Request) -> bool:
-        """Whether other engines have other keys for the request."""
+        """Return whether other engines have other keys for the request."""
         return self._is_reset or (request.cache_salt or "") in self._cleared_salts
 
     def is_own_kv_mixed(self, request: Request) -> bool:
-        """Whether other weights, or other files of its adapter, may have computed what vLLM's own cache has of it."""
+        """Return whether the request's KV in vLLM's own cache may be from other weights or adapter files."""
         return self._has_mixed_weights or _adapter_of(request) in self._keys.adapters.mixed
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Invalidation:
         self.is_encoder_empty = self.is_encoder_empty and not is_busy
 
     def stepped(self, done: StepDone) -> None:
-        """Take what the workers have noticed in a step that has returned."""
+        """Process the changes that workers noticed in a step that has returned."""
         if done.changed and done.step >= self._trusted_step and not self.stopped_by:
             self.weights_change(done.changed)
         if done.adapters and (adapters := self._keys.adapters.read(done.adapters)):
@@ -146,7 +146,7 @@ class Invalidation:
         self._is_off = True
         logger.warning(
             "the weights have changed, or may have (%s): kvtier loads and stores nothing. All prompts are computed. "
-            "It goes on after reset_prefix_cache(reset_connector=True), with KV of its own, and after a restart",
+            "It resumes after reset_prefix_cache(reset_connector=True), with KV of its own, and after a restart",
             what,
         )
         self._cancel_all()
@@ -185,7 +185,7 @@ class Invalidation:
         self._restart_waiting()
 
     def _restart_waiting(self) -> None:
-        """Let requests that wait for a load, or have one and have not started, start anew without it."""
+        """Restart, without the load, requests that wait for one, or that have one and have not started."""
         waiting = {name: it for name, it in self._requests.items() if it.match is not None and it.began_step is None}
         for tracked in waiting.values():
             if tracked.load is not None:
@@ -196,7 +196,7 @@ class Invalidation:
     # ---- resets ----------------------------------------------------------------------------------------------------
 
     def own_reset_begins(self, is_running: bool) -> None:  # noqa: FBT001 - one fact
-        """Give vLLM all blocks back that no running request uses. It is about to reset its own cache.
+        """Give vLLM back all blocks that no running request uses, because it is about to reset its own cache.
 
         Args:
             is_running: whether requests are running, in which case vLLM keeps its cache.
@@ -214,7 +214,7 @@ class Invalidation:
         self._has_mixed_weights = self._has_mixed_weights and not was_reset
 
     def reset(self) -> bool:
-        """Make everything cached before now unreachable. vLLM resets its caches.
+        """Make everything cached before now unreachable, because vLLM resets its caches.
 
         Return False after a change of weights if vLLM has kept its own cache, with KV of the earlier weights.
         """
@@ -230,10 +230,10 @@ class Invalidation:
         return True
 
     def clear(self, salt: str | None) -> None:
-        """Renew the keys of open requests with this salt (``""``: without one; None: all). Any thread may call this.
+        """Renew the keys of open requests with this salt (``""`` for none, None for all). Any thread may call this.
 
         Later requests have new keys already. Open requests get theirs before they are looked up again. All hints end
-        now, because an idle engine takes its next step later, and a pin of another salt may come before that.
+        now, because by an idle engine's next step there may be a new pin of another salt.
         """
         self.wishes.append(salt)
         self._session.forget_hints()
@@ -251,7 +251,7 @@ class Invalidation:
                 self._renew_keys([it for it in self._requests.values() if (it.request.cache_salt or "") == salt])
 
     def item_doubted(self, identifier: str) -> None:
-        """Stop caching open requests with this image or other item. vLLM may reuse what it made of another one."""
+        """Stop caching open requests with this image or other item. vLLM may reuse what it computed from another."""
         requests = self._requests.values()
         self._renew_keys([it for it in requests if identifier in {item.identifier for item in it.request.mm_features}])
 

@@ -31,14 +31,14 @@ class OpenLoad:
     tables: BlockTables
     began_s: float
     ended_s: float = 0.0
-    """Time of its LoadDone. 0: not yet."""
+    """Time of its LoadDone; 0 before that."""
     places: Sequence[Place] = ()
     blocked_by: set[RequestId] = field(default_factory=set[RequestId])
     """Open stores that read one of its target blocks. The load starts when they have ended."""
     is_void: bool = False
-    """The bytes of the load must not be used."""
+    """Whether the bytes of the load must not be used."""
     is_dropped: bool = False
-    """The request of the load has ended."""
+    """Whether the request of the load has ended."""
 
     @property
     def leading_keys(self) -> tuple[ChunkKey, ...]:
@@ -47,14 +47,14 @@ class OpenLoad:
 
 
 POLL_S = 5.0
-"""Longest poll, in case a wake-up is lost. A poll that finds nothing takes about 0.1 ms from the engine's core."""
+"""Longest poll, in case a wake-up is lost. A poll that finds nothing takes about 0.1 ms of the engine core's time."""
 
 CLOSE_S = 0.4
-"""How long `close` waits for the thread."""
+"""How long `close` waits for the thread, in seconds."""
 
 
 class Loads:
-    """All open loads of one engine. Used by the scheduler's thread and its own thread.
+    """All open loads of one engine. Used by the scheduler's thread and the polling thread.
 
     Args:
         session: receives the loads. Nothing else polls it.
@@ -70,8 +70,7 @@ class Loads:
         self._unreported: dict[RequestId, OpenLoad] = {}
         """Loads whose end no orders have reported yet."""
         self.landed: dict[str, OpenLoad] = {}
-        """Complete loads whose report vLLM has not processed yet, by request. The next step of the request reports its
-        load to vLLM."""
+        """Complete loads, by request, until the request's next step shows that vLLM has processed the report."""
         self._numbers = itertools.count()
         # Both are bounded by the number of open loads and stores.
         self._events: deque[Event] = deque()
@@ -133,7 +132,7 @@ class Loads:
         return load
 
     def unblocked(self, store: RequestId) -> list[OpenLoad]:
-        """Return the loads that only `store` blocked. It has ended."""
+        """Return the loads that only `store`, which has ended, still blocked."""
         freed: list[OpenLoad] = []
         for load in self._open.values():
             if store in load.blocked_by:
@@ -143,9 +142,9 @@ class Loads:
         return freed
 
     def covered_tokens(self, prefix: Prefix, resident_tokens: int) -> int:
-        """Return the most leading tokens of `prefix` that one load delivers, or has delivered unknown to vLLM.
+        """Return the most leading tokens of `prefix` that a load delivers, or has delivered without vLLM knowing yet.
 
-        At most `resident_tokens` means that no load helps.
+        A result of at most `resident_tokens` means that no load helps.
         """
         first = resident_tokens // prefix.chunk_tokens
         best = 0
@@ -178,13 +177,13 @@ class Loads:
         return load
 
     def reported(self, reports: Sequence[LoadReport]) -> None:
-        """Remove these reports: orders with them have gone out."""
+        """Remove these reports, because orders with them have gone out."""
         del self._reports[: len(reports)]
         for each in reports:
             self._unreported.pop(each.load, None)
 
     def last_reports(self) -> tuple[LoadReport, ...]:
-        """Return reports of all loads that no orders have reported yet. Loads that have not ended have failed."""
+        """Return reports of all loads that no orders have reported yet. Loads that have not ended count as failed."""
         known = {each.load: each for each in self.reports()}
         return tuple(known.get(name) or self._report(load, 0) for name, load in self._unreported.items())
 

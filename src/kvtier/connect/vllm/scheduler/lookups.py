@@ -26,13 +26,13 @@ UNKNOWN_PLACE = "external_unspecified"
 
 
 class Lookups:
-    """Looks requests up between two steps of one engine. Used by the scheduler's thread only.
+    """Looks up requests between the steps of one engine. Used by the scheduler's thread only.
 
     Args:
         session: the session.
         ranks: the workers. Nothing is loaded once one of them is lost.
         planner: decides between loading and computing.
-        step_timer: knows how long prompts that are queued before a request will take.
+        step_timer: estimates how long prompts that are queued before a request will take.
         log: observes the requests.
     """
 
@@ -44,14 +44,14 @@ class Lookups:
         self._wait_s = PROBE_WAIT_S
         """How long the lookups of this step may still wait."""
         self._is_busy = False
-        """The last step computed something."""
+        """Whether the last step computed something."""
 
     def step_goes_out(self, *, is_busy: bool) -> None:
         """Note that vLLM has scheduled a step, which computes something if `is_busy`."""
         self._wait_s, self._is_busy = PROBE_WAIT_S, is_busy
 
     def look_up(self, tracked: TrackedRequest, prefix: Prefix, resident_tokens: int) -> Lookup:
-        """Return what the cache has of `prefix`, beyond the `resident_tokens` in vLLM's own."""
+        """Return what the cache has of `prefix`, beyond the `resident_tokens` in vLLM's own cache."""
         known, now_s = tracked.answer, time.monotonic()
         if (
             known is not None
@@ -78,7 +78,7 @@ class Lookups:
     def choose(
         self, tracked: TrackedRequest, prefix: Prefix, lookup: Lookup, resident_tokens: int
     ) -> PrefixMatch | None:
-        """Return the load that should be faster than computing. None: there is none."""
+        """Return the load that should be faster than computing, or None if there is none."""
         if lookup.tokens < prefix.tokens:
             self._log.missed(tracked, self._ranks.lost)
         if self._ranks.lost:
@@ -95,7 +95,7 @@ class Lookups:
 
 
 def hit_sources(tracked: TrackedRequest, tokens: int, names: Mapping[str, str]) -> dict[str, int]:
-    """Count a load's `tokens` by the slowest place that each needs in its plan, under the names in `names`.
+    """Count a load's `tokens` by the slowest place that each token needs, under the names in `names`.
 
     A chunk that is only announced has no place yet.
     """

@@ -1,6 +1,6 @@
 """vLLM's own prefix cache, and what prevents its reset: blocks of requests that wait for loads.
 
-vLLM resets its cache only while no block is in use. Before that it can preempt running requests. It cannot preempt a
+vLLM resets its cache only while no block is in use. It can first preempt running requests. It cannot preempt a
 request that waits for a load, or that has one but could not start yet. Without a connector there is no such request.
 So these requests start anew before each reset. Blocks that a copy may still write to stay with their request until
 vLLM has the load's report. The reset counts them as free, because no other request can find or get them.
@@ -29,13 +29,13 @@ class OwnCache:
 
     Args:
         scheduler: vLLM's scheduler.
-        is_alone: whether every load is kvtier's, and so is every finished request that still has blocks.
+        is_alone: whether all loads, and all finished requests that still have blocks, belong to kvtier.
         has_prefix_caching: whether other requests find loaded blocks in the cache.
         protects_prefixes: whether to look up what the cache has for waiting requests (`PrefixProtection`).
         guarded: wraps a callback so that it cannot raise into vLLM.
 
     Raises:
-        ConfigError: the scheduler is not of vLLM's kind.
+        ConfigError: the scheduler lacks attributes of vLLM's schedulers.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class OwnCache:
         self._is_alone, self.has_prefix_caching = is_alone, has_prefix_caching
         self._guarded = guarded
         self.resident = self._resident if protects_prefixes else None
-        """Returns the blocks in the cache that match a request. None: nothing looks them up."""
+        """Returns the blocks in the cache that match a request. None if nothing looks them up."""
 
     def tables(self, name: str) -> BlockTables:
         """Return the current block ids of a request."""
@@ -71,7 +71,7 @@ class OwnCache:
         return BlockPins(self._scheduler.kv_cache_manager.block_pool, on_reuse, self._guarded)
 
     def restart(self, names: Collection[str]) -> None:
-        """Let these requests start anew if they wait with blocks. What their loads have delivered is not used."""
+        """Restart these requests if they hold blocks while they wait. What their loads delivered is not used."""
         for request in [it for name in names if (it := self._scheduler.requests.get(name)) is not None]:
             status = plain_name(request.status)
             if status == _LOADING:
@@ -87,8 +87,8 @@ class OwnCache:
     def reported(self, names: Iterable[str]) -> None:
         """Free the blocks of requests that start anew, now that vLLM gets the reports of their loads.
 
-        vLLM frees them when it comes to the request. But it stops at a request that it has no blocks for, and requests
-        behind that one may have those blocks.
+        vLLM frees them when it reaches the request. But it stops at a request for which it has no blocks, and requests
+        behind that one may hold the blocks that it needs.
         """
         for request in [it for name in names if (it := self._scheduler.requests.get(name)) is not None]:
             if self._starts_anew(request) and not request.is_finished():
@@ -114,7 +114,7 @@ class OwnCache:
         watch_resets(self._scheduler.kv_cache_manager, before, ended)
 
     def _leaving(self) -> set[int]:
-        """Return used blocks that no request computes with. vLLM frees them after a load's report or a step's end."""
+        """Return blocks in use that no request computes with. vLLM frees them after a load's report or a step's end."""
         manager = self._scheduler.kv_cache_manager
         leaving = [
             it.request_id

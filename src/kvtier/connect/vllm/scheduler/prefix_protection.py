@@ -1,6 +1,6 @@
 """Prefix protection: allocation does not evict the cached prefixes of waiting requests.
 
-Free blocks leave vLLM's pool in LRU order. When users return in turn, that order is the worst possible. LRU reuse
+Free blocks leave vLLM's pool in LRU order. When users return in turn, that order is the worst possible. It
 evicts the next waiting request's prefix, then the one after it, and every request misses although most prefixes would
 fit. But the scheduler knows the waiting queue. So before a request gets blocks, the least valuable free blocks move to
 the front of the free list. First come the blocks that no waiting request needs, in vLLM's order. Then come those of
@@ -18,14 +18,15 @@ from kvtier.connect.vllm.scheduler.block_pool import BlockContent, BlockPins
 from kvtier.connect.vllm.vllm_types import BlockTables, Request
 
 LOOKED_AT_MAX = 1 << 14
-"""Blocks examined in one step, for all requests together; about 0.5 microseconds each. Beyond that, vLLM's order
-stays."""
+"""Maximum number of blocks examined in one step, for all requests together, at about 0.5 microseconds each. Beyond
+that, vLLM's order stays."""
 FREE_MAX = 4096
-"""Free blocks searched for blocks that no waiting request needs."""
+"""Maximum number of free blocks searched for those that no waiting request needs."""
 LOOKED_UP_MAX = 1024
-"""Prompt blocks looked up in one step, about 4 microseconds each. A longer prompt is looked up alone."""
+"""Maximum number of prompt blocks looked up in one step, at about 4 microseconds each. A longer prompt is looked up
+alone."""
 NEEDED_MAX = 1 << 16
-"""Blocks remembered, counted once per request. Beyond this many, a request counts as needing nothing."""
+"""Maximum number of blocks remembered, counted once per request. Beyond that, a request counts as needing nothing."""
 
 
 class PrefixProtection:
@@ -34,7 +35,7 @@ class PrefixProtection:
     Args:
         geometry: locates chunks in block tables.
         pins: vLLM's block pool.
-        resident: returns the block ids in vLLM's own cache that match a request. None: off, vLLM's order stays.
+        resident: returns the block ids in vLLM's own cache that match a request. If None, vLLM's order stays.
     """
 
     def __init__(self, geometry: Geometry, pins: BlockPins, resident: Callable[[Request], BlockTables] | None) -> None:

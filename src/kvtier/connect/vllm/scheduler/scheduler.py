@@ -4,11 +4,11 @@ The methods, in the order of one engine step:
 
     matched      for each waiting request: how many tokens can be loaded   lookup, plan
     allocated    vLLM has allocated blocks for them                        the load starts
-    orders       the step goes out to the workers                          blocks to keep off, loads that have ended
+    orders       the step goes out to the workers                          blocks not to touch, loads that have ended
     finished     a request has ended                                       its last chunks are stored
     stepped      the step has returned                                     chunks that have become full are stored
 
-A chunk is stored after the step that filled it has returned. Its forward has then run, so no copy must be ordered
+A chunk is stored after the step that filled it has returned. Its forward has then run, so copies need no ordering
 after it, and no store delays a step. All methods run in the scheduler's thread.
 """
 
@@ -43,7 +43,7 @@ from kvtier.types import LoadDone, Prefix, Presence, StoreDone
 logger = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 3
-"""Loads of one request that may deliver less than planned. After that it is computed."""
+"""Maximum number of loads of one request that may deliver less than planned. After that it is computed."""
 
 DRAIN_PAUSE_S = 0.002
 """Time between two looks at the open stores while `drain` waits for them, in seconds."""
@@ -113,7 +113,7 @@ class Scheduler:
         self._protection.joined(tracked)
 
     def _prefix_of(self, tracked: TrackedRequest, tokens: int) -> Prefix | None:
-        """Return the chunks in the leading `tokens`. None: the request is not cached.
+        """Return the chunks in the leading `tokens`, or None if the request is not cached.
 
         A brief lack of memory ends the caching of this one request, before anything has changed.
         """
@@ -153,7 +153,7 @@ class Scheduler:
     # ---- what can be loaded ----------------------------------------------------------------------------------------
 
     def matched(self, request: Request, resident_tokens: int) -> int | None:
-        """Return how many tokens beyond vLLM's `resident_tokens` can be loaded. None: ask again in a later step."""
+        """Return how many tokens beyond vLLM's `resident_tokens` can be loaded, or None to be asked again later."""
         tracked = self.requests.get(request.request_id)
         if tracked is None:
             return 0
@@ -194,13 +194,13 @@ class Scheduler:
         return tracked.match.external_tokens
 
     def _mark_cached(self, tracked: TrackedRequest, tokens: int, resident_tokens: int) -> None:
-        """Store only what follows these tokens, and what follows vLLM's own if those may lack draft KV."""
+        """Do not store these tokens, nor vLLM's own tokens if those may lack draft KV."""
         size = self._geometry.chunk_tokens
         whole = -(-resident_tokens // size) * size if self.invalidation.has_undrafted else 0
         self._selection.mark_cached(tracked, max(whole, tokens - tokens % size))
 
     def _is_being_loaded(self, prefix: Prefix, resident_tokens: int) -> bool:
-        """Whether another request's load will give vLLM at least half of the missing tokens."""
+        """Return whether another request's load will give vLLM at least half of the missing tokens."""
         if not self._own_cache.has_prefix_caching:
             return False
         shared = self._loads.covered_tokens(prefix, resident_tokens) - resident_tokens
@@ -294,7 +294,7 @@ class Scheduler:
         return orders
 
     def unpin_all(self) -> None:
-        """Give vLLM all pinned blocks back, after `last_orders` has revoked every store."""
+        """Give vLLM back all pinned blocks, after `last_orders` has revoked every store."""
         self._stores.abandon()
         for tracked in self.requests.values():
             self._stores.forget_offers(tracked)
@@ -402,7 +402,7 @@ class Scheduler:
             tracked.cap_tokens = 0 if is_last else min((chunk for _, chunk in done.failed), default=0) * size
 
     def _idle_s(self, at_s: float) -> float:
-        """Return the time of a clock that stops while the engine computes. A load that overlaps adds no latency."""
+        """Return the time of a clock that stops while the engine computes. An overlapping load adds no latency."""
         return at_s - self._step_timer.computed_s(at_s)
 
     # ---- other -----------------------------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ class Scheduler:
 
     @property
     def has_news(self) -> bool:
-        """Whether an idle engine should take a step to free pinned blocks, publish events or clear. Any thread."""
+        """Whether an idle engine should step to free blocks, publish events or clear keys. Any thread may ask."""
         return self._log.has_news or bool(self.invalidation.wishes) or self._stores.has_pins
 
     def take_events(self, form: Callable[[BlockEvent], Any], *, is_off: bool = False) -> list[Any] | None:

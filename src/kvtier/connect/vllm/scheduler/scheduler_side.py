@@ -10,7 +10,7 @@ from typing import Any
 from kvtier.config.sections import Config
 from kvtier.connect.engine_metrics import StatsReader
 from kvtier.connect.vllm import support
-from kvtier.connect.vllm.engine_hooks import WorkerCall
+from kvtier.connect.vllm.engine_hooks import WorkerCall, decoder
 from kvtier.connect.vllm.engine_setup import EngineSetup
 from kvtier.connect.vllm.geometry import Geometry, TableLayout
 from kvtier.connect.vllm.requests.history import RequestHistory
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerSide:
-    """The core and the scheduler, in the scheduler's process. It connects to the workers, which are up.
+    """The core and the scheduler, in the scheduler's process. It connects to the workers, which are already up.
 
     Args:
         setup: settings and identity of the engine.
         handshakes: the workers' handshakes.
-        layouts: each worker's layout, for figures (`Rank.counted`).
+        layouts: each worker's layout for totals of the engine (`Rank.counted`).
         engine: vLLM's scheduler.
         guarded: wraps a callback, so that it cannot raise into vLLM's block pool.
         failure: returns the internal error that has switched the connector off; empty if there was none.
@@ -112,7 +112,7 @@ class SchedulerSide:
                 lambda identifier: self.scheduler.invalidation.item_doubted(identifier),  # noqa: PLW0108 - it is made below
                 loss=config.store.loss,
             )
-            history = RequestHistory(opened.session, geometry, lambda: self._keys.refusal)
+            history = RequestHistory(opened.session, geometry, lambda: self._keys.refusal, decoder(engine))
             self.stats = opened.session.guards.around(Feature.EXPORT, StatsReader(opened.metrics), hurry=False)
             self.scheduler = Scheduler(
                 session=opened.session,
@@ -174,11 +174,11 @@ class SchedulerSide:
         )
 
     noted = ("add_lora", "reset_encoder_cache")
-    """Harmless methods of vLLM's workers whose calls `around` gets."""
+    """Harmless methods of vLLM's workers whose calls `around` also receives."""
 
     @contextmanager
     def around(self, call: WorkerCall) -> Generator[None]:
-        """Run before and after a call of vLLM to its workers (`engine_hooks.watch_calls`)."""
+        """Run before and after a call that vLLM makes to its workers (`engine_hooks.watch_calls`)."""
         if call.method == "add_lora" and call.args:
             self._keys.loaded(call.args[0])
             yield
@@ -225,7 +225,7 @@ class SchedulerSide:
         )
 
     def _clear(self, salt: str | None) -> None:
-        """Make everything cached now unreachable, or only that of requests with this salt (``""``: without a salt)."""
+        """Make everything cached now unreachable, or only the KV of requests with this salt (``""`` for none)."""
         if salt is None:
             self._keys.new_epoch()
         elif not self._keys.clear_salt(salt):
@@ -234,7 +234,7 @@ class SchedulerSide:
         logger.info("the cache was cleared%s by a control call", "" if salt is None else " for one salt")
 
     def close(self) -> None:
-        """Write stored chunks to the lower tiers, within `limits.close_deadline_s`. Idempotent. Any thread."""
+        """Write stored chunks to lower tiers within `limits.close_deadline_s`. Idempotent. Any thread may call it."""
         if self._control is not None:
             self._control.close()
         self._session.close(self._close_deadline_s)

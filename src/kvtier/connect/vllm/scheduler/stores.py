@@ -22,7 +22,7 @@ class StoreSelection:
 
     History groups store every chunk. Window groups store the chunks that a request needs to resume at a likely
     boundary. Likely boundaries are the end of each step, and the point where another prompt diverged, in vLLM's own
-    cache or in kvtier. To serve every boundary, the whole text would have to be stored in models where five of six
+    cache or in kvtier. To serve every boundary, kvtier would have to store the whole text, in models where five of six
     layers have a window. So the first request with a shared system prompt stores its history. The second one finds
     that history without a window at its end, and stores the window. The third one can load both. State groups store
     states that vLLM offers, chosen by the same reasoning (`CacheConfig.prefix_cache_retention_interval`).
@@ -99,7 +99,7 @@ class Stores:
         """Pinned source blocks, per group, deepest first. The pool first reuses the block that was freed first, and a
         prefix without its start is useless."""
         self._lost: dict[RequestId, None] = {}
-        """Stores with a reused block, until `cancel_lost`."""
+        """Stores with a reused block that `cancel_lost` has not canceled yet."""
         self.revoked: list[RequestId] = []
         """Canceled stores that no orders have named yet."""
         self._unsent: dict[RequestId, tuple[Prefix, Sequence[Place], str | None]] = {}

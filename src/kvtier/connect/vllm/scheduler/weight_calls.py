@@ -1,10 +1,10 @@
 """What vLLM's calls to its workers do to the weights and to the KV's memory, and how kvtier responds.
 
     CHANGES     methods that replace the weights in a known way. Nothing is loaded or stored from before the first call
-                until the last one has returned. KV is then named by the new weights: by a digest of all of them, or by
-                random bytes. If they are the weights of the start, it has the names of the start again
+                until the last one has returned. KV is then named after the new weights, by a digest of all of them or
+                by random bytes. If these are the initial weights, it has its initial names again
     sleep       (and `discard`) stores end, and no copy touches blocks until the engine is awake. vLLM resets its caches
-                when it falls asleep. kvtier undoes that reset at wake-up, because the weights' name tells KV apart
+                when it falls asleep. kvtier undoes that reset at wake-up, because the weights' name distinguishes KV
     others      anything may be different afterwards, so kvtier is off until a cache reset
 
 `docs/internals/vllm-inside.md` has the table of all methods.
@@ -48,10 +48,10 @@ class WeightCalls:
 
     Args:
         ask: calls a method of `WorkerSide`, by name, in all workers, and returns their answers.
-        scheduler: the scheduler, whose loads and stores stop and go on.
-        keys: makes the keys, in which it names the weights.
-        can_keep: whether level 2 of sleep may keep all weights (`sleep_preserve_parameter_names`), adapters aside.
-        lends_host: the session whose host memory is given back while vLLM sleeps. None: it is kept.
+        scheduler: the scheduler, whose loads and stores stop and resume.
+        keys: makes the keys, which contain the name of the weights.
+        can_keep: whether sleep level 2 may keep all weights (`sleep_preserve_parameter_names`), apart from adapters.
+        lends_host: the session whose host memory is given back while vLLM sleeps. None if it is kept.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class WeightCalls:
         self._asleep: frozenset[str] = frozenset()
         """The parts that sleep."""
         self._first: bytes | None = None
-        """Digest of weights without a name, taken before their first change. Empty: it cannot be known."""
+        """Digest of the unnamed weights, taken before their first change; empty if it cannot be known."""
         self._is_changing = False
         """Whether a known change has started and not ended, or the weights were discarded."""
         self._is_fenced = False
@@ -81,7 +81,7 @@ class WeightCalls:
 
     @contextmanager
     def around(self, call: WorkerCall) -> Generator[None]:
-        """Stop before `call`, and continue after it if the engine can. Errors of kvtier are raised."""
+        """Stop before `call`, and continue after it if the engine can. kvtier's own errors are raised."""
         name, asleep = call.method, self._asleep
         if not call.is_plain or not (name in CHANGES or name in SLEEPS or name == "wake_up"):
             self._invalidation.weights_change(f"{name}()")
@@ -110,13 +110,13 @@ class WeightCalls:
         self._go_on()
 
     def unknown_change(self) -> None:
-        """Start a new history, because the weights have changed or may have."""
+        """Separate later KV from earlier KV, because the weights have changed or may have."""
         self._keys.unknown_weights()
         self._first = None
         self._doubt_items()
 
     def encoder_was_reset(self) -> None:
-        """Trust what vLLM's encoder makes of images and other items from now on: the present weights compute it."""
+        """Trust vLLM's encoded images and other items from now on, because the present weights compute them."""
         self._invalidation.is_encoder_empty = True
         self._keys.has_old_items = False
 
@@ -124,9 +124,9 @@ class WeightCalls:
         self._keys.has_old_items = self._keys.has_old_items or not self._invalidation.is_encoder_empty
 
     def was_reset(self) -> bool:
-        """Take a reset of the connector's cache. Return whether it is part of vLLM's sleep.
+        """Note a reset of the connector's cache. Return whether it is part of vLLM's sleep.
 
-        If it is not, the user who resets it says that the weights are complete.
+        If it is not, the user who resets the cache thereby says that the weights are complete.
         """
         if is_running("sleep", "release_kv_cache_memory"):
             self._keys.reset_was_sleep()
@@ -194,18 +194,18 @@ class WeightCalls:
         self._invalidation.go_on(has_own_keys=has_own, cleared_salts=salts)
 
     def _know_first(self) -> None:
-        """Digest weights without a name before they change."""
+        """Digest the unnamed weights before they change."""
         if self._first is None:
             can_read = "weights" not in self._asleep and not self._is_changing
             self._first = (self._digest("digest_unchanged") if can_read else None) or b""
 
     def _digest(self, how: str) -> bytes | None:
-        """Return a digest of the weights of all workers. None: some worker has none."""
+        """Return a digest of the weights of all workers, or None if a worker has none."""
         found = self._ask(how)
         return None if None in found else hashlib.sha256(b"".join(found)).digest()
 
     def _name(self, digest: bytes | None) -> None:
-        """Name the weights by their digest from now on. None: by random bytes."""
+        """Name the weights by their digest from now on, or by random bytes if it is None."""
         before = self._keys.weights
         if digest is not None and digest == self._first:
             self._keys.weights = b""

@@ -1,1 +1,1 @@
-"""What the secondary tier of vLLM's tiering manager is made of."""
+"""The parts of kvtier's secondary tier for vLLM's tiering manager."""

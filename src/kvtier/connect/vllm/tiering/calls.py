@@ -1,8 +1,8 @@
-"""Call an object store in threads, for a scheduler that must not wait: lookups, and jobs that store or load.
+"""Calls an object store in threads, for a scheduler that must not wait: lookups, and jobs that store or load.
 
-lookups  The scheduler asks for each key of a waiting request in each step, until it has the answer. A thread gets all
-         keys of a step together. An answer is valid until its request ends. Only an object that failed to load becomes
-         a miss, because the scheduler would otherwise load it again and again.
+lookups  The scheduler asks for each key of a waiting request in each step, until it has the answer. A thread
+         looks up all keys of a step together. An answer is valid until its request ends. Only an object that failed to
+         load becomes a miss, because the scheduler would otherwise load it again and again.
 jobs     The scheduler reuses a job's memory as soon as it has the job's result. `ObjectStore` copies in the thread that
          calls it and never after the call, so a result exists only after the last access. Every job ends by its
          deadline, because every job before it does. The same is true of lookups.
@@ -22,13 +22,13 @@ FINDS, LOADS, STORES = range(3)
 THREADS = (2, 4, 2)
 
 KEYS_MAX = 1 << 16
-"""Most keys per request. Further keys are misses."""
+"""Maximum number of keys per request. Further keys are misses."""
 
 BATCHES_MAX = 256
-"""Most batches of keys that wait for an answer. The keys of further batches are misses."""
+"""Maximum number of batches of keys that wait for an answer. The keys of further batches are misses."""
 
 JOBS_MAX = 1024
-"""Most jobs that wait for a result. Further jobs fail at once."""
+"""Maximum number of jobs that wait for a result. Further jobs fail at once."""
 
 START_S = 10.0
 """Seconds that a thread waits for the others to start."""
@@ -37,11 +37,11 @@ CANCEL_S = 0.05
 """Seconds between attempts to cancel calls until none is left. Storing an object takes two calls."""
 
 COPIES_S = 30.0
-"""Longest wait, in seconds, for copies from memory to memory once everything else is canceled."""
+"""Longest wait, in seconds, for memory-to-memory copies once everything else is canceled."""
 
 
 class _Batch(NamedTuple):
-    """Keys of a request in one KV group, in the order in which they were asked."""
+    """Keys of a request in one KV group, in the order in which vLLM asked for them."""
 
     answers: dict[bytes, bool | None]
     """All answers of the request."""
@@ -79,7 +79,7 @@ class Calls:
         self._answer_s = answer_s
         self._guarded = guarded
         self._answers: dict[str, dict[bytes, bool | None]] = {}
-        """Whether each key is stored, by request. Threads replace None by the answer."""
+        """Whether each key is stored, by request. Threads replace None with the answer."""
         self._batches: dict[tuple[str, bytes], _Batch] = {}
         """The batches of this step, by request and group."""
         self._finds: list[Future[None]] = []
@@ -101,13 +101,13 @@ class Calls:
     # ---- lookups ---------------------------------------------------------------------------------------------------
 
     def ask(self, request: str, key: bytes, name: Callable[[], ObjectId], *, is_prefix: bool) -> bool | None:
-        """Whether the tiers hold an object; None if not known yet.
+        """Return whether the tiers hold an object, or None if this is not known yet.
 
         Args:
             request: id of the request.
             key: vLLM's key; its last four bytes are the KV group.
             name: returns the object's name.
-            is_prefix: whether keys of this group are asked in prefix order, and count up to the first miss.
+            is_prefix: whether vLLM asks for keys of this group in prefix order. Then all keys after a miss are misses.
         """
         answers = self._answers.setdefault(request, {})
         if key in answers:
@@ -173,9 +173,9 @@ class Calls:
         self._jobs[future] = job
 
     def finished(self) -> list[Done]:
-        """Return the jobs that have ended since the last call. A failed load waits for the other loads of its request.
+        """Return the jobs that ended since the last call. A failed load comes after the other loads of its request.
 
-        After a failed load vLLM computes the request, and stores no key that another of its loads is still bringing. If
+        After a failed load vLLM computes the request, and stores no key that another of its loads still transfers. If
         that load then found a damaged object, nothing would replace it.
         """
         loading = {_loads_for(job) for future, job in self._jobs.items() if not future.done()} - {None}
@@ -212,7 +212,7 @@ class Calls:
             running = wait(running, CANCEL_S).not_done
 
     def close(self, patience_s: float) -> None:
-        """Give jobs `patience_s` seconds to end, cancel the others, and end the threads.
+        """Give jobs `patience_s` seconds to end, cancel the rest, and end the threads.
 
         Raises:
             TimeoutError: as in `drain`.

@@ -14,7 +14,7 @@ _ADD_IN_TIERING = {
 
 
 def tiering_metrics(offload: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's `v1.kv_offload.base`
-    """Return the metrics of kvtier as vLLM's tiering expects them from a tier: by their names in `/metrics`."""
+    """Return kvtier's metrics by their names in `/metrics`, as vLLM's tiering expects them from a tier."""
     found: dict[str, Any] = {}
     for metric in METRICS:
         more = {"buckets": metric.buckets} if metric.kind is MetricKind.HISTOGRAM else {}
@@ -24,7 +24,7 @@ def tiering_metrics(offload: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's `v
 
 
 def add_to(stats: Any, increase: Stats) -> None:  # noqa: ANN401 - vLLM's `OffloadingConnectorStats`
-    """Add one interval to what vLLM's tiering takes from a tier."""
+    """Add the changes of one interval to the statistics that vLLM's tiering takes from a tier."""
     for metric, own, changes in changes_of(increase.data):
         for value in changes:
             getattr(stats, _ADD_IN_TIERING[metric.kind])(exported_name(metric), value, own)

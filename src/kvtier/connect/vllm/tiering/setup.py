@@ -34,8 +34,8 @@ USED = re.compile(
 """Names of settings that have an effect below vLLM's offloading."""
 
 HASHES = ("sha256", "sha256_cbor")
-"""vLLM's block hashes that give no two prompts the same name. Their chains start from a fixed seed or from
-`PYTHONHASHSEED`, so a prompt has the same hashes after a restart, and chains from different seeds share none."""
+"""vLLM's hash algorithms that never give two prompts the same hash. Their chains start from a fixed seed or from
+`PYTHONHASHSEED`, so a prompt has the same hashes after a restart, and chains from different seeds share no hash."""
 
 ASK_WORKERS_S = 60.0
 
@@ -48,7 +48,7 @@ class TieringSetup(NamedTuple):
     """A single group for all of vLLM's groups, because an object is a whole row."""
     identity: identity.EngineIdentity
     prefix_groups: Mapping[int, int]
-    """Tokens per chunk of each KV group that is valid only as a whole prefix, by number of the group."""
+    """Tokens per chunk of each KV group that is valid only as a whole prefix, by group number."""
 
 
 def setup_of(
@@ -112,10 +112,10 @@ def setup_of(
 
 
 def check_class(loss: Loss) -> None:
-    """Refuse a class of the engine. vLLM would also pass lossy KV on to other secondary tiers, without the class.
+    """Refuse a lossy class (`store.loss`). vLLM would also pass lossy KV to other secondary tiers, without the class.
 
     Raises:
-        ConfigError: the engine has a class.
+        ConfigError: the engine has a lossy class.
     """
     if loss != "none":
         raise ConfigError(
@@ -127,7 +127,7 @@ def check_class(loss: Loss) -> None:
 
 
 def check_tiering_engine(vllm_config: VllmConfig) -> None:
-    """Refuse an engine by its configuration: one that the connector refuses too, or that only the connector serves.
+    """Refuse an engine that the connector also refuses, or that only the connector can serve.
 
     Raises:
         ConfigError: the block hash is not supported.

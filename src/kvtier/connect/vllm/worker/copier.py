@@ -26,11 +26,11 @@ from kvtier.errors import UnsupportedModelError
 from kvtier.types import RequestId
 
 REVOKED_MAX = 1 << 16
-"""Revoked requests that are remembered. Beyond this many, the oldest is forgotten: the session released it long ago,
-and its commands are canceled."""
+"""Maximum number of revoked requests to remember. Beyond this many, the oldest is forgotten: the session released it
+long ago, and its commands are canceled."""
 
 _POLL_S = 100e-6
-"""How often a device is polled for the end of a copy, in seconds."""
+"""Seconds between polls of a device for the end of a copy."""
 
 
 PageCopy: TypeAlias = CpuPageCopy | CudaPageCopy
@@ -42,13 +42,13 @@ class RevokedError(RuntimeError):
 
 
 class _Running:
-    """A running copy, and the copier's fence."""
+    """A running copy. It is the fence that callers of the copier receive."""
 
     def __init__(self, request: RequestId, *, is_scatter: bool) -> None:
         self.request = request
         self.is_scatter = is_scatter
         self.below: Fence | None = None
-        """The device's fence. None while the copy is being started, or if it completes before that."""
+        """The device's fence. None while the copy starts, or if it completes at once."""
 
 
 class BlockCopier:
@@ -58,7 +58,7 @@ class BlockCopier:
 
     Args:
         pages: the worker's KV memory.
-        copy: makes the copies on its device.
+        copy: copies pages on the device that has them.
     """
 
     def __init__(self, pages: EnginePages, copy: PageCopy) -> None:
@@ -67,11 +67,11 @@ class BlockCopier:
         self._running: set[_Running] = set()
         self._revoked: dict[RequestId, None] = {}
         self._is_closed = False
-        """The blocks have no memory, because vLLM sleeps."""
+        """Whether the blocks have no memory, because vLLM sleeps."""
         self._ended = threading.Condition()
 
     def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
-        """Start to copy vLLM's blocks into `payload`. None: the copy is complete on return.
+        """Start to copy vLLM's blocks into `payload`. Return None if the copy is already complete.
 
         Raises:
             RevokedError: the request was revoked, before or during the copy.
@@ -93,12 +93,12 @@ class BlockCopier:
         return self._run(_Running(request, is_scatter=True), lambda: self._copy.scatter(group, ids, payload))
 
     def note_step(self) -> None:
-        """Order all later copies after the step that the calling thread has launched. On a CPU that step has ended."""
+        """Order all later copies after the step that the calling thread has launched. On a CPU it has already ended."""
         if isinstance(self._copy, CudaPageCopy):
             self._copy.note_step()
 
     def done(self, fence: Fence) -> bool:
-        """Whether the copy that `fence` stands for is complete. Never blocks.
+        """Return whether the copy that `fence` stands for is complete. Never blocks.
 
         Raises:
             RevokedError: the request was revoked during the copy.
@@ -111,7 +111,7 @@ class BlockCopier:
         return True
 
     def revoke(self, requests: Collection[RequestId], wait_s: float) -> bool:
-        """Stop all copies of `requests`, also those whose commands arrive later.
+        """Stop all copies of `requests`, including those whose commands arrive later.
 
         Args:
             requests: ids of stores and loads; unknown ids are remembered, too.
@@ -154,7 +154,7 @@ class BlockCopier:
         return True
 
     def open(self) -> None:
-        """Allow copies again: the blocks have memory."""
+        """Allow copies again, because the blocks have memory."""
         with self._ended:
             self._is_closed = False
 
@@ -209,7 +209,7 @@ class BlockCopier:
 def open_copier(
     geometry: Geometry, config: KvCacheConfig, tensors: Mapping[str, torch.Tensor], layers: Mapping[str, Layer]
 ) -> BlockCopier:
-    """Return the copier of a worker. Its `pages` has the layout of the worker's KV, which object names include.
+    """Return the copier of a worker. Its `pages` have the layout of the worker's KV, which is part of object names.
 
     Args:
         geometry: the geometry of `config`.

@@ -61,7 +61,7 @@ class CudaPageCopy:
         """An event after the last noted step."""
 
     def note_step(self) -> None:
-        """Order all later copies after what the calling thread has launched: a step, with its draft model."""
+        """Order all later copies after the step that the calling thread has launched, including its draft model."""
         self._step = torch.cuda.current_stream(self._device).record_event()
 
     def gather(self, group: int, ids: BlockIds, payload: memoryview) -> Fence:
@@ -90,7 +90,7 @@ class CudaPageCopy:
             return CudaFence(stream.record_event())
 
     def done(self, fence: Fence) -> bool:
-        """Whether the copy that `fence` stands for is complete. Never blocks."""
+        """Return whether the copy that `fence` stands for is complete. Never blocks."""
         assert isinstance(fence, CudaFence)
         return fence.event.query()
 
@@ -131,7 +131,7 @@ class CudaPageCopy:
 
 
 def _pieces(near: torch.Tensor, stack: Stack) -> Iterator[tuple[torch.Tensor, slice]]:
-    """Yield parts of a stack in the buffer, with their positions in a payload; as few as padding allows."""
+    """Yield the parts of a stack in the buffer with their positions in a payload, as few parts as padding allows."""
     layers = near.view(near.shape[0], -1)
     layer_bytes = layers.shape[1]
     if layer_bytes == stack.step or len(layers) == 1:

@@ -3,7 +3,7 @@
 vLLM registers one tensor per layer, [blocks, heads, tokens, content], with strides that follow the engine's KV layout.
 Its configuration says what a page is and where it is stored. A tensor that contradicts the configuration is refused,
 because wrongly copied bytes would later produce wrong tokens. A page may have parts that are not contiguous (layouts
-that put heads outside blocks). It is read in pieces, in memory order.
+that put heads outside blocks). Such a page is read in pieces, in memory order.
 """
 
 import math
@@ -80,7 +80,7 @@ def engine_pages(
                 found[number, name] = _pages(name, tensors[name], table, starts[name], config.num_blocks)
     device = next(iter(found.values())).view.device
     if len({(pages.view.device, pages.shift) for pages in found.values()}) > 1:
-        raise UnsupportedModelError("vLLM's KV tensors are not in one allocation, against its configuration")
+        raise UnsupportedModelError("vLLM's KV tensors are not in one allocation, contrary to its configuration")
     details = {
         name: f"{backend_name(layers.get(name), device)} {pages.cut}".rstrip() for (_, name), pages in found.items()
     }
@@ -175,7 +175,7 @@ def _axes(table: TableLayout, parts: int, tensor: torch.Tensor, strides: list[in
 
     Args:
         table: the vLLM group.
-        parts: kernel blocks of a page.
+        parts: number of kernel blocks in a page.
         tensor: [kernel blocks, heads, tokens, content].
         strides: distances of its first three dimensions in bytes.
     """
@@ -212,7 +212,7 @@ def _backend(layer: Layer) -> str:
 
 
 def backend_name(layer: Layer, device: torch.device) -> str:
-    """Return the attention backend's name, which decides the bytes. On a CPU the vector instructions do, too."""
+    """Return the attention backend's name, with the vector instructions on a CPU. Both determine the bytes."""
     names = [_backend(layer)]
     if device.type == "cpu":
         names += [plain_name(getattr(layer, "isa", "")), torch.backends.cpu.get_cpu_capability()]

@@ -1,8 +1,8 @@
-"""What a worker knows of its weights, which vLLM replaces without notifying a connector.
+"""What a worker knows about its weights, which vLLM replaces without notifying a connector.
 
 digest   after a known change (`weight_calls`): a digest of every tensor that the model computes with
 sample   after each step: `WeightSample` compares a few bytes of each parameter, and its address. It also notices
-         `load_weights` of the model. So it sees changes that code in the process makes without a call
+         `load_weights` of the model. So it sees changes that code in the process makes without calling vLLM
 """
 
 import itertools
@@ -20,17 +20,17 @@ from kvtier.connect.vllm.engine_hooks import watch_load_weights
 from kvtier.keys.weights import digest_tensors
 
 SAMPLE_S = 0.25
-"""Interval at which bytes in a GPU's memory are compared, in seconds, because the result has to be waited for. Bytes
-in host memory are compared at every look. A look at a model of 300 parameters on a CPU takes about 75 us."""
+"""Seconds between comparisons of bytes in GPU memory, each of which has to wait for its result. Bytes in host memory
+are compared at every look. A look at a model of 300 parameters on a CPU takes about 75 us."""
 
 SAMPLE_ELEMENTS = 64
-"""Elements of a parameter that are compared. In bfloat16 a small training step leaves most elements unchanged."""
+"""Number of elements compared per parameter. In bfloat16 a small training step leaves most elements unchanged."""
 
 DIGEST_PART_BYTES = 64 << 20
-"""Bytes of a tensor that are copied from a device at once to be digested."""
+"""Maximum bytes of a tensor copied from a device at once for a digest."""
 
 HELD_MAX = 200_000
-"""Modules, objects, lists and dicts of all models that are searched for tensors."""
+"""Maximum number of modules, objects, lists and dicts of all models searched for tensors."""
 
 WITHOUT_WEIGHTS = (
     *("torch.", "triton.", "transformers.", "logging.", "threading.", "vllm.config.", "vllm.compilation."),
@@ -40,10 +40,10 @@ WITHOUT_WEIGHTS = (
 
 
 def digest_of(models: Iterable[Any], others: Collection[int] = ()) -> bytes | None:
-    """Return a digest of every tensor and number that models compute with. None: one of them cannot be read.
+    """Return a digest of every tensor and number that models compute with, or None if one of them cannot be read.
 
-    It covers parameters, buffers, and what vLLM derived from them at the load and keeps beside them. That may be
-    attributes, or parts of objects that are not modules, such as an attention's implementation.
+    It covers parameters, buffers, and what vLLM derived from them when it loaded them. Derived values may be
+    attributes, or parts of objects that are not modules, such as an attention implementation.
 
     Args:
         models: each a `torch.nn.Module`.
@@ -76,7 +76,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
 def _held(within: Mapping[str, Any], seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield each tensor and number among some values and inside them, by its path.
+    """Yield each tensor and number in some values, nested ones included, with its path.
 
     Args:
         within: the values, by name.
@@ -125,11 +125,11 @@ def _pieces(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, str, tuple[i
 
 
 class WeightSample:
-    """Where each parameter of some models is, and some of its bytes. Used by one thread, except for `load_weights`.
+    """The address of each parameter of some models, and some of its bytes. Used by one thread, except `load_weights`.
 
     Args:
         models: each a `torch.nn.Module`.
-        has_moving_experts: whether vLLM moves experts between places, which changes no number (expert parallel load
+        has_moving_experts: whether vLLM moves experts in memory, which changes no weight (expert parallel load
             balancing).
     """
 
@@ -143,10 +143,10 @@ class WeightSample:
             watch_load_weights(model, self._loading)
 
     def look(self, *, is_reset: bool = False) -> str:
-        """Return what has changed the weights since the start or the last reset. Empty: nothing has.
+        """Return what has changed the weights since the start or the last reset; empty if nothing has.
 
         Args:
-            is_reset: from now on, compare with the weights as they are now.
+            is_reset: whether to compare with the present weights from now on.
         """
         try:
             if is_reset:

@@ -17,7 +17,7 @@ FENCE_WAIT_S = 30.0
 
 
 def no_look(*, is_reset: bool) -> str:  # noqa: ARG001
-    """Look at no weights, and return that nothing has changed."""
+    """Report that nothing has changed, without looking at any weights."""
     return ""
 
 
@@ -28,7 +28,7 @@ class Worker:
         revoke: stops all copies of some requests in its rank's copier. It returns False if one still runs after the
             wait.
         look: returns what has changed the weights; see `WeightSample.look`.
-        adapters: watches the adapters that vLLM reads in this process. None: the engine has no adapters.
+        adapters: watches the adapters that vLLM reads in this process. None if the engine has no adapters.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Worker:
         self._orders = StepOrders(0)
 
     def receive(self, note: Note) -> None:
-        """Take a note from the scheduler side. Any thread may call this."""
+        """Receive a note from the scheduler side. Any thread may call this."""
         if note.subject == LOADED_NOTE:
             self._receive(LoadReport(note.request, note.numbers, note.flag))
 
     def begin(self, orders: StepOrders) -> None:
-        """Start a step. After this no copy touches the blocks that vLLM reuses in it."""
+        """Start a step. After this call, no copy touches the blocks that vLLM reuses in the step."""
         self._orders = orders
         if orders.is_reset and not self.is_asleep:
             self._changed_weights = self._look(is_reset=True)
@@ -74,7 +74,7 @@ class Worker:
                     self._loaded.append(report._replace(is_failed=report.is_failed or not is_read))
 
     def results(self) -> tuple[set[str], set[str]]:
-        """Return requests whose loads ended since the last call, and those whose loads failed. After the forward.
+        """Return requests whose loads ended since the last call, and those whose loads failed. Call after the forward.
 
         The worker looks at its weights here. A change before or during the forward makes the step's loads fail, and
         `done` keeps the scheduler from storing what the step has computed. A step that neither computes nor reports a
@@ -82,8 +82,8 @@ class Worker:
 
         While vLLM has nothing to compute, it runs empty steps in a loop, in the process whose threads copy the KV.
         Each system call of these threads then waits for the GIL, up to 5 ms (`sys.getswitchinterval`). So an empty
-        step waits here for the next report, which releases the GIL. Measured with 31 files of 0.5 MB on two cores: 14
-        ms with the wait. Without it: 51 ms in the median, 21 ms with a switch interval of 0.5 ms, and 149 ms with one
+        step waits here for the next report, which releases the GIL. Reading 31 files of 0.5 MB on two cores took 14 ms
+        with the wait. Without it, the median was 51 ms, or 21 ms with a switch interval of 0.5 ms and 149 ms with one
         of 20 ms. (With more and smaller reads it took 2.6 s.)
         """
         with self._changed:
@@ -105,7 +105,7 @@ class Worker:
         return {each.request for each in loaded}, {each.request for each in loaded if each.is_failed}
 
     def take_bad_blocks(self) -> set[int]:
-        """Return blocks since the last call that vLLM considers filled, but that no load filled."""
+        """Return the blocks, new since the last call, that vLLM considers filled but that no load filled."""
         bad_blocks, self._bad_blocks = self._bad_blocks, set()
         return bad_blocks
 
@@ -115,12 +115,12 @@ class Worker:
         return StepDone(self._orders.step, self._changed_weights, self._adapters_read)
 
     def look_now(self) -> str:
-        """Return what has changed the weights since the start or the last reset. Empty: nothing has."""
+        """Return what has changed the weights since the start or the last reset; empty if nothing has."""
         self._changed_weights = self._look(is_reset=False)
         return self._changed_weights
 
     def look_anew(self) -> None:
-        """From now on, compare the weights with what they are now."""
+        """Compare the weights with the present ones from now on."""
         self._changed_weights = self._look(is_reset=True)
 
     def _receive(self, report: LoadReport) -> None:

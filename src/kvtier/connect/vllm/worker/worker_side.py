@@ -58,7 +58,7 @@ class WorkerSide:
         lists = [cast("list[Any]", it) if isinstance(it, (list, tuple)) else [it] for it in kv_caches.values()]
         self._kv = {it.untyped_storage().data_ptr() for it in itertools.chain.from_iterable(lists)}
         self.launched = copier.note_step if support.looks_ahead(setup.vllm_config) else lambda: None
-        """Notes that a step was launched. Its draft model may run longer on the GPU than the step takes to return."""
+        """Notes that a step was launched. Its draft model may still run on the GPU after the step has returned."""
         memory = share(layout, config.host.capacity_bytes, exchange)
         self._rank = open_rank(
             config,
@@ -86,7 +86,7 @@ class WorkerSide:
     # ---- calls of all workers by the scheduler side, between two steps -----------------------------------------------
 
     def sleep(self) -> None:
-        """Stop copies of KV and looks at weights, because vLLM is about to remove that memory.
+        """Stop copying KV and looking at weights, because vLLM is about to free their memory.
 
         Raises:
             TimeoutError: a copy does not end. The memory must stay.
@@ -96,14 +96,14 @@ class WorkerSide:
             raise TimeoutError(f"a KV copy has not ended within {FENCE_WAIT_S:g} s; the device hangs")
 
     def wake_up(self) -> None:
-        """Allow copies and looks again."""
+        """Resume copying KV and looking at weights."""
         self._copier.open()
         self.worker.is_asleep = False
 
     def digest_weights(self) -> bytes | None:
-        """Return a digest of the weights, with which later looks compare them; None if there is no digest.
+        """Return a digest of the weights, or None if there is none. Later looks compare with these weights.
 
-        The weights may not be readable, or may have random names (`vllm.weights_names`).
+        There is no digest if the weights cannot be read, or have random names (`vllm.weights_names`).
         """
         self.worker.look_anew()
         try:
@@ -113,11 +113,11 @@ class WorkerSide:
             return None
 
     def digest_unchanged(self) -> bytes | None:
-        """Return a digest of the weights, if they have not changed since the start."""
+        """Return a digest of the weights, or None if they have changed since the start."""
         return None if self.worker.look_now() else self.digest_weights()
 
     def free_host(self) -> tuple[int, int]:
-        """Give host memory back and return the bytes that stay (`Arena.free`). It must be empty of objects."""
+        """Give host memory back and return the bytes that stay (`Arena.free`). It must contain no objects."""
         return self._rank.arena.free()
 
     def take_host(self) -> None:
@@ -140,6 +140,6 @@ def look_at_weights(*, has_moving_experts: bool) -> tuple[list[Any], Callable[..
         return models, weight_sample.WeightSample(*models, has_moving_experts=has_moving_experts).look
     except Exception as error:  # noqa: BLE001 - vLLM's models are many, and the engine must start
         logger.warning(
-            "kvtier cannot look at the model's weights (%r): it notices only changes that vLLM is called for", error
+            "kvtier cannot look at the model's weights (%r): it notices only changes made by calling vLLM", error
         )
     return [], no_look

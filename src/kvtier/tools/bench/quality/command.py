@@ -9,7 +9,7 @@ from kvtier.cli.options import OutputFile, Quantity, tell_written
 from kvtier.codec import registry
 from kvtier.report.output import progress, write_json
 from kvtier.tools.options import ended_by_signals, origin
-from kvtier.tools.probe.record import RecordedSetting, make_record
+from kvtier.tools.run_record import RecordedSetting, make_record
 
 TEXTS = ("agent", "code", "prose")
 REFERENCES = ("fp8", "rotation", "int2")

@@ -16,7 +16,7 @@ SAME = 1.03
 REQUESTS_LEAST = 30
 """A verdict needs this many requests per arm, over all its runs.
 
-The 95 % interval of a median goes from the 10th to the 21st of 30 requests. Of 6 requests it is the whole range (ranks
+The 95 % interval of a median goes from the 10th to the 21st of 30 requests. For 6 requests it is the whole range (ranks
 from the binomial distribution)."""
 Point = tuple[tuple[tuple[str, float], ...], float]
 """A load and R, as in `ArmResult.point`."""
@@ -35,7 +35,7 @@ class ServeRecord:
 
     @classmethod
     def of(cls, record: dict[str, Any], prices: Prices | None = None) -> "ServeRecord":
-        """The arms of a record of `serve_record`."""
+        """Return the arms of a record that `serve_record` made."""
         inside = record["results"]
         parts = inside["conditions"], inside["definitions"], record["machine"]
         return cls(read_results(record), *parts, prices or Prices())
@@ -59,7 +59,7 @@ class ServeRecord:
 
     @property
     def ratios(self) -> list[float]:
-        """R of all runs, where 0 is a drive without a limit."""
+        """R of all runs; 0 means a drive without a limit."""
         return sorted({it.tier_ratio or 0.0 for it in self.results})
 
     @property
@@ -70,7 +70,7 @@ class ServeRecord:
 
     @property
     def top(self) -> Point:
-        """The point of the answer: the most load, and at that the smallest R, at which both its arms were measured."""
+        """The point of the answer: the highest load, and then the smallest R, at which both its arms were measured."""
         own = {point for name, point in repetitions(self.results) if name == self.own}
         both = {point for point in own if self.plain and self.at(self.plain, point, p50_ms)}
         points = both or own or set(self.points)
@@ -78,7 +78,7 @@ class ServeRecord:
         return load, min(ratio for other, ratio in points if other == load)
 
     def label(self, name: str) -> str:
-        """Return an arm in words, which say if the copies of native tiering are not vLLM's own."""
+        """Return an arm's label, which says if the copies of native tiering are not vLLM's own."""
         if name == "native":
             return "native (memcpy stand-in)" if "memcpy" in str(self.conditions) else "native tiering"
         return {NO_CONNECTOR: "without", "lmcache": "LMCache"}.get(name, name)
@@ -98,26 +98,26 @@ class ServeRecord:
         return spread(self.runs_at(name, point), figure)
 
     def requests(self, names: Sequence[str], point: Point) -> int:
-        """Return how many requests ended well over all runs, for the arm among `names` that has fewest."""
+        """Return how many requests ended well over all runs, for the arm among `names` that has the fewest."""
         return min(sum(run.requests for run in self.runs_at(name, point)) for name in names)
 
 
 def p50_ms(run: ArmResult) -> float | None:
-    """Median time to first token."""
+    """Return the median time to first token."""
     return run.ttft_ms["p50"]
 
 
 def p95_ms(run: ArmResult) -> float | None:
-    """95th percentile of the time to first token."""
+    """Return the 95th percentile of the time to first token."""
     return run.ttft_ms["p95"]
 
 
 goodput_per_s: Figure = attrgetter("goodput_per_s")
-"""Requests a second whose first token came in time."""
+"""Requests per second whose first token arrived in time."""
 tokens_per_s: Figure = attrgetter("output_tokens_per_s")
-"""Output tokens a second."""
+"""Output tokens per second."""
 requests_per_s: Figure = attrgetter("requests_per_s")
-"""Requests a second that ended well."""
+"""Requests per second that ended well."""
 
 
 def headline(served: ServeRecord) -> str:
@@ -168,7 +168,7 @@ def answer(served: ServeRecord) -> str:
 
 
 def _too_few(served: ServeRecord, own: str, plain: str) -> str:
-    """Return why there is no verdict. Empty if there are enough requests."""
+    """Return why there is no verdict, or an empty string if there are enough requests."""
     count = served.requests((own, plain), served.top)
     return f"too few requests for a verdict (n = {count})" if count < REQUESTS_LEAST else ""
 
@@ -183,7 +183,7 @@ def _by_run(served: ServeRecord, own: str, plain: str) -> list[float]:
 
 
 def _evidence(served: ServeRecord, own: str, plain: str, faster: Sequence[float]) -> str:
-    """Give the evidence of a verdict: ratio's span over repetitions, requests, load average, whether KV was loaded."""
+    """Return a verdict's evidence: the ratio's span, requests, load average, and whether KV was loaded."""
     ours, theirs = (served.runs_at(name, served.top) for name in (own, plain))
     parts: list[str] = []
     if len(faster) > 1:
@@ -199,7 +199,7 @@ def _evidence(served: ServeRecord, own: str, plain: str, faster: Sequence[float]
 
 
 def _failed_text(served: ServeRecord) -> str:
-    """Give each arm's share of failed requests at the point of the answer. Empty if none failed."""
+    """Return each arm's share of failed requests at the point of the answer, or an empty string if none failed."""
     found = {
         name: served.at(name, served.top, lambda run: run.failed / (run.failed + run.requests)) for name in served.names
     }
@@ -210,7 +210,7 @@ def _failed_text(served: ServeRecord) -> str:
 
 
 def sweep_text(served: ServeRecord, own: str, plain: str) -> str:
-    """Say at which values of R loading wins, and at which it does not. Empty without a sweep."""
+    """Return at which values of R loading wins and at which it does not, or an empty string without a sweep."""
     load = served.top[0]
     verdicts: dict[str, list[float]] = {}
     least = math.inf
@@ -228,7 +228,7 @@ def sweep_text(served: ServeRecord, own: str, plain: str) -> str:
 
 
 def behind_text(served: ServeRecord, own: str) -> str:
-    """Return where another arm was better by more than `SAME`, and which was best. Empty without a comparison."""
+    """Return where and which other arm was better by more than `SAME`; empty without a comparison."""
     cells: list[str] = []
     compared = 0
     for point in served.points:

@@ -66,7 +66,7 @@ class Arm:
         return self.kind in {"native", "lmcache", "kvtier"}
 
     def means(self, *, is_cpu: bool) -> str:
-        """Return in words what the arm is."""
+        """Return a description of the arm."""
         if self.kind == "url":
             return f"a server at {self.url}, neither started nor limited here"
         more = ", ".join(f"{name}={value}" for name, value in self.settings.items())
@@ -97,7 +97,7 @@ def parse_arm(text: str) -> Arm:
 
 
 def parse_arms(texts: Sequence[str], settings: Mapping[str, Any] | None = None) -> list[Arm]:
-    """Return the arms of all ``--arm``. kvtier's own arm gets `settings`.
+    """Return the arms of all ``--arm`` options. kvtier's own arm gets `settings`.
 
     Raises:
         ConfigError: an arm is given twice, or there are settings and no arm that takes them.
@@ -124,7 +124,7 @@ def transfer_config(
     chunk_tokens: int = CHUNK_TOKENS_MIN,
     ports: Sequence[int] = (),
 ) -> dict[str, Any] | None:
-    """Return the value of ``--kv-transfer-config``. None for an arm without a connector.
+    """Return the value of ``--kv-transfer-config``, or None for an arm without a connector.
 
     Args:
         arm: an arm whose server this program starts.
@@ -169,8 +169,8 @@ def transfer_config(
 def _lmcache(store: Path, host_bytes: int, store_bytes: int, chunk_tokens: int, port: int, http: int) -> dict[str, Any]:
     """Return LMCache's settings: direct I/O, answers stored, no metrics.
 
-    Loaded objects leave its host memory after the copy, as by default. With the policy ``retain`` they fill it between
-    two evictions, and loads are dropped.
+    Loaded objects leave its host memory after the copy, which is the default. With the policy ``retain`` they fill it
+    between two evictions, and loads are dropped.
     """
     drive = {
         "type": "fs_native",
@@ -205,7 +205,7 @@ def _lmcache(store: Path, host_bytes: int, store_bytes: int, chunk_tokens: int, 
 
 
 def chunk_tokens(arms: Sequence[Arm]) -> int:
-    """Return the tokens of kvtier's chunks: as its arm among `arms` sets them, or a default that blocks divide."""
+    """Return the tokens per chunk that kvtier's arm sets, or a default that is a multiple of the block size."""
     given = (arm.settings.get("store.chunk_tokens") for arm in arms if arm.kind == "kvtier")
     return next(filter(None, given), CHUNK_TOKENS_MIN)
 

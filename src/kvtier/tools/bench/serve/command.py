@@ -1,4 +1,4 @@
-"""`kvtier bench serve`: its options."""
+"""The options of `kvtier bench serve`."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from kvtier.cli.options import Duration, OutputFile, Quantity
-from kvtier.tools.options import Bytes, Number, WorkDirectory
+from kvtier.tools.options import Bytes, NumberRange, WorkDirectory
 from kvtier.tools.trace.reading import reading_options
 
 
@@ -28,14 +28,14 @@ from kvtier.tools.trace.reading import reading_options
 @click.option(
     "--rate",
     "rates",
-    type=Number(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     multiple=True,
     help="Requests a second of all users together; repeatable: runs at each.  [the preset's]",
 )
 @click.option(
     "--load",
     "shares",
-    type=Number(0, 100, min_open=True),
+    type=NumberRange(0, 100, min_open=True),
     multiple=True,
     help="Requests a second as a share of what the server computes without offloading; repeatable. It is measured "
     "once for the runs of --dir.",
@@ -43,14 +43,14 @@ from kvtier.tools.trace.reading import reading_options
 @click.option("--real-lengths", is_flag=True, help="Draw lengths from ShareGPT, around the means.")
 @click.option(
     "--time-factor",
-    type=Number(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     default=1.0,
     show_default=True,
     help="Factor for a trace's times; 0.1 is ten times as fast.",
 )
 @click.option(
     "--length-factor",
-    type=Number(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     default=1.0,
     show_default=True,
     help="Factor for a trace's lengths.",
@@ -77,7 +77,7 @@ from kvtier.tools.trace.reading import reading_options
 @click.option(
     "--ratio",
     "ratios",
-    type=Number(0.001, 1000),
+    type=NumberRange(0.001, 1000),
     multiple=True,
     help="R, repeatable: throttle the drive to the KV bytes that the model computes a second, divided by R.",
 )
@@ -126,8 +126,8 @@ from kvtier.tools.trace.reading import reading_options
     show_default=True,
     help="Limit of goodput: time to first token.",
 )
-@click.option("--hour-price", type=Number(0), help="Price of an hour of the machine, in any currency.")
-@click.option("--kwh-price", type=Number(0), help="Price of a kilowatt-hour.")
+@click.option("--hour-price", type=NumberRange(0), help="Price of an hour of the machine, in any currency.")
+@click.option("--kwh-price", type=NumberRange(0), help="Price of a kilowatt-hour.")
 @click.option("--report", type=OutputFile("report"), metavar="FILE.html", help="Also write an HTML report.")
 @click.option("--record", "record_file", type=OutputFile(), metavar="FILE", help="Also write the JSON record to FILE.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -141,6 +141,6 @@ def serve(
     takes a minute more than --seconds. The same command continues where an earlier one was stopped, and shows its
     results if all runs are there.
     """
-    from kvtier.tools.bench.serve.command_run import run  # numpy, so that the help of `kvtier bench` starts quickly
+    from kvtier.tools.bench.serve.command_run import run  # imports numpy, which would slow the help
 
     return run(**given)

@@ -27,7 +27,7 @@ from kvtier.tools.bench.serve.run import START_S, Record, RunKey, ServeSettings,
 from kvtier.tools.bench.serve.server import find_lmcache, find_vllm
 from kvtier.tools.bench.serve.workload import PRESETS, ConversationSizes, SingleShotSizes
 from kvtier.tools.options import ended_by_signals, origin
-from kvtier.tools.probe.record import RecordedSetting
+from kvtier.tools.run_record import RecordedSetting
 from kvtier.tools.size import of
 from kvtier.tools.trace.arrays import TraceArrays
 from kvtier.tools.trace.reading import load_trace
@@ -63,7 +63,7 @@ def run(
     kwh_price: float | None,
     **given: Any,  # noqa: ANN401 - the other options
 ) -> int:
-    """Make the missing runs, and show all. Return the exit code."""
+    """Execute the missing runs, and show all runs. Return the exit code."""
     it = _record(directory, given)
     failed = _measure(it)
     runs = join_runs(it.done())
@@ -91,7 +91,7 @@ def run(
 
 
 def _measure(it: Record) -> int:
-    """Make the missing runs in order. Return how many failed."""
+    """Execute the missing runs in order. Return how many failed."""
     todo = [key for key in it.order() if not it.is_done(key)]
     if not todo:
         return 0
@@ -127,7 +127,7 @@ def _run(it: Record, key: RunKey, expected_s: float, advance: Any) -> bool:  # n
 
 
 def _record(directory: Path, given: dict[str, Any]) -> Record:
-    """Open the record in `directory`. Check all that can be checked before the first server starts."""
+    """Open the record in `directory`, and check everything that can be checked before a server starts."""
     arms = parse_arms(given["arms"] or ARMS, _kvtier_settings(given["settings"]))
     find_generator(given["generator"])
     is_ours = any(arm.is_ours for arm in arms)

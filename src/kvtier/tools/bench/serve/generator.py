@@ -38,7 +38,7 @@ _CANCEL_S = 5.0
 _ANSWER_S = 60.0
 """The longest wait for a request of one token, and for aiperf to print its version."""
 _REFUSED_MAX = 3
-"""Failed connections in a row, at least `_CONNECT_S` apart, after which the server is taken for dead."""
+"""Failed connections in a row, at least `_CONNECT_S` apart, after which the server counts as dead."""
 _CONNECT_S = 0.5
 _WARM_UP_S = 2.0
 """Time between the warm-up requests that precede a recorded trace."""
@@ -65,7 +65,7 @@ class GeneratorSettings:
     cores: tuple[int, ...] = ()
     """Cores that the generator runs on. Empty means all."""
     seconds: float
-    """No request is sent more than this after the first counted one."""
+    """No request is sent later than this after the first counted one."""
     request_deadline_s: float = 60.0
     """A request that takes longer has failed."""
     end_deadline_s: float = 30.0
@@ -80,10 +80,10 @@ class GeneratorResult:
 
     began_s: float
     measured_from_s: float | None
-    """When the first counted request was sent. None if none was."""
+    """When the first counted request was sent, or None if none was."""
     ended_s: float
     requests: int
-    """Counted requests that have ended, those that failed included."""
+    """Counted requests that have ended, including failed ones."""
     failed: int
     error: str | None
     """Why the run is incomplete: the server ended, or the generator did."""
@@ -116,13 +116,13 @@ def find_generator(command: str = AIPERF) -> tuple[str, ...]:
 
 
 def served_model(url: str, model: str = "") -> tuple[str, int | None]:
-    """Return name and context tokens of a server's model, after a request of one token has shown that it can chat.
+    """Return a server's model and its context in tokens, after a one-token request has shown that it can chat.
 
     The context is None if the server does not report it; vLLM and SGLang do.
 
     Args:
         url: as in `GeneratorSettings`.
-        model: name of the model. Empty: the first one that the server lists.
+        model: name of the model; an empty one means the first that the server lists.
 
     Raises:
         ConfigError: the server does not answer, does not have the model, or the model has no chat template.
@@ -165,14 +165,14 @@ def run(
 ) -> GeneratorResult:
     """Send `workload` and write ``requests.jsonl`` in `directory`, where no such file may exist.
 
-    A run that is cut short returns within seconds, with its `error`. The file has the requests that ended before.
+    A run that is cut short returns within seconds, with its `error`. The file then has the requests that ended before.
 
     Args:
         workload: what to send.
         settings: where and how to send it.
         directory: directory of the run. aiperf's own files are in ``generator`` below it.
         started: called with the process id of the generator, whose process group it leads.
-        is_over: called about ten times a second. A text, which says why the server is over, ends the run.
+        is_over: called about ten times a second. A text, which says why the server has ended, ends the run.
 
     Raises:
         ConfigError: the generator is missing, or the workload cannot be sent.
@@ -370,7 +370,7 @@ def _trace_lines(workload: ServeWorkload) -> Iterator[dict[str, Any]]:
 
 
 def _write_tokenizer(place: Path) -> None:
-    """Write a model of the hub, with the tokenizer that aiperf asks for."""
+    """Write a model as the hub caches it, with the tokenizer that aiperf asks for."""
     revision = "0" * 40
     files = place / "snapshots" / revision
     files.mkdir(parents=True)
@@ -400,12 +400,12 @@ class _EndedRequests:
     records: Path
     kept: IO[str]
     count: int = 0
-    """Counted requests that have ended, those that failed included."""
+    """Counted requests that have ended, including failed ones."""
     failed: int = 0
     first_sent_s: float | None = None
     is_last_failed: bool = False
     first_error: str | None = None
-    """What the first failed one of the counted requests reported."""
+    """What the first failed request among the counted ones reported."""
     _read_bytes: int = field(default=0, init=False)
 
     def read(self) -> None:

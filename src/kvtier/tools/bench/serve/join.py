@@ -2,7 +2,7 @@
 
 A run is a directory: `run.json`, and one JSON object a line in `requests.jsonl` (the client), `engine.jsonl` (the
 engine), `kvtier.jsonl` (its journals, FORMAT.md) and `samples.jsonl` (the machine). Times are Unix seconds. Figures of
-a missing file are None. A line that is torn or no JSON object is skipped and counted.
+a missing file are None. A line that is torn or not a JSON object is skipped and counted.
 """
 
 import json
@@ -38,7 +38,7 @@ class RunFiles:
     run: Row
     requests: list[Row]
     engine: dict[str, Row] | None
-    """Rows by request id. None without the file."""
+    """Rows by request id, or None without the file."""
     kvtier: dict[str, Row] | None
     objects: list[Row]
     samples: list[Row]
@@ -87,11 +87,11 @@ def read_run(directory: Path) -> RunFiles:
 def grown(samples: Sequence[Row], name: str, since_s: float, until_s: float) -> float | None:
     """Return by how much a counter in the samples grew, interpolated at both ends.
 
-    None if it fell, or if the samples leave more than `UNCOVERED_S` of the interval uncovered.
+    The result is None if it fell, or if the samples leave more than `UNCOVERED_S` of the interval uncovered.
 
     Args:
-        samples: samples in the order of time.
-        name: dotted name, such as ``device.read_bytes``. A metric has ``metrics.`` and its sample name.
+        samples: samples in order of time.
+        name: dotted name, such as ``device.read_bytes``. For a metric it is ``metrics.`` and the sample's name.
         since_s: start in Unix seconds.
         until_s: end in Unix seconds.
     """
@@ -103,7 +103,7 @@ def grown(samples: Sequence[Row], name: str, since_s: float, until_s: float) -> 
 
 
 def is_covered(times: Sequence[float], since_s: float, until_s: float) -> bool:
-    """Whether samples at `times` cover the interval, but for at most `UNCOVERED_S`."""
+    """Return whether samples at `times` leave at most `UNCOVERED_S` of the interval uncovered."""
     return len(times) > 1 and max(0.0, times[0] - since_s) + max(0.0, until_s - times[-1]) <= UNCOVERED_S
 
 
@@ -114,7 +114,7 @@ def most(samples: Sequence[Row], name: str, since_s: float, until_s: float) -> f
 
 
 def _read_lines(path: Path, skipped: dict[str, int]) -> list[Row] | None:
-    """Return the JSON objects in a file. None without the file."""
+    """Return the JSON objects in a file, or None without the file."""
     try:
         opened = path.open("rb")
     except OSError:
@@ -129,7 +129,7 @@ def _read_lines(path: Path, skipped: dict[str, int]) -> list[Row] | None:
 
 
 def _row_of(line: bytes) -> Row:
-    """Return the JSON object of a whole line. Empty for anything else."""
+    """Return the JSON object of a whole line, or an empty one for anything else."""
     with suppress(ValueError, RecursionError):
         return as_row(json.loads(line)) if line.endswith(b"\n") else {}
     return {}
@@ -146,7 +146,7 @@ def as_row(value: object) -> Row:
 
 
 def number(row: Mapping[str, Any], name: str) -> float | None:
-    """Return the finite number under `name`. None for anything else."""
+    """Return the finite number under `name`, or None for anything else."""
     value = row.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
@@ -156,13 +156,13 @@ def number(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def count(row: Mapping[str, Any], name: str) -> int | None:
-    """Return the number under `name`, rounded. None for anything else."""
+    """Return the number under `name`, rounded, or None for anything else."""
     value = number(row, name)
     return None if value is None else round(value)
 
 
 def counts(value: object) -> dict[str, int] | None:
-    """Return the numbers of a JSON object, without its other values. None for anything but an object."""
+    """Return the numbers of a JSON object, without its other values, or None for anything but an object."""
     if not isinstance(value, dict):
         return None
     row = as_row(cast("object", value))
@@ -183,7 +183,7 @@ def column_of(samples: Sequence[Row], name: str) -> tuple[list[float], list[floa
 
 
 EDGES_MAX = 20_000
-"""The most intervals of a run that are joined. Later ones are left out."""
+"""Maximum number of intervals of a run that are joined. Later ones are left out."""
 
 COMPUTED, RESIDENT, CACHED, EXTERNAL = "computed", "resident", "cached", "external"
 ENGINE_PLACES = (COMPUTED, RESIDENT, CACHED)
@@ -198,15 +198,15 @@ SOURCE_COUNTERS = {
 
 PLACES = (
     "Tokens by place: computed by the engine; resident in its own prefix cache; else the tier they were loaded from. "
-    "What a load was to bring and did not is computed. "
-    "Without kvtier's log the engine has one sum for its own cache and a connector, also of what did not arrive; its "
+    "Tokens that a load should have brought but did not count as computed. "
+    "Without kvtier's log the engine has one sum for its own cache and a connector, including what did not arrive; its "
     "counters split the sum of all requests into resident and external."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedRequest:
-    """One request. None is unknown."""
+    """One request. None means unknown."""
 
     id: str
     user: int | None
@@ -218,13 +218,13 @@ class JoinedRequest:
     prompt_tokens: int | None
     output_tokens: int | None
     queue_s: float | None
-    """From arrival in the engine to the first step. Excludes the load, which the engine counts as queueing."""
+    """Time from arrival in the engine to the first step, without the load, which the engine counts as queueing."""
     prefill_s: float | None
     tokens_by_place: dict[str, int] | None
-    """They add up to `prompt_tokens`, unless `is_sum_wrong`."""
+    """The values add up to `prompt_tokens`, unless `is_sum_wrong`."""
     is_sum_wrong: bool
     offered_tokens: dict[str, int] | None
-    """Tokens of the prompt that each tier had and the engine had not."""
+    """Tokens of the prompt that each tier had and the engine did not."""
     chosen_tokens: int | None
     """Tokens that the planner decided to load."""
     expected_s: float | None
@@ -343,7 +343,7 @@ _COUNTERS = {
     "client_cpu_cores": ("client_cpu_s", "", 1.0),
     "package_watts": ("package_joules", "", 1.0),
 }
-"""By column: its counter, the one used if that is missing, and the factor. A drive counts all processes."""
+"""For each column: its counter, the fallback counter, and the factor. A drive counts all processes."""
 _GAUGES = {
     "rss_bytes": "rss_bytes",
     "memory_bytes": "memory_bytes",
@@ -353,7 +353,7 @@ _GAUGES = {
 
 
 def _offered(own: Row) -> dict[str, int] | None:
-    """Subtract resident tokens from those found. Resident tokens lead the prompt, so the first places have them."""
+    """Subtract resident tokens from those found. They come first in the prompt, so the first places have them."""
     found, resident = counts(own.get("found_tokens")), count(own, "resident_tokens")
     if found is None or resident is None:
         return None
@@ -401,7 +401,7 @@ def _per_second(
 
 
 def _streamed(requests: Iterable[JoinedRequest], edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the output tokens in each interval: the first when it came, the others spread evenly to the end."""
+    """Return the output tokens in each interval: the first when it arrived, the others spread evenly to the end."""
     at_edges = np.zeros(len(edges))
     for it in requests:
         first_s, ended_s, tokens = it.first_s or 0.0, it.ended_s or 0.0, it.output_tokens or 0

@@ -40,7 +40,7 @@ class LoadSettings:
     """The workload of all runs, and how to send it."""
 
     sizes: ConversationSizes | SingleShotSizes | None
-    """None if a trace is replayed."""
+    """Sizes of the conversations; None if a trace is replayed."""
     trace: str = ""
     """Name of the trace, for the record."""
     seconds: float
@@ -60,7 +60,7 @@ class LoadSettings:
 
 @dataclass(slots=True, kw_only=True)
 class GeneratedLoad:
-    """Sends the load of runs. All arms of a repetition get the same workload, and the next repetition another one.
+    """Sends the load of runs. All arms of a repetition get the same workload, and each repetition gets another one.
 
     Raises:
         ConfigError: the workload is longer than the model's context.
@@ -69,7 +69,7 @@ class GeneratedLoad:
     settings: LoadSettings
     recording: TraceArrays | None = None
     tokens_per_word: float = 1.0
-    """As the function `tokens_per_word` measures it with the model's tokenizer."""
+    """The result of the function `tokens_per_word` for the model's tokenizer."""
     _pid: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class GeneratedLoad:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the longest prompt with answer and chat template, rounded up. At most the model's context."""
+        """Tokens of the longest prompt with answer and chat template, rounded up, but at most the model's context."""
         drawn = self.workload(0, None)
         rounds = max(len(it.turns) for it in drawn.conversations)
         words = drawn.context_tokens + max(TEMPLATE_TOKENS, ROUND_TOKENS * rounds)

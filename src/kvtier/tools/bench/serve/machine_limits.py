@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvtier.device.control_groups import control_groups, text_of
 from kvtier.errors import ConfigError
-from kvtier.tools.probe.record import Mount, mount_of, read_mounts, whole_drive
+from kvtier.tools.run_record import Mount, mount_of, read_mounts, whole_drive
 
 REMOVAL_S = 20.0
 PREFIX = "kvtier-serve-"
@@ -103,12 +103,12 @@ class MachineLimits:
             raise ConfigError(f"drive {self._drive.name} cannot be throttled: {error}; {_ADVICE}") from error
 
     def memory_used(self) -> int | None:
-        """Bytes in use now, page cache included."""
+        """Return the bytes in use now, page cache included."""
         text = text_of(self._memory / ("memory.current" if self.is_version_2 else "memory.usage_in_bytes"))
         return int(text) if text.strip().isdecimal() else None
 
     def out_of_memory(self) -> int:
-        """Number of processes that the kernel killed because of the memory limit."""
+        """Return the number of processes that the kernel killed because of the memory limit."""
         text = text_of(self._memory / ("memory.events" if self.is_version_2 else "memory.oom_control"))
         return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill "))
 
@@ -155,7 +155,7 @@ class MachineLimits:
 
 
 def _parents(controller: str, mounts: Iterable[Mount]) -> Iterable[tuple[Path, bool]]:
-    """Yield groups that can have a child with this controller, each with whether it is of version 2."""
+    """Yield groups that can have a child with this controller, and whether each is of version 2."""
     own = control_groups(text_of(Path("/proc/self/cgroup")))
     for mount in mounts:
         top = Path(mount.point)
@@ -173,7 +173,7 @@ def _parents(controller: str, mounts: Iterable[Mount]) -> Iterable[tuple[Path, b
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the empty groups of processes that were killed."""
+    """Remove the empty groups that killed processes left behind."""
     for group in parent.glob(f"{PREFIX}*"):
         pid = group.name.removeprefix(PREFIX).partition("-")[0]
         if not (Path("/proc") / pid).exists():

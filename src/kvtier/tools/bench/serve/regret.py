@@ -23,18 +23,18 @@ from kvtier.tools.bench.serve.join import (
 
 FIT_POINTS_MIN = 8
 FIT_RANGE = 2.0
-"""A fit holds up to this multiple of the largest number of tokens measured."""
+"""A fit is valid up to this multiple of the largest number of tokens measured."""
 OWN_SHARE = 0.9
 """A load counts towards a tier's rate if at least this share of its tokens came from that tier."""
 
 REGRET = (
     "Regret of a request to which KV was offered: its load and prefill, against the fastest alternative that it did "
     "not take. Alternatives are computing all that was not resident, and loading all that was offered and computing "
-    "the rest. A slow prefill or load is no regret where the other alternative was slower still. What computing "
-    "takes is fitted on the prefills of the same record by computed tokens and tokens before them: those without a "
-    "connector, and of other arms those of fewer tokens than any of these. What loading takes is the offered tokens "
-    "over the rate that loads from that tier had in the same run. Waits in the engine's queue are in neither. Regret "
-    "is at least zero, has the noise of a prefill in it, and is unknown where one of these is."
+    "the rest. A slow prefill or load is no regret if the other alternative is slower still. The time of "
+    "computing is fitted to prefills of the same record, by computed tokens and tokens before them: all prefills "
+    "without a connector, and those of other arms that have fewer tokens than any of these. The time of loading is "
+    "the offered tokens over the rate of loads from that tier in the same run. Neither includes waits in the engine's "
+    "queue. Regret is at least zero, includes the noise of a prefill, and is unknown if one of these is."
 )
 
 
@@ -49,7 +49,7 @@ class PrefillFit:
 
     @classmethod
     def of(cls, requests: Iterable[JoinedRequest]) -> "PrefillFit | None":
-        """Fit by least squares of the relative error, no term negative. None below `FIT_POINTS_MIN` requests."""
+        """Fit by least squares of the relative error, without negative terms; None below `FIT_POINTS_MIN` requests."""
         points: list[tuple[int, int, float]] = []
         for it in requests:
             if it.tokens_by_place is None or it.is_sum_wrong or not it.prefill_s or it.prefill_s < 0:
@@ -74,14 +74,14 @@ class PrefillFit:
         return cls(base_s, token_s, pair_s, int(computed.max()))
 
     def seconds(self, computed: int, before: int) -> float | None:
-        """Return the time to compute `computed` tokens after `before`. None far outside the measured range."""
+        """Return the time to compute `computed` tokens after `before`, or None far outside the measured range."""
         if computed > FIT_RANGE * self.tokens_most:
             return None
         return self.base_s + self.token_s * computed + self.pair_s * computed * (before + computed / 2)
 
 
 def _least_squares(terms: npt.NDArray[np.float64]) -> list[float]:
-    """Return the factors with which the columns of `terms` come closest to adding up to one."""
+    """Return the factors for which the scaled columns of `terms` add up most nearly to one."""
     found: list[float] = np.linalg.lstsq(terms, np.ones(len(terms)), rcond=None)[0].tolist()
     return found
 
@@ -100,7 +100,7 @@ def join_runs(directories: Iterable[Path]) -> list[JoinedRun]:
         if run.files.arm == NO_CONNECTOR and request.tokens_by_place is not None
     ]
     least = min(((it.tokens_by_place or {}).get(COMPUTED, math.inf) for it in plain), default=0)
-    # The rest that is computed after a load is shorter than all of these. The curve must not be extrapolated to it.
+    # What is computed after a load is shorter than all of these, and the curve must not be extrapolated to it.
     short = [
         request
         for run in joined
@@ -141,7 +141,7 @@ def _regret_s(it: JoinedRequest, fit: PrefillFit, rates: Mapping[str, float]) ->
 
 
 def token_rates(run: JoinedRun) -> dict[str, float]:
-    """Return the tokens per second of loads from each tier, waits behind other loads included.
+    """Return the tokens per second of loads from each tier, including waits behind other loads.
 
     Requests that loaded at least `OWN_SHARE` of their tokens from a tier give its rate. Without any, the tier's
     objects do: their bytes over the time in which at least one was being read. Host memory has no objects. Without

@@ -120,7 +120,7 @@ def conditions(served: ServeRecord) -> list[tuple[str, str]]:
 
 
 def _rates(served: ServeRecord) -> Iterator[str]:
-    """Yield for each load the requested rate and the rate at which each arm ran."""
+    """Yield the requested rate of each load, and the rate at which each arm ran."""
     preset = as_row(as_row(served.conditions.get("workload")).get("sizes")).get("requests_per_s")
     for load in sorted({load for load, _ in served.points}):
         asked = dict(load).get("requests_per_s", preset)
@@ -143,7 +143,7 @@ def _flat(value: object) -> str:
 
 
 def notes(served: ServeRecord) -> Iterator[str]:
-    """Yield what limits the figures."""
+    """Yield notes on what limits the figures."""
     for it in served.results:
         if it.status != "ok":
             done = f"{it.requests} of {it.requests + it.failed} requests completed; " if it.failed else ""
@@ -155,7 +155,7 @@ def notes(served: ServeRecord) -> Iterator[str]:
     counts = (
         (
             sum(it.wrong_sums for it in served.results),
-            "requests have places that do not add up to their prompt; they are in no sum of places",
+            "requests have places that do not add up to their prompt; no sum of places includes them",
         ),
         (
             sum(it.unmatched for it in served.results),
@@ -168,7 +168,7 @@ def notes(served: ServeRecord) -> Iterator[str]:
 
 
 def arms_table(served: ServeRecord) -> Table:
-    """Return the table of speed, with a line for each arm, load and R."""
+    """Return the table of speeds, with a row for each arm, load and R."""
     has_tails = any("p99" in it.ttft_ms for it in served.results)  # older records lack them
     rows = [
         (
@@ -198,7 +198,7 @@ def arms_table(served: ServeRecord) -> Table:
 
 
 def work_table(served: ServeRecord) -> Table:
-    """Return the table of what the figures of `arms_table` cost, with the same lines."""
+    """Return the table of what the figures of `arms_table` cost, with the same rows."""
     rows = [
         (
             *_point(runs), _cell(runs, lambda it: hit_share(it.tokens_by_place), share_text), _session_hits(runs),
@@ -293,7 +293,7 @@ def runs_table(served: ServeRecord) -> Table:
 
 
 def run_name(run: ArmResult) -> str:
-    """Return a run in words."""
+    """Return a label for a run."""
     parts = [f"repetition {run.repetition + 1}", *([load_text(run.load)] if run.load else [])]
     return f"{run.name} ({', '.join(parts + ([f'R = {run.tier_ratio:g}'] if run.tier_ratio else []))})"
 
@@ -315,7 +315,7 @@ def answer_charts(served: ServeRecord) -> Charts:
 
 
 def place_charts(served: ServeRecord) -> Charts:
-    """Draw what was loaded from where, also by turn. If R was varied too, draw the answer against the load."""
+    """Draw where prompt tokens came from, also by turn. If R was varied too, draw the answer against the load."""
     charts = {"places": _places(served)}
     if any(served.ratios) and len({load for load, _ in served.points}) > 1:
         charts["ttft-load"] = _against_load(served, "Time to first token", p50_ms)

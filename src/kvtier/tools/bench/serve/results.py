@@ -1,6 +1,6 @@
 """The results of `kvtier bench serve`: figures of each run, medians over repetitions, cost and energy.
 
-``--json`` prints the names of `ArmResult`.
+``--json`` prints the fields of `ArmResult`.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ from kvtier.tools.bench.serve.join import (
     number,
 )
 from kvtier.tools.bench.serve.regret import REGRET
-from kvtier.tools.probe.record import RecordedSetting, make_record
+from kvtier.tools.run_record import RecordedSetting, make_record
 
 SERIES_POINTS = 120
 """A series in a record has at most this many points. `seconds.json` of a run has all."""
@@ -44,19 +44,19 @@ Percentiles = dict[str, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """One run of one arm. None is unknown."""
+    """One run of one arm. None means unknown."""
 
     name: str
     repetition: int
     tier_ratio: float | None
-    """R: KV bytes computed per second, divided by the tier's bytes per second. None if the drive is not throttled."""
+    """R: KV bytes computed per second, divided by the tier's bytes per second; None if the drive is not throttled."""
     tier_bytes_per_s: float | None
     load: dict[str, float]
     """What besides R differs between runs of one arm, such as the requested ``requests_per_s``."""
     status: str
     error: str | None
     seconds: float
-    """From the start of the measured part to the end of its last request, even if that failed."""
+    """Time from the start of the measured part to the end of its last request, even if that failed."""
     requests: int
     """Requests that were sent in the measured part and did not fail."""
     failed: int
@@ -82,7 +82,7 @@ class ArmResult:
     read_bytes: int | None
     """Bytes that the server's processes read from storage, until they were quiet after the last request."""
     written_bytes: int | None
-    """Bytes that they wrote to storage in the same time."""
+    """Bytes that the same processes wrote to storage in that time."""
     cpu_s: float | None
     """Processor time of the server's processes."""
     client_cpu_s: float | None
@@ -93,7 +93,7 @@ class ArmResult:
     energy_j: float | None
     energy_source: str
     regret_ms: dict[str, float | None]
-    """The number `requests` with a known regret, its `mean` and `p95`, and its `share` of their TTFT."""
+    """Number of `requests` with a known regret, its `mean` and `p95`, and its `share` of their TTFT."""
     by_turn: list[dict[str, Any]]
     hits_by_session: dict[str, float | None] | None = None
     """For conversations with two or more requests: their number `sessions`, and `min`, `median` and `max` of the share
@@ -145,7 +145,7 @@ def arm_result(run: JoinedRun, ttft_limit_s: float = TTFT_LIMIT_S) -> ArmResult:
     places = _places(run, counted)
     placed = sum(it.tokens_by_place is not None and not it.is_sum_wrong for it in counted)
 
-    # Writes go on after the last answer. The samples last until they are on the drive.
+    # Writes go on after the last answer. Sampling continues until they are on the drive.
     quiet_s = max(until_s, samples[-1]["time_s"]) if samples else until_s
 
     def grew(name: str, end_s: float = until_s) -> float | None:
@@ -201,7 +201,7 @@ def arm_result(run: JoinedRun, ttft_limit_s: float = TTFT_LIMIT_S) -> ArmResult:
 
 
 def keep_series(results: Sequence[ArmResult]) -> list[ArmResult]:
-    """Return the results, with series in one run of each arm only: most load, least R, first repetition."""
+    """Return the results, with series in only one run of each arm: most load, least R, first repetition."""
     kept: dict[str, ArmResult] = {}
     for it in sorted(results, key=lambda it: ([-value for _, value in it.point[0]], it.point[1], it.repetition)):
         if it.series and it.status == "ok":
@@ -257,7 +257,7 @@ def spread(runs: Iterable[ArmResult], figure: Callable[[ArmResult], float | None
 
 
 def unit_cost(run: ArmResult, prices: Prices) -> dict[str, float | None]:
-    """Return the cost and energy of a run's tokens. None if a price or the energy is unknown.
+    """Return the cost and energy of a run's tokens. A figure is None if a price or the energy is unknown.
 
     With a price of energy the cost covers the machine's hours and the measured energy. Without one it covers the
     machine's hours alone. A million tokens cost ``(hours * machine_hour + energy in kWh * kwh) / tokens * 1e6``.

@@ -1,4 +1,4 @@
-"""Makes the runs of a record in order, each in a directory of its own, and resumes a record that was stopped.
+"""Executes the runs of a record in order, each in a directory of its own, and resumes a stopped record.
 
 A run makes a new store, starts a server under its limits, sends the warm-up and the measured load, drains, and ends
 the server. Runs of different arms alternate. `run.json` is written last. When the same command is given again, it
@@ -46,7 +46,7 @@ from kvtier.tools.size import of
 CALIBRATION = "calibration.json"
 SETTINGS = "settings.json"
 CONTEXT = "context_tokens"
-"""Its name in `LoadSettings`."""
+"""The name of this setting in `LoadSettings`."""
 CALIBRATION_PROMPTS = 8
 CHECKPOINT_S = 300.0
 DRAIN_S = 20.0
@@ -57,7 +57,7 @@ STATISTICS = {
     "vllm.stat_logger_plugins": "kvtier_request_stats = kvtier.tools.bench.serve.vllm_stat_logger:RequestStats"
 }
 STATISTICS_PATH = "KVTIER_REQUEST_STATS"
-"""The variable that names the file ``engine.jsonl``, which the plug-in `STATISTICS` of vLLM writes."""
+"""The environment variable that names the file ``engine.jsonl``, which the plug-in `STATISTICS` of vLLM writes."""
 JOURNAL = "journal"
 """Directory of kvtier's journal in a run, from which `kvtier.jsonl` is made."""
 _QUIET_S = 1.0
@@ -69,17 +69,17 @@ class RunKey(NamedTuple):
 
     arm: Arm
     repetition: int
-    """Counts from 0."""
+    """Number of the repetition, from 0."""
     ratio: float | None = None
-    """R: KV bytes computed per second, divided by the tier's bytes per second. None if the drive is not throttled."""
+    """R: KV bytes computed per second, divided by the tier's bytes per second; None if the drive is not throttled."""
     requests_per_s: float | None = None
-    """None: the workload's own rate, or the rate of `capacity_share`."""
+    """None means the workload's own rate, or the rate of `capacity_share`."""
     capacity_share: float | None = None
     """Requests per second as a share of `Record.capacity_per_s`."""
 
     @property
     def name(self) -> str:
-        """The name of its directory."""
+        """Name of the run's directory."""
         ratio = "" if self.ratio is None else f"-R{self.ratio:g}"
         rate = "" if self.requests_per_s is None else f"-{self.requests_per_s:g}rps"
         share = "" if self.capacity_share is None else f"-{self.capacity_share:g}load"
@@ -117,7 +117,7 @@ def _rotated(items: Sequence[Any], by: int) -> list[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """What the figures depend on. A record has only runs of equal settings."""
+    """What the figures depend on. A record has only runs with equal settings."""
 
     arms: tuple[Arm, ...]
     repeats: int
@@ -127,7 +127,7 @@ class ServeSettings:
     shares: tuple[float, ...] = ()
     """Further rates, as shares of `Record.capacity_per_s`."""
     model: Path | None
-    """Directory of a checkpoint. None: the one that `checkpoint` makes."""
+    """Directory of a checkpoint; None means the one that `checkpoint` makes."""
     vllm: VllmPython | None
     """None if every arm is a server that was started elsewhere."""
     lmcache: LmcachePackages | None = None
@@ -136,7 +136,7 @@ class ServeSettings:
     host_bytes: int
     store_bytes: int
     memory_bytes: int | None
-    """Memory limit of the server's control group. None: no limits at all."""
+    """Memory limit of the server's control group; None means no limits at all."""
     running: int
     context_tokens: int
     server_cores: tuple[int, ...]
@@ -158,7 +158,7 @@ class Record:
         directory: directory for the runs, and for their stores while they run.
 
     Raises:
-        ConfigError: the directory has runs of other settings.
+        ConfigError: the directory has runs with other settings.
     """
 
     def __init__(self, settings: ServeSettings, load: GeneratedLoad, directory: Path) -> None:
@@ -191,7 +191,7 @@ class Record:
         return [it for it in found if (it / "run.json").exists()]
 
     def is_done(self, key: RunKey) -> bool:
-        """Whether the run has ended well."""
+        """Return whether the run has ended well."""
         return _read(self.runs / key.name / "run.json").get("status") == "ok"
 
     def make_model(self) -> None:
@@ -209,11 +209,11 @@ class Record:
             raise ConfigError(f"{vllm.python} cannot write a checkpoint: {error}") from error
 
     def calibrated(self) -> dict[str, float] | None:
-        """Return what `calibrate` has measured. None if it has not run."""
+        """Return what `calibrate` has measured, or None if it has not run."""
         return _read(self.runs / CALIBRATION) or None
 
     def calibrate(self) -> dict[str, float]:
-        """Measure, once for the record, the KV bytes that the model computes per second at the load's typical prompt.
+        """Measure, once for the record, the KV bytes that the model computes per second for the load's typical prompt.
 
         An idle server computes prompts one at a time, and the engine's own prefill time counts.
 
@@ -265,16 +265,16 @@ class Record:
         return known["tokens"] / known["prefill_s"] / self._load.prompt_tokens
 
     def _load_of(self, key: RunKey) -> dict[str, float]:
-        """Return what differs between the loads of runs, as `run.json` has it."""
+        """Return what distinguishes the loads of runs, in the form of `run.json`."""
         if key.capacity_share is None:
             return {} if key.requests_per_s is None else {"requests_per_s": key.requests_per_s}
         rate = float(f"{key.capacity_share * self.capacity_per_s():.3g}")
         return {"requests_per_s": rate, "share_of_capacity": key.capacity_share}
 
     def run(self, key: RunKey, tick: Callable[[], None]) -> dict[str, Any]:
-        """Make one run in a new directory with a new store. Return the content of `run.json`.
+        """Execute one run in a new directory with a new store. Return the content of `run.json`.
 
-        If the server or the generator fails, the run fails, and what was measured stays.
+        If the server or the generator fails, the run fails, and its measurements stay.
         """
         rate = None if key.ratio is None else self.calibrate()["kv_bytes_per_s"] / key.ratio
         load = self._load_of(key)
@@ -396,16 +396,16 @@ class Record:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. An empty one if there is none."""
+    """Return the JSON object in a file, or an empty one if there is none."""
     with suppress(OSError, ValueError):
         return as_row(json.loads(path.read_text(encoding="utf-8")))
     return {}
 
 
 def known_context(directory: Path) -> int | None:
-    """Return the models' context in tokens from the record in `directory`. None without a record.
+    """Return the models' context in tokens from the record in `directory`, or None without a record.
 
-    It allows to show and continue a record while servers that were started elsewhere are away.
+    With it, a record can be shown and continued while servers that were started elsewhere are away.
     """
     with suppress(KeyError, TypeError):
         return int(_read(directory / "runs" / SETTINGS)["settings"]["load"][CONTEXT])

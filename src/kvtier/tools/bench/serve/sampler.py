@@ -35,15 +35,15 @@ class Nvml:
         self._nvml = nvml
 
     def joules(self) -> float | None:
-        """Return the joules of a counter that only rises. None if the device has none."""
+        """Return the joules of a counter that only rises, or None if the device has none."""
         return self._asked("nvmlDeviceGetTotalEnergyConsumption", 1e3)
 
     def watts(self) -> float | None:
-        """Return the current power. None if the device does not report it."""
+        """Return the current power, or None if the device does not report it."""
         return self._asked("nvmlDeviceGetPowerUsage", 1e3)
 
     def utilisation(self) -> float | None:
-        """Return the share (0 to 1) of the last sampling period in which a kernel ran. None if not reported."""
+        """Return the share (0 to 1) of the last sampling period in which a kernel ran, or None if unknown."""
         return self._asked("nvmlDeviceGetUtilizationRates", 100)
 
     def _asked(self, function: str, unit: float) -> float | None:
@@ -65,11 +65,11 @@ class NvidiaSmi:
         return None
 
     def watts(self) -> float | None:
-        """Return the current power. None if the device does not report it."""
+        """Return the current power, or None if the device does not report it."""
         return self._asked("power.draw")
 
     def utilisation(self) -> float | None:
-        """Return the share (0 to 1) of the last sampling period in which a kernel ran. None if not reported."""
+        """Return the share (0 to 1) of the last sampling period in which a kernel ran, or None if unknown."""
         found = self._asked("utilization.gpu")
         return None if found is None else found / 100
 
@@ -95,7 +95,7 @@ class Rapl:
         self._microjoules = 0
 
     def joules(self) -> float | None:
-        """Return the joules of all packages since this object was made. None if a counter is missing or unreadable.
+        """Return the joules of all packages since this object was made, or None if a counter is missing or unreadable.
 
         A counter wraps to zero after minutes to hours. Call this more often.
         """
@@ -120,7 +120,7 @@ Sensor = Nvml | NvidiaSmi
 
 
 def first_gpu() -> Sensor | None:
-    """Return a sensor of the machine's first GPU, without torch. None if there is none."""
+    """Return a sensor of the machine's first GPU, or None if there is none. This does not need torch."""
     if find_spec("pynvml") is not None:
         nvml: Any = import_module("pynvml")
         with suppress(nvml.NVMLError):
@@ -179,7 +179,7 @@ class ProcessFigures:
 
 
 class Processes:
-    """Sums over processes that come and go. The last counters of an ended process still count."""
+    """Sums figures over processes that come and go. The last counters of an ended process still count."""
 
     def __init__(self) -> None:
         self._known: dict[int, ProcessFigures] = {}
@@ -211,7 +211,7 @@ def _resident_bytes(place: Path) -> int | None:
 
 
 def drive_figures(drive: Drive) -> dict[str, Any] | None:
-    """Return a drive's counters since the machine started, from its ``stat``. None if the drive has gone."""
+    """Return a drive's counters since the machine started, from its ``stat``, or None if the drive has gone."""
     fields = [int(word) for word in text_of(Path("/sys/block") / drive.name / "stat").split()]
     if not fields:
         return None
@@ -227,7 +227,7 @@ def drive_figures(drive: Drive) -> dict[str, Any] | None:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Return the samples of `WANTED` and of kvtier in Prometheus' text format, by name and labels. No buckets."""
+    """Return the samples of `WANTED` and of kvtier in Prometheus' text format, by name and labels, without buckets."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         name, _, _ = line.partition("{")
@@ -252,7 +252,7 @@ class Sampler:
         path: path of `samples.jsonl`.
         server: the server that is measured.
         client_pids: processes of the load generator.
-        drive: the drive of the tiers. None if unknown.
+        drive: the drive of the tiers; None if unknown.
         limits: the server's control group, if any.
         gpu: sensor of the GPU, if any.
         has_processors: whether this machine's processors are the server's, so that their energy counts.

@@ -1,4 +1,4 @@
-"""Starts a server process under limits, awaits its health and ends it. Run as a program, it becomes its argument."""
+"""Starts a server process under limits, awaits its health and ends it. As a program, it becomes the given command."""
 
 import ctypes
 import http.client
@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 """Flags of unshare(2) and mount(2)."""
 _STATE_SESSION = 3
-"""Index of the session in /proc/PID/stat, where the state, which follows the command's name, has index 0."""
+"""Index of the session in /proc/PID/stat, counted from the state, which follows the command's name."""
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -41,7 +41,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_COLOR": "0",
     "TOKENIZERS_PARALLELISM": "false",
-    # Else vLLM compiles the helpers of its sampling, which takes twelve seconds.
+    # Otherwise vLLM compiles the helpers of its sampling, which takes twelve seconds.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
@@ -65,11 +65,11 @@ class Server:
         self.url = url
 
     def pids(self) -> list[int]:
-        """Return the server's processes. Empty if it runs elsewhere."""
+        """Return the server's processes, or none if it runs elsewhere."""
         return []
 
     def why_over(self) -> str:
-        """Return why the server will never answer again. Empty while it may."""
+        """Return why the server will never answer again, or an empty string while it may."""
         return ""
 
 
@@ -119,7 +119,7 @@ class ServerProcess(Server):
         return session_pids(self._process.pid)
 
     def why_over(self) -> str:
-        """Return why the server will never answer again, with the last lines of the log. Empty while it may."""
+        """Return why the server will never answer again, with the end of its log, or an empty string while it may."""
         code = self._process.poll()
         if code is None:
             return ""

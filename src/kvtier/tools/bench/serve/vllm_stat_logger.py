@@ -1,7 +1,7 @@
-"""A plug-in of vLLM's server. For each request that has ended it writes a line with what vLLM knows of it.
+"""A plug-in of vLLM's server. For each request that has ended it writes a line with what vLLM knows about it.
 
 It is an entry point of the group `vllm.stat_logger_plugins`, which vLLM loads in the process of its API server. kvtier
-does not install it. `kvtier bench serve` gives it to all servers that it starts, also to those without kvtier.
+does not install it. `kvtier bench serve` gives it to all servers that it starts, including those without kvtier.
 
 The environment variable `KVTIER_REQUEST_STATS` names the file; without it, nothing is written. Each server has a new
 file, and a line is in it within a second:
@@ -12,8 +12,8 @@ file, and a line is in it within a second:
     prefill_s        from there to the first token
     decode_s         from there to the last token; each of the three is null if its end never came
     prompt_tokens, output_tokens
-    cached_tokens    of the prompt: in vLLM's own prefix cache, and what a connector was to load when a load began; what
-                     did not arrive is in this count, although it is computed
+    cached_tokens    prompt tokens in vLLM's own prefix cache, plus those that a connector began to load; tokens that
+                     did not arrive are counted too, although they are computed
 """
 
 import atexit

@@ -23,7 +23,7 @@ FIRST_WORD = 3
 VOCABULARY = 1024
 _WORDS = VOCABULARY - FIRST_WORD
 LENGTH_MAX = 4.0
-"""The longest length that is drawn, as a multiple of the mean. One long answer must not dominate a run."""
+"""The largest length that is drawn, as a multiple of the mean. One long answer must not dominate a run."""
 WARM_UP_ROUNDS = 2
 TEMPLATE_TOKENS = 64
 """Tokens that a chat template may add to a prompt."""
@@ -68,7 +68,7 @@ class Conversation:
     first_turn: int = 0
     """Number of `turns[0]`. A recorded request is a conversation by itself, because its prompt is complete."""
     is_warm_up: bool = False
-    """Whether it is sent but not counted."""
+    """Whether the conversation is sent but not counted."""
 
     @property
     def tokens(self) -> int:
@@ -81,7 +81,7 @@ class ConversationSizes:
     """The conversations of many users, in LMBenchmark's terms."""
 
     users: int
-    """Users that talk at a time. A new user replaces one that has asked its last question."""
+    """Users that are active at a time. A new user replaces one that has asked its last question."""
     rounds: int
     system_tokens: int
     """Length of the system prompt, which all users share."""
@@ -92,7 +92,7 @@ class ConversationSizes:
     requests_per_s: float
     """Rate of all users together. Each user asks every users / requests_per_s seconds."""
     sub_rounds: int = 0
-    """Rounds of a sub-agent; 0: none. After the first `users`, every second conversation is a sub-agent. It starts
+    """Rounds of a sub-agent; 0 means none. After the first `users`, every second conversation is a sub-agent. It starts
     with the first question of the conversation before it, and a task of its own."""
 
     def __post_init__(self) -> None:
@@ -177,7 +177,7 @@ PRESETS = {
         here=SingleShotSizes(prompt_tokens=(128, 256, 512, 1024, 2048, 4096), between_tokens=65536),
     ),
 }
-"""Presets by name. `here` is a starting point. Its sizes of tier and device are known to the server's side."""
+"""Presets by name. `here` is a starting point; the server's side knows the sizes of tier and device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +280,7 @@ def recorded(
     is_longer_skipped: bool = False,
     warm_up: int = 2,
 ) -> ServeWorkload:
-    """Return a recorded trace's requests at their times. Equal blocks become equal text, and different ones differ.
+    """Return a recorded trace's requests at their times. Texts are equal where blocks are equal, and differ elsewhere.
 
     Args:
         trace: a trace of any format. Without block ids all prompts differ.
@@ -289,7 +289,7 @@ def recorded(
         seconds: requests whose scaled time is later are cut off.
         time_factor: replayed times are recorded times multiplied by this; 0.1 is ten times as fast.
         length_factor: factor for blocks, prompts and answers alike, so that equal shares stay equal.
-        context_tokens: the model's context, of which a chat template gets `TEMPLATE_TOKENS`. None: no limit.
+        context_tokens: the model's context, of which a chat template gets `TEMPLATE_TOKENS`; None means no limit.
         is_longer_skipped: leave out requests that exceed it.
         warm_up: number of requests with other words that are sent first and not counted.
 

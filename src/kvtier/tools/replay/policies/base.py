@@ -1,4 +1,4 @@
-"""The interface between a replay and a policy. A policy is a cache of equal blocks that sees every access."""
+"""The interface between a replay and a policy. A policy is a cache of equal-sized blocks that sees every access."""
 
 from collections.abc import Sequence
 

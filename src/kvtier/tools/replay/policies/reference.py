@@ -210,7 +210,7 @@ class OracleLru(_Clairvoyant, PlainLru):
 
 
 class Min(_Clairvoyant):
-    """Belady's MIN with bypass: evicts or bypasses the block with the farthest next use, and of equals the deeper."""
+    """Belady's MIN with bypass: evicts or bypasses the block with the farthest next use, among equals the deeper."""
 
     def __init__(self, capacity: int, trace: TraceArrays) -> None:
         super().__init__(capacity, trace)
@@ -273,7 +273,7 @@ def infinite_hit_tokens(trace: TraceArrays) -> int:
 
 
 def next_uses(trace: TraceArrays) -> npt.NDArray[np.int32]:
-    """Return for each access the next request that has its block. NEVER if there is none."""
+    """Return for each access the next request that has its block, or NEVER if there is none."""
     following = np.full(trace.block_count, NEVER, np.int32)
     out = np.empty(len(trace.ids), np.int32)
     starts = trace.starts.tolist() if len(trace) < 1 << 20 else trace.starts

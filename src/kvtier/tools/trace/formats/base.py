@@ -36,14 +36,14 @@ Ids = npt.NDArray[np.integer[Any]]
 
 
 class Contents(NamedTuple):
-    """What a prompt consists of, whatever stands before each part."""
+    """What a prompt consists of, whatever precedes each part."""
 
     ids: Ids
     """A number for each part, or for each token of a text. Equal numbers are equal contents."""
     tokens: Ids = np.zeros(0, np.int64)
-    """Tokens of each part. Empty: one each."""
+    """Tokens of each part; if empty, one each."""
     kinds: tuple[str, ...] = ()
-    """The name of each part's kind. Empty: no names."""
+    """The name of each part's kind; empty without names."""
     answer: Ids = np.zeros(0, np.int64)
     """Tokens of the response to a text."""
     text: str = ""
@@ -62,10 +62,10 @@ class TraceRequest(NamedTuple):
     line: int
     """Line number in the file, starting at 1."""
     next_turn: NextTurn | None = None
-    """What continues the session after the response. None if unknown."""
+    """What continues the session after the response; None if unknown."""
     model: str | None = None
     contents: Contents | None = None
-    """None if the format does not tell them, or `ReadOptions.has_contents` is False."""
+    """None if the format does not have them, or `ReadOptions.has_contents` is False."""
 
 
 class TraceWarning(str):
@@ -110,7 +110,7 @@ class TraceReader:
         raise NotImplementedError
 
     def _set_block_tokens(self, own_tokens: int, wanted: int | None) -> None:
-        """Set `block_tokens` to `wanted`. None keeps the trace's own.
+        """Set `block_tokens` to `wanted`; None keeps the trace's own.
 
         Raises:
             ConfigError: `wanted` is not a multiple of `own_tokens`.
@@ -147,7 +147,7 @@ class Sessions:
 def time_after(line: dict[str, Any], previous_s: float | None) -> float | None:
     """Return the time of a line that has a `delay`, in ms after its session's previous request (AIPerf).
 
-    None if the line has no delay, if it has a `timestamp`, or if it is the session's first.
+    The result is None if the line has no delay, if it has a `timestamp`, or if it is the session's first.
     """
     if previous_s is None or line.get("delay") is None or line.get("timestamp") is not None:
         return None
@@ -171,7 +171,7 @@ def next_turn_of(line: dict[str, Any]) -> NextTurn | None:
 def time_unit_warning(
     times_s: Sequence[float], input_tokens: Sequence[int], time_unit: str, *, is_given: bool
 ) -> tuple[str, ...]:
-    """Warn if timestamps in `time_unit` give an implausible load. Else return an empty tuple.
+    """Return a warning if timestamps in `time_unit` give an implausible load, else an empty tuple.
 
     A service may be idle. A low rate is therefore a reason for doubt only if `is_given`, when `time_unit` is not the
     format's own.
@@ -205,9 +205,9 @@ OWN_IDS_MAX = 1 << 25
 RUN_IDS_MAX = 1 << 30
 """Ids in runs are dense numbers, so they are kept up to this larger limit."""
 REQUEST_BLOCKS_MAX = 1 << 20
-"""The most blocks of one request: with 16 tokens each, 16 million tokens."""
+"""Maximum number of blocks in one request: with 16 tokens each, 16 million tokens."""
 HELD_BLOCKS_MAX = 1 << 28
-"""The most blocks that a reader keeps in memory to sort them: 1 or 2 GiB."""
+"""Maximum number of blocks that a reader keeps in memory to sort them: 1 or 2 GiB."""
 
 
 class Numbering:
@@ -329,23 +329,23 @@ _UNREAD: tuple[tuple[set[str], str, str], ...] = (
     ({"timing_events"}, "TraceLab's trace", "use its mooncake_trace, with input_length and hash_ids"),
     ({"text"}, "a dataset of texts or AIPerf's single_turn dataset", "rename text to prompt"),
 )
-"""Fields that mark a format, its name, and the way on."""
+"""Fields that mark a format, its name, and what to do with it."""
 
 # Each reader is imported where it is made, because a trace needs only one of them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """What a trace itself does not define."""
+    """Settings that a trace itself does not define."""
 
     block_tokens: int | None = None
-    """Number of tokens per block. None: the trace's own, 256 for sessions, or 64 for text."""
+    """Number of tokens per block; None means the trace's own, 256 for sessions, or 64 for text."""
     window_h: float = 10.0
     """Hours within which sessions without absolute times start."""
     seed: int = 1
     """Seed of the sessions' start times."""
     time_unit: str = ""
-    """Unit of `timestamp` in request lines, and in text if it does not count from 1970. Empty: the format's own."""
+    """Unit of `timestamp` in request lines, and in text if it does not count from 1970; if empty, the format's own."""
     tokenizer: Path | None = None
     """Tokenizer file for traces of text."""
     has_contents: bool = False

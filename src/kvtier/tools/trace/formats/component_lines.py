@@ -1,7 +1,7 @@
 """Reads request lines whose `hash_ids` name the components of a prompt by kind (RAGPulse).
 
-The tokens of each component stand in other files of the directory: lines with `token_length` and an id. Components
-with different ids are taken to differ from their first token on.
+Other files of the directory have the tokens of each component: lines with `token_length` and an id. Components
+with different ids are assumed to differ from their first token on.
 """
 
 from collections.abc import Iterator
@@ -31,9 +31,9 @@ class ComponentLines(TraceReader):
     """Reads request lines with components. A prompt is its components, one after the other.
 
     Args:
-        path: the file with the requests, or the directory. The files with lengths stand in the same directory.
-        block_tokens: number of tokens per block. None: 64.
-        time_unit: unit of `timestamp`: "s", "ms" or "us". Empty: s.
+        path: the file with the requests, or the directory. The files with lengths are in the same directory.
+        block_tokens: number of tokens per block; None means 64.
+        time_unit: unit of `timestamp`: "s", "ms" or "us"; empty means s.
         has_contents: give each request its components.
 
     Raises:

@@ -26,8 +26,8 @@ class Conversations(PromptLines):
 
     Args:
         path: the file, or a directory of such files.
-        block_tokens: number of tokens per block. None: 64.
-        tokenizer: a tokenizer.json of Hugging Face. None: a simple rule.
+        block_tokens: number of tokens per block; None means 64.
+        tokenizer: a tokenizer.json of Hugging Face; None means a simple rule.
         window_h: hours within which conversations start.
         seed: seed of the start times.
 

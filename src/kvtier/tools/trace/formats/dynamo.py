@@ -15,7 +15,7 @@ SCHEMA = "dynamo.request.trace.v1"
 
 
 class DynamoTrace(RequestLines):
-    """Reads such records, which are in the order of their ends, sorted by time."""
+    """Reads such records, which are in the order of their ends, and sorts them by time."""
 
     options = ()
     names = Names("request_received_ms", "input_length", "output_tokens", "input_sequence_hashes", "trace_block_size")
@@ -35,6 +35,6 @@ class DynamoTrace(RequestLines):
 
 
 def _part(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the object in the field `name`. Empty if there is none."""
+    """Return the object in the field `name`, or an empty one if there is none."""
     value = fields.get(name)
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

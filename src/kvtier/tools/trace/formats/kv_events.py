@@ -41,7 +41,7 @@ SECONDS_MAX: Final = 1e11
 BATCH_BYTES_MAX: Final = 1 << 24
 """The largest batch. In memory it takes up to 64 times its bytes: 1 GiB."""
 _ITEMS_MAX: Final = 1 << 20
-"""The most items of one array or map, because msgpack allocates the announced length."""
+"""Maximum number of items in one array or map, because msgpack allocates the announced length."""
 _BLOCK_STORED_FIELDS: Final = (
     *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
 )
@@ -81,11 +81,11 @@ class _OpenRequest:
     output_blocks: int = 0
 
     def is_output(self, stored: _StoredBlocks) -> bool:
-        """Whether blocks that continue this request are output."""
+        """Return whether blocks that continue this request are output."""
         return len(stored.hashes) == 1 and stored.batch != self.latest.batch
 
     def is_continued_by(self, stored: _StoredBlocks) -> bool:
-        """Whether blocks after its last one belong to it. A prompt does not grow after its first output."""
+        """Return whether blocks after its last one belong to it. A prompt does not grow after its first output."""
         pause_s = stored.time_s - self.latest.time_s
         return pause_s <= OUTPUT_S if self.is_output(stored) else pause_s <= PROMPT_S and not self.output_blocks
 
@@ -95,7 +95,7 @@ class KvEvents(TraceReader):
 
     Args:
         path: the file.
-        block_tokens: number of tokens per block, a multiple of the engine's. None: the engine's.
+        block_tokens: number of tokens per block, a multiple of the engine's; None means the engine's.
 
     Raises:
         ConfigError: the file cannot be read, a batch is malformed, nothing was stored, or `block_tokens` does not fit.
@@ -294,7 +294,7 @@ def _batch_fields(batch: object) -> tuple[float, list[object], object]:
 
 
 def _fields(value: object, names: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of an object, or of an array in the order of `names`. Empty for anything else."""
+    """Return the fields of an object, or of an array in the order of `names`; empty for anything else."""
     if isinstance(value, list):
         return dict(zip(names, cast("list[object]", value), strict=False))
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -22,7 +22,7 @@ _EPOCH = datetime(2020, 1, 1, tzinfo=UTC)
 
 
 class LengthsCsv(TraceReader):
-    """Reads such a file.
+    """Reads a CSV file with arrivals and lengths.
 
     Args:
         path: the file.

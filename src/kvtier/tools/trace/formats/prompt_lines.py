@@ -15,7 +15,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from kvtier.errors import ConfigError, install_hint
+from kvtier.errors import ConfigError
+from kvtier.report.tokenizer import open_tokenizer
 from kvtier.tools.trace.formats.base import (
     BODY_FIELDS,
     PROMPT_FIELDS,
@@ -38,7 +39,7 @@ BLOCK_TOKENS_DEFAULT = 64
 _PIECES = re.compile(r"\s*[A-Za-z]{1,6}|\s*\d{1,3}|\s*[^\sA-Za-z\d]|\s+")
 """The tokens if no tokenizer is given. They have about four characters each in English prose."""
 _LENGTHS = ("output_tokens", "output_length", "max_completion_tokens", "max_output_tokens", "max_tokens")
-"""Fields with the length of the answer. Those named `max` are its limit."""
+"""Fields with the length of the answer. Those named `max` give its limit."""
 _BEFORE_MESSAGES = ("tools", "system", "instructions")
 
 Tokenize = Callable[[str], Sequence[object]]
@@ -49,9 +50,9 @@ class PromptLines(TraceReader):
 
     Args:
         path: the file, or a directory of such files.
-        block_tokens: number of tokens per block. None: 64.
-        tokenizer: a tokenizer.json of Hugging Face. None: a simple rule.
-        time_unit: unit of a `timestamp` that does not count from 1970: "s", "ms" or "us". Empty: ms.
+        block_tokens: number of tokens per block; None means 64.
+        tokenizer: a tokenizer.json of Hugging Face; None means a simple rule.
+        time_unit: unit of a `timestamp` that does not count from 1970: "s", "ms" or "us"; empty means ms.
         has_contents: give each request its text and tokens, which are then all in memory.
 
     Raises:
@@ -73,7 +74,8 @@ class PromptLines(TraceReader):
         self._has_contents = has_contents
         self._time_unit, self._is_given = time_unit or "ms", bool(time_unit)
         self.block_tokens = block_tokens or BLOCK_TOKENS_DEFAULT
-        self._tokenize: Tokenize = _PIECES.findall if tokenizer is None else _load(tokenizer)
+        encode = None if tokenizer is None else open_tokenizer(tokenizer).encode
+        self._tokenize: Tokenize = _PIECES.findall if encode is None else lambda text: encode(text).ids
         how = "a simple rule (about four characters a token)" if tokenizer is None else str(tokenizer)
         self._how = f"text is cut into tokens by {how}, and into blocks of {self.block_tokens}"
         self.notes = (self._how,)
@@ -127,7 +129,7 @@ class PromptLines(TraceReader):
             self.notes += ("no timestamps: a request or session begins every second, in the order of the file",)
         times_s, input_tokens = [it.time_s for it in requests], [it.input_tokens for it in requests]
         if times.are_given and _unit_since_1970(times_s[-1]) is None:
-            # In whatever unit, since 1970 there are more seconds.
+            # In any unit, a time since 1970 would be larger.
             self.notes += time_unit_warning(times_s, input_tokens, self._time_unit, is_given=self._is_given)
         for each in requests:
             yield each._replace(time_s=each.time_s - requests[0].time_s)
@@ -146,7 +148,7 @@ class PromptLines(TraceReader):
 
 
 class _Times:
-    """Gives lines their times: a `timestamp`, a `delay` after the session's previous line, or one second after another.
+    """Assigns times to lines: a `timestamp`, a `delay` after the session's previous line, or one second after another.
 
     Args:
         unit: unit of a `timestamp` that does not count from 1970.
@@ -157,10 +159,10 @@ class _Times:
         self._latest_s: dict[str | None, float] = {}
         self._count = 0
         self.are_given = False
-        """Whether the first line has a timestamp. Then all need a time."""
+        """Whether the first line has a timestamp. If so, all lines need a time."""
 
     def has(self, session: str | None) -> bool:
-        """Whether an earlier line belongs to `session`."""
+        """Return whether an earlier line belongs to `session`."""
         return session in self._latest_s
 
     def of(self, line: dict[str, Any], session: str | None) -> float:
@@ -211,7 +213,7 @@ def _prompt(fields: dict[str, Any]) -> tuple[str | list[int], str | None, int]:
 
 
 def _unit_since_1970(time: float) -> str | None:
-    """Return the unit of a time since 1970, by its magnitude. None if `time` is too small to be one."""
+    """Return the unit of a time since 1970, by its magnitude, or None if `time` is too small to be one."""
     return next((unit for unit, least in (("us", 1e14), ("ms", 1e11), ("s", 1e8)) if time > least), None)
 
 
@@ -220,19 +222,3 @@ def _text(line: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{name} is {type(value).__name__}; allowed: a string")
     return value
-
-
-def _load(path: Path) -> Tokenize:
-    try:
-        from tokenizers import Tokenizer  # noqa: PLC0415  an extra
-    except ImportError:
-        raise ConfigError(
-            f"--tokenizer needs tokenizers, which is not installed: {install_hint('transformers')}"
-        ) from None
-    if not path.is_file():
-        raise ConfigError(f"--tokenizer {str(path)!r} is not a file; allowed: a tokenizer.json")
-    try:
-        tokenizer: Any = Tokenizer.from_file(str(path))
-    except Exception as error:  # its Rust part raises bare Exceptions
-        raise ConfigError(f"--tokenizer {str(path)!r} cannot be read: {error}") from error
-    return lambda text: tokenizer.encode(text).ids

@@ -63,8 +63,8 @@ class RequestLines(TraceReader):
 
     Args:
         path: the file, or a directory of such files, whose times count from the same moment.
-        block_tokens: number of tokens per block, a multiple of the trace's own. None: its own.
-        time_unit: unit of `timestamp`: "s", "ms" or "us". Empty: the format's own.
+        block_tokens: number of tokens per block, a multiple of the trace's own; None means its own.
+        time_unit: unit of `timestamp`: "s", "ms" or "us"; empty means the format's own.
 
     Raises:
         ConfigError: the file cannot be read, a line is malformed, or `block_tokens` does not fit.
@@ -73,9 +73,9 @@ class RequestLines(TraceReader):
     options = ("time_unit",)
     names = Names(same=("context_mode",))
     own_unit: ClassVar[str] = ""
-    """Unit of time. Empty: by the lines."""
+    """Unit of time; if empty, it follows from the lines."""
     is_sorted: ClassVar[bool] = True
-    """Whether the lines of a file are in the order of time."""
+    """Whether the lines of a file are in order of time."""
 
     def __init__(self, path: Path, block_tokens: int | None = None, time_unit: str = "") -> None:
         super().__init__(path)
@@ -95,7 +95,7 @@ class RequestLines(TraceReader):
         self._unit_s = UNITS_S[unit]
         self._numbering = Numbering()
         self._adds: bool | None = None
-        """Whether later lines of a session add to its prompt. None while the first lines are read."""
+        """Whether later lines of a session add to its prompt; None while the first lines are read."""
         # The requests themselves are not kept, because one of them may have a million blocks.
         head = [(it.time_s, it.input_tokens, len(it.blocks)) for it in islice(self._lines(), HEAD_LINES)]
         times_s, tokens, _ = zip(*head, strict=True)
@@ -119,7 +119,7 @@ class RequestLines(TraceReader):
             yield request._replace(blocks=merge_blocks(request.blocks, self._factor)) if self._factor > 1 else request
 
     def _flat(self, line: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the fields of a line, or None if it is no request."""
+        """Return the fields of a line, or None if it is not a request."""
         return line
 
     def _parsed(self, parse: Callable[[int, dict[str, Any]], _Parsed]) -> Iterator[_Parsed]:
@@ -175,7 +175,7 @@ class RequestLines(TraceReader):
             else:
                 places = range(len(blocks), tokens // own)
                 names = [f"{request.session} {place}" for place in places]
-                # The last block is partial, and another one in the next prompt.
+                # The last block is partial, and a different one in the next prompt.
                 last = [f"{request.session} {line} last"] if tokens % own else list[str]()
                 grown = np.append(blocks, self._numbering.numbered(names))
                 prompt = np.append(grown, self._numbering.numbered(last))

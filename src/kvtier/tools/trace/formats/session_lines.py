@@ -31,7 +31,7 @@ SESSION_MAX_S = 30 * 86_400.0
 DEPTH_MAX = 32
 """The deepest nesting of sub-agents."""
 SESSION_BLOCKS_MAX = 1 << 24
-"""The most merged blocks of all requests of one session."""
+"""Maximum number of merged blocks in all requests of one session."""
 _IDS_MAX = (1 << 31) - 1
 
 
@@ -115,7 +115,7 @@ class SessionLines(TraceReader):
 
 
 def _next_turn(request: dict[str, Any], *, is_sub_agent: bool) -> NextTurn | None:
-    """Return the hint that follows from the stop reason `tool_use` or `end_turn`. None for other reasons."""
+    """Return the hint that follows from the stop reason `tool_use` or `end_turn`, or None for other reasons."""
     stop = request.get("stop")
     if stop == "end_turn":
         return NextTurn.NOBODY if is_sub_agent else NextTurn.USER

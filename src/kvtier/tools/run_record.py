@@ -1,6 +1,6 @@
 """Makes one JSON record per benchmark run: commit, machine, software, settings, results and every sample.
 
-The tables in the documents are made from records, so a record has all conditions of its figures. `VERSION` rises when
+The tables in the documents are made from records, so a record holds all conditions of its figures. `VERSION` rises when
 a field changes its meaning, but not when a field is added.
 
 `Facts` are what explains a speed or a failure of this machine: mounts, memory, limits.
@@ -58,7 +58,7 @@ class Mount(NamedTuple):
 
     @property
     def is_network(self) -> bool:
-        """Whether its kind is a network file system."""
+        """Whether it is a network file system."""
         return self.kind in NETWORK_KINDS or (self.kind.startswith("fuse.") and self.kind not in _LOCAL_FUSE)
 
 
@@ -86,20 +86,20 @@ def mount_of(path: Path, mounts: Iterable[Mount]) -> Mount | None:
 
 
 def read_mounts(path: Path = MOUNTINFO) -> list[Mount]:
-    """Return the current mounts. Empty if the kernel does not list them."""
+    """Return the current mounts, or none if the kernel does not list them."""
     return parse_mounts(text_of(path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts of the machine. None is unknown."""
+    """Facts of the machine. None means unknown."""
 
     mounts: tuple[Mount, ...] = ()
     memory_bytes: int
     memory_available_bytes: int | None = None
     swap_used_bytes: int = 0
     memlock_bytes: int | None = None
-    """Limit on this process's page-locked memory. None: no limit."""
+    """Limit on this process's page-locked memory; None means no limit."""
     cores: int = 1
     """Cores in this process's affinity mask."""
     load: float | None = None
@@ -201,7 +201,7 @@ def _memlock_bytes() -> int | None:
 
 
 def _has_ipc_lock(status: str) -> bool:
-    """Whether the process has CAP_IPC_LOCK, which lifts the limit on page-locked memory."""
+    """Return whether the process has CAP_IPC_LOCK, which lifts the limit on page-locked memory."""
     for line in status.splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> CAP_IPC_LOCK & 1)
@@ -322,7 +322,7 @@ def processor() -> str:
 
 
 def gpus() -> list[str]:
-    """Return name, driver, memory and power limit of each NVIDIA GPU. Empty without nvidia-smi or a GPU."""
+    """Return name, driver, memory and power limit of each NVIDIA GPU, or none without nvidia-smi or a GPU."""
     try:
         done = subprocess.run(
             ["nvidia-smi", GPU_QUERY, "--format=csv,noheader"],
@@ -343,7 +343,7 @@ def file_system(directory: Path) -> str:
 
 
 def drive(directory: Path) -> str:
-    """Return the model of the drive below `directory`, or its device's name. Empty if the file system has none."""
+    """Return the model of the drive below `directory`, or its device's name, or an empty string if there is none."""
     mount = mount_of(directory.resolve(), read_mounts())
     device = whole_drive(mount.device) if mount else "0:0"
     if device.startswith("0:"):
@@ -353,7 +353,7 @@ def drive(directory: Path) -> str:
 
 
 def commit() -> dict[str, object] | None:
-    """Return the commit of the checkout, and whether the tree is modified. None outside a checkout."""
+    """Return the commit of the checkout and whether the tree is modified, or None outside a checkout."""
     head = _git("rev-parse", "HEAD")
     if head is None:
         return None
@@ -361,7 +361,7 @@ def commit() -> dict[str, object] | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return Git's output in the package's directory. None without git or a checkout, or after a time-out."""
+    """Return Git's output in the package's directory, or None without Git or a checkout, or after a time-out."""
     here = Path(__file__).parent
     # An installed package may be in a virtual environment inside another project's checkout.
     if "site-packages" in here.parts:

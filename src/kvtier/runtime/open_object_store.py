@@ -27,10 +27,10 @@ def open_object_store(
     """Open the tiers of one rank, for an engine that manages host memory itself.
 
     Args:
-        config: the settings. Used are `tiers`, `host.staging_bytes`, `host.populate`, `store.secret`,
+        config: the settings. This function uses `tiers`, `host.staging_bytes`, `host.populate`, `store.secret`,
             `store.secret_file`, `store.loss`, `store.codec`, the keys and the tenant of `store`, `journal` and
             `limits.open_deadline_s`.
-        layout: this rank's KV groups; `chunk_tokens` is the engine's page. Without a `part`, ranks share no object.
+        layout: this rank's KV groups; `chunk_tokens` is the engine's page. Without a `part`, ranks share no objects.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`, the same on every rank.
         rank: number of this rank, from 0.
         ranks: number of ranks.
@@ -54,7 +54,7 @@ def open_object_store(
         close = closing_keys(partial(close_tiers, tiers), keys)
         tiers |= open_tiers(config, layout, fingerprint_digest, secret, flaw, arena.memory, rank=rank, ranks=ranks)
         down = tiers_down(tiers)
-        # After the tiers are open, because the secret is in a directory that one of them creates.
+        # The tiers must be open first, because one of them creates the directory of the secret.
         root = root_key(
             store_secret(config, down, secret, flaw), fingerprint_digest, layout.chunk_tokens, config.store.tenant
         )

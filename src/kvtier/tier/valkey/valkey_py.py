@@ -1,4 +1,4 @@
-"""valkey-py, with which the tier is compared. The tier itself does without it."""
+"""valkey-py, for comparison with the tier, which does not use it."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ except ImportError as error:
 
 
 class RawValkey:
-    """A `RawClient` of valkey-py alone, with one value per object.
+    """A `RawClient` that uses only valkey-py, with one value per object.
 
     Args:
         node: the server.
@@ -24,7 +24,7 @@ class RawValkey:
 
     def __init__(self, node: Node, access: Access, deadline_s: float, prefix: str) -> None:
         self._prefix = prefix
-        self._client: Any = library.Valkey(  # its types do not fit its answers
+        self._client: Any = library.Valkey(  # its types do not match its answers
             host=node.host,
             port=node.port,
             db=access.database,
@@ -38,11 +38,11 @@ class RawValkey:
         return bool(self._client.info("cluster")["cluster_enabled"])
 
     def put(self, name: ObjectName, frame: memoryview) -> None:
-        """Write `frame` so that it becomes visible as a whole, if the tier does so."""
+        """Write `frame`, atomically if the tier writes atomically."""
         self._client.set(self._key(name), frame, nx=True)
 
     def get(self, name: ObjectName, into: memoryview) -> None:
-        """Load an object of as many bytes as `into` has."""
+        """Load an object that is as large as `into`."""
         into[:] = self._client.get(self._key(name))
 
     def has(self, name: ObjectName) -> bool:

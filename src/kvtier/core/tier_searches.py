@@ -1,15 +1,15 @@
 """Probes of lower tiers and their answers. An answer is only a hint: promotions verify the bytes.
 
-A search asks tier by tier, each for what faster sources lack. A tier with an index is asked for all of it at once. A
-remote tier is asked for few names, in rounds, because each name costs a request:
+A search asks one tier after another, each for the objects that faster sources lack. A tier with an index is asked for
+all of them at once. A remote tier is asked for few names, in rounds, because each name costs a request:
 
     1. the first missing chunk, of every history group
     2. about 23 chunks, evenly spaced over the rest
-    3. about 23 chunks between the last that is present and the first that is absent
-    4. for windows and states: the last chunk of the four longest boundaries within the run
+    3. about 23 chunks between the last present one and the first absent one
+    4. for windows and states: the last chunk of each of the four longest boundaries within the run
 
-23 * 23 chunks are more than 131,072 tokens have, so the leading run is exact if there are no holes. A hole is found
-by the read.
+A prompt of 131,072 tokens has fewer than 23 * 23 chunks, so the leading run is exact unless it has holes. Reading it
+finds the holes.
 
 Another engine may announce that it is writing the leading chunks of a prompt. Then remote tiers are asked repeatedly,
 and round 3 includes the last chunks before the end of the run: an engine writes several chunks at once, so holes can
@@ -34,16 +34,16 @@ from kvtier.types import ChunkKey, Direction, ObjectsDone, Outcome, Prefix, Prob
 
 NO_REQUEST = RequestId("")
 NO_PREFIX = Prefix((), 1)
-"""Stands for the prefix in a search for a list of objects."""
+"""Placeholder for the prefix in a search for a list of objects."""
 
 REQUESTS_MAX = 4096
-"""Most requests whose answers are kept. Further ones are looked up in host memory only."""
+"""Maximum number of requests whose answers are kept. Further ones are looked up in host memory only."""
 
 ROUND_NAMES = 23
-"""Spaced names in one round of a remote tier."""
+"""Number of evenly spaced names in one round of a remote tier."""
 
 BOUNDARIES_MAX = 4
-"""Most boundaries of windows and states that a remote tier is asked for."""
+"""Maximum number of boundaries of windows and states that a remote tier is asked for."""
 
 ASK_AGAIN_S_MIN = 0.005
 ASK_AGAIN_S_MAX = 0.02
@@ -52,13 +52,13 @@ them are found.
 """
 
 ASKING_MAX = 64
-"""Most searches for announced chunks that may be open at once. The others ask later."""
+"""Maximum number of open searches for announced chunks. Other requests ask later."""
 
 STALL_S = 0.5
 """A request stops waiting for announced chunks when no further one has been found for this long."""
 
 WAIT_SHARE = 0.01
-"""Even without hits, a request waits for remote tiers for this share of the time to compute what they may have."""
+"""Even without hits, a request waits for this share of the time to compute what remote tiers may have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,27 +73,27 @@ class Search:
     tier: int = 0
     """Position of the tier that is asked."""
     round: int = 0
-    """Round of a remote tier, as above; 0 for a tier that is asked for everything at once."""
+    """Round of a remote tier, numbered as above; 0 for a tier that is asked for everything at once."""
     chunks: list[int] = field(default_factory=list[int])
     """Chunks of history that were missing when the tier was first asked."""
     low: int = -1
-    """Position in `chunks` of the last one that is present."""
+    """Position in `chunks` of the last one known to be present."""
     high: int = 0
-    """Position in `chunks` of the first one that is absent."""
+    """Position in `chunks` of the first one known to be absent."""
     sampled: list[int] = field(default_factory=list[int])
     """Positions in `chunks` that the current round asks for."""
     boundaries: list[tuple[list[Item], list[Item]]] = field(default_factory=list[tuple[list[Item], list[Item]]])
-    """For each boundary: the objects of windows and states that it lacks, and those asked for."""
+    """For each boundary, the objects of windows and states that it lacks, and those asked for."""
     is_wanted: bool = True
-    """Whether the request is not released yet."""
+    """Whether the request has not been released yet."""
     is_repeated: bool = False
     """Whether a remote tier is asked again for announced chunks."""
     objects: Sequence[Item] | None = None
-    """The objects of `search_objects`, which ends with an event; None for a prompt."""
+    """The objects of `search_objects`, whose search ends with an event; None for a prompt."""
     is_for_put: bool = False
-    """Whether only the first tier is asked, and what may be bad counts as absent."""
+    """Whether only the first tier is asked, and copies that may be bad count as absent."""
     run: list[Item] = field(default_factory=list[Item])
-    """In a search for objects, those that were missing when the tier was first asked. Each is a chunk of its own."""
+    """In a search for objects, those that were missing when the tier was first asked. Each counts as a chunk."""
     asks_all: bool = False
     """Whether remote tiers are also asked for everything at once."""
 
@@ -104,7 +104,7 @@ class OpenProbe:
 
     tier: str
     search: Search | None
-    """None for a health check and for a survey."""
+    """None for a health check or a survey."""
     objects: tuple[Item, ...]
     deadline_s: float
     survey: Survey | None = None
@@ -112,18 +112,18 @@ class OpenProbe:
 
 @dataclass(slots=True, eq=False)
 class AnnouncedWait:
-    """A request's wait for chunks that another engine has announced. It costs at most as much as computing them."""
+    """A request's wait for chunks that another engine has announced. It lasts no longer than computing them would."""
 
     keys: frozenset[ChunkKey]
     tokens: int
     """Leading tokens of the prompt that are announced, in whole chunks."""
     until_s: float
     found_s: float
-    """Time at which a further object was found, or at which the wait began."""
+    """Time at which the last further object was found, or at which the wait began."""
     found: int = 0
-    """How many objects were found until then."""
+    """How many objects had been found by then."""
     has_asked: bool = False
-    """Whether it has searched again since then. An engine with long steps calls seldom."""
+    """Whether another search has begun since then. An engine with long steps rarely calls."""
     again_s: float = 0.0
     """Time of the next search."""
     pause_s: float = ASK_AGAIN_S_MIN
@@ -139,14 +139,14 @@ class ProbeAnswers:
     """The request waits for remote tiers until this time. Later answers are remembered for other requests. None if no
     remote tier has been asked."""
     prefix: Prefix | None = None
-    """Prefix of the last lookup. The same prefix sends no new probes unless objects left host memory since."""
+    """Prefix of the last lookup. The same prefix sends new probes only if objects have left host memory since."""
     removals: int = 0
     """`HostMemory.removals` at that lookup."""
     probed: set[Item] = field(default_factory=set[Item])
     found_in: dict[Item, str] = field(default_factory=dict[Item, str])
     """The fastest tier that reported each object."""
     searches: set[Search] = field(default_factory=set[Search])
-    """Searches without a result for every object."""
+    """Searches that lack results for some of their objects."""
     announced: AnnouncedWait | None = None
 
 
@@ -174,7 +174,7 @@ class Probes:
         self._order = list(tiers.by_name)
         self._open: dict[int, OpenProbe] = {}
         self._deadlines: list[tuple[float, int]] = []
-        """(time, probe) of each deadline, and of the end of each wait, as a heap."""
+        """Heap of (time, probe) for each deadline and for the end of each wait."""
         self._asking = 0
         """How many repeated searches are open."""
 
@@ -193,18 +193,18 @@ class Probes:
     ) -> ProbeAnswers | None:
         """Search the tiers for the objects that host memory lacks.
 
-        A request asks for an object once, and again when the object was absent and has left host memory since.
+        A request asks for an object once, and again if the object was absent and has left host memory since.
 
         Args:
             request: name of the request.
             prefix: prefix of its prompt.
-            compute_s: expected time to compute the rest of the prompt. With None the request waits for all answers.
+            compute_s: expected time to compute the rest of the prompt. If None, the request waits for all answers.
             now_s: the time.
             resident_tokens: leading tokens that the engine holds.
             announced_tokens: leading tokens that another engine says it has stored or is storing.
 
         Returns:
-            The answers so far; None without tiers, or with too many tracked requests.
+            The answers so far; None if there are no tiers or too many tracked requests.
         """
         answers = self._answers.get(request)
         if answers is None:
@@ -218,8 +218,8 @@ class Probes:
             answers.announced = self._announced(prefix, announced_tokens, resident_tokens, compute_s, now_s)
         if answers.prefix is prefix and answers.removals == self._host.removals:
             return answers
-        # An object that was absent may have been stored since, and have left host memory for a tier. An object that a
-        # tier has is not asked for again, because it may leave often, and each question delays the request.
+        # An absent object may have been stored since, and may have left host memory for a tier. An object that a tier
+        # has is not asked for again, because it may leave often, and each probe delays the request.
         left = self._host.left_since(answers.removals)
         answers.probed.difference_update(item for item in left if item not in answers.found_in)
         answers.prefix, answers.removals = prefix, self._host.removals
@@ -245,11 +245,11 @@ class Probes:
         is_run: bool,
         is_for_put: bool = False,
     ) -> None:
-        """Search the tiers for objects, whatever host memory has. One ObjectsDone follows.
+        """Search the tiers for objects, even for those in host memory. One ObjectsDone follows.
 
         Args:
             request: name of the request.
-            objects: in the order of the prefix.
+            objects: the objects, in the order of the prefix.
             now_s: the time.
             is_run: whether only the leading run matters. If so, remote tiers are asked in rounds.
             is_for_put: whether only the first tier is asked. A copy that may be bad then counts as absent, because a
@@ -263,7 +263,7 @@ class Probes:
         self._ask_next_tier(search, now_s)
 
     def survey(self, prefix: Prefix, now_s: float) -> Survey:
-        """Ask every tier that can be read for all objects of `prefix`, a remote one in several probes."""
+        """Ask every readable tier for all objects of `prefix`. A remote tier gets several probes."""
         survey = Survey.of(prefix, self._layout.groups, self._host)
         for tier_state in self._tiers.all:
             survey.found[tier_state.name] = set()
@@ -286,10 +286,10 @@ class Probes:
         return any(is_patient or not self._tiers.all[search.tier].rules.is_remote for search in answers.searches)
 
     def awaits_announced(self, request: RequestId, answers: ProbeAnswers, tokens: int, now_s: float) -> bool:
-        """Whether the request, which finds or holds `tokens`, waits for announced chunks. Ask again when it is time.
+        """Whether the request, which found or holds `tokens`, waits for announced chunks. Ask again when it is time.
 
-        It waits while further objects appear, and never longer than computing the announced tokens takes. So a wrong
-        announcement costs at most that, or `STALL_S`, whichever is shorter.
+        It waits while further objects appear, and never longer than computing the announced tokens would take. So a
+        wrong announcement costs at most that time or `STALL_S`, whichever is shorter.
         """
         wait, prefix = answers.announced, answers.prefix
         if wait is None or prefix is None or tokens >= wait.tokens:
@@ -336,9 +336,9 @@ class Probes:
         return AnnouncedWait(frozenset(prefix.keys[:chunks]), tokens, until_s, now_s)
 
     def _wait_s(self, search: Search, tier_state: TierState, now_s: float) -> float:
-        """Return how long to wait for remote tiers: a share of computing what is missing, or what hits repay.
+        """Return how long to wait for remote tiers: as long as the expected hits justify, and at least `WAIT_SHARE`.
 
-        It is 0 if the answer usually takes longer. Late answers also count in the hit rate.
+        The wait is 0 if an answer usually takes longer. The hit rate includes late answers.
         """
         compute_s = search.answers.compute_s
         if compute_s is None:
@@ -351,9 +351,9 @@ class Probes:
         return wait_s if wait_s >= tier_state.answer_s else 0.0
 
     def send_health_checks(self, now_s: float, watched: Callable[[str], tuple[Item, ...]]) -> None:
-        """Send a probe to each tier without an open one, as a health check that needs no request.
+        """Send a health check, which is a probe without a request, to each tier that has no open probe.
 
-        A tier that requests keep busy is asked for watched objects, too.
+        A tier that requests keep busy is still asked for watched objects.
 
         Args:
             now_s: the time.
@@ -392,7 +392,7 @@ class Probes:
         return self._deadlines[0][0] if self._deadlines else None
 
     def forget(self, request: RequestId) -> None:
-        """Drop the answers of a released request. An open search continues to its next answer, for other requests."""
+        """Drop the answers of a released request. Its open searches go on to their next answer, for other requests."""
         answers = self._answers.pop(request, None)
         if answers is not None:
             for search in answers.searches:
@@ -400,7 +400,7 @@ class Probes:
                 search.is_wanted = False
 
     def lost(self, item: Item, tier: str) -> None:
-        """Record that `tier` could not deliver `item`, so that no request counts on its copy any more."""
+        """Record that `tier` could not deliver `item`, so that no request relies on that copy any longer."""
         for answers in self._answers.values():
             if answers.found_in.get(item) == tier:
                 del answers.found_in[item]
@@ -421,7 +421,7 @@ class Probes:
     # ---- a search --------------------------------------------------------------------------------------------------
 
     def _ask_next_tier(self, search: Search, now_s: float) -> None:
-        """Ask the first tier from `search.tier` on that can be read, or end the search."""
+        """Ask the first readable tier, starting at `search.tier`, or end the search."""
         tiers = 1 if search.is_for_put else len(self._tiers)
         while search.is_wanted and search.missing and search.tier < tiers:
             tier_state = self._tiers.all[search.tier]
@@ -438,7 +438,7 @@ class Probes:
         if search.objects is not None:
             self._answers.pop(search.request, None)
             found, first = search.answers.found_in, self._tiers.all[0]
-            if search.is_for_put:  # it may have become suspect meanwhile
+            if search.is_for_put:  # a copy may have become suspect meanwhile
                 found = {item: tier for item, tier in found.items() if not first.is_suspect(item)}
             done, absent = Outcome.DONE, Outcome.ABSENT
             if 0 < len(found) < len(search.objects):
@@ -481,7 +481,7 @@ class Probes:
         return False
 
     def _remembered(self, search: Search, tier_state: TierState, item: Item, now_s: float) -> bool | None:
-        """Return what is known about `item`. An announced object that was absent may have been written since."""
+        """Return the remembered answer for `item`. An announced object that was absent may have been written since."""
         answer = tier_state.remembered(item, now_s)
         wait = search.answers.announced
         return None if answer is False and wait is not None and item[0] in wait.keys else answer
@@ -511,7 +511,7 @@ class Probes:
         return names
 
     def _boundary_names(self, search: Search) -> list[Item]:
-        """Return the last chunk of each window and state, at the longest boundaries that this tier could make valid."""
+        """Return the last chunk of each window and state at the longest boundaries that this tier could make valid."""
         others = [group for group, is_history in enumerate(self._is_history) if not is_history]
         search.boundaries = []
         if not others:
@@ -551,10 +551,10 @@ class Probes:
         return (entry is not None and entry.residency in READABLE) or item in search.answers.found_in
 
     def _use_round(self, search: Search, tier_state: TierState, names: Sequence[Item], present: Sequence[bool]) -> None:
-        """Take the answers of a round of a remote tier, and set the next round."""
+        """Use a remote tier's answers to one round, and set the next round."""
         if search.round == 1:
             is_hit = all(present)
-            if search.answers.announced is None:  # what is being written says nothing about other prompts
+            if search.answers.announced is None:  # chunks that are being written say nothing about other prompts
                 tier_state.probed_first(is_hit=is_hit)
             search.low = 0 if is_hit else -1
             search.round = 2 if is_hit and search.high > 1 else 4

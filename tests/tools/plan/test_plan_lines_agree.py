@@ -1,0 +1,251 @@
+"""No two lines of a plan contradict each other: what a buyer recalculates gives what the page says."""
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.tools.plan.plans import planned
+
+from kvtier.errors import ConfigError
+from kvtier.report.format import digits
+from kvtier.tools.plan.answer import conclusion, request, verdict
+from kvtier.tools.plan.queueing import operate
+from kvtier.tools.plan.report import needs_table, tables
+from kvtier.tools.plan.settings import settings_toml
+
+TRACES = Path(__file__).parents[2] / "golden" / "traces"
+
+
+@pytest.mark.parametrize(
+    ("limits", "named"),
+    [
+        ({"ttft_s": 0.05}, "--ttft"),
+        ({"ttft_s": 0.0, "ttft_p95_s": 0.3}, "--target-p95"),
+        ({"ttft_s": 1.0, "ttft_p95_s": 0.3}, "--target-p95"),
+        ({"ttft_s": 0.05, "ttft_p95_s": 0.3}, "--ttft and --target-p95"),
+        ({"ttft_s": 1.0, "tpot_s": 0.001}, "target.tpot_s"),
+    ],
+)
+def test_more_time_is_an_option_of_the_limit_that_no_gpus_meet(limits, named):
+    """It was --ttft beside --target-p95 300ms, and --ttft adds a limit there."""
+    changes = {f"target__{name}": value for name, value in limits.items()}
+    plan = planned("llama-3.3-70b", model__weights="fp8", **changes)
+    (found,) = re.findall(r"more time \((.*?)\) may be", request(plan))
+    assert found == named
+
+
+def test_drives_to_buy_are_enough_for_one_in_each_host():
+    """264 GPUs in 33 hosts were to get 17 local drives, and a host without one has none."""
+    agents = {"interval_s": 140, "interval_cv": 6.3, "history_tokens": 30_000, "turns": 38}
+    agents |= {"question_tokens": 1550, "answer_tokens": 450, "users": 2000}
+    changes = {f"traffic__{name}": value for name, value in agents.items()}
+    plan = planned("deepseek-v3", gpu__name="h200-sxm", gpu__count=16, **changes)
+    (drives,) = (it for it in tables(plan) if it.title.startswith("Drives with local drives"))
+    hosts = plan.chosen.need.deployment.hosts
+    assert max(plan.drives.drives_for_life, plan.drives.drives_for_bandwidth) < hosts
+    assert drives.note.startswith(f"Buy {hosts} drives: ")
+    assert f", one for each host {hosts}. " in drives.note
+
+
+@pytest.mark.parametrize(("count", "average"), [(2, " on average"), (4, " on average"), (5, ""), (10, "")])
+def test_drives_that_hosts_cannot_share_evenly_are_shared_on_average(count, average):
+    """Two drives gave each of six hosts 4.61 TB, and a note says that a host without a drive has none."""
+    plan = planned("llama-3.3-70b", f"disk={count}xpm1753", model__weights="fp8", traffic__users=500)
+    hosts = min(it.need.deployment.hosts for it in plan.arms)
+    assert verdict(plan).endswith(f"one host gets {digits(count / hosts * 15.36 * 0.9)} TB of local drives{average}.")
+
+
+def test_engines_of_the_settings_get_all_host_memory_of_the_plan():
+    """11 engines with 512 GiB each had 6.05 TB, and the page says that 6.43 TB are needed and 6.6 TB are there."""
+    plan = planned(
+        "llama-3.3-70b", "host=1TiB", model__weights="fp8", traffic__users=500, host__capacity_bytes=6 * 2**40
+    )
+    need, text = plan.chosen.need, settings_toml(plan)
+    assert (need.gpus, need.deployment.replicas, need.deployment.hosts) == (44, 11, 6)
+    assert "# the last host has 1 engine instead of 2; each of its engines gets\n# 2 times these bytes" in text
+    each = int(re.search(r'capacity_bytes = "(\d+) GiB"', text)[1]) * 2**30
+    assert 11 * each < need.enough_bytes["host"] < (10 + 2) * each == need.deployment.tiers[0].capacity_bytes
+
+
+def test_write_budgets_of_all_ranks_are_what_the_drives_are_rated_for():
+    """12 ranks with a sixteenth each had 92 TB a day, and "the drives then last 5 years" with 123 TB a day."""
+    plan = planned("llama-3.3-70b", "disk=8xpm1753", model__weights="fp8", traffic__users=100, gpu__count=12)
+    text = settings_toml(plan)
+    assert "# the last host has 1 engine instead of 2; each of its engines gets\n# 2 times these bytes" in text
+    budget = int(re.search(r"^write_bytes_per_day = (\d+) # of each of 12 ranks", text, re.MULTILINE)[1])
+    assert (8 + 2 * 4) * budget == pytest.approx(8 * 15.36e12, rel=1e-5)
+
+
+def test_settings_without_tiers_are_for_the_load_and_not_for_a_full_server():
+    """ "No tier is worth it here" stood below "Worth buying for a full server: host memory"."""
+    plan = planned("llama-3.1-8b", "host=64GB", gpu__name="l40s", gpu__count=1, traffic__users=20)
+    assert verdict(plan).endswith("Worth buying for a full server: host memory.")
+    assert request(plan).endswith("No tier is worth buying for 20 users.")
+    assert "# no tier is worth buying for 20 users\n" in settings_toml(plan)
+
+
+@pytest.mark.parametrize(
+    ("model", "tiers", "changes", "reason"),
+    [
+        ("deepseek-v3.2", [], {"gpu__name": "h200-sxm"}, "kvtier's vLLM connector does not support sparse attention"),
+        ("llama-3.3-70b", ["host=10GB"], {}, "GPU memory alone serves within 10% of the most users."),
+        (
+            "llama-3.1-8b",
+            ["disk=1xpm1753"],
+            {"gpu__name": "l40s", "gpu__count": 2, "disk__drive_writes_per_day": 0.05, "example": "prices"},
+            "GPU memory alone costs within 10% of the least per user.",
+        ),
+    ],
+)
+def test_a_table_of_choices_without_a_mark_says_why(model, tiers, changes, reason):
+    """The note said that 'this' marks the fewest tiers within a tenth of the most users, and no row had it."""
+    plan = planned(model, *tiers, **changes)
+    (found,) = (it for it in tables(plan) if it.title.startswith("Most users"))
+    assert not [row for row in found.rows if "this" in row]
+    assert f"No row is marked, because {reason}" in found.note
+    assert "'This'" not in found.note
+
+
+def test_a_choice_that_serves_as_many_as_another_is_not_told_again():
+    """It was "1.96 queries/s with local drives. With host memory and local drives they serve 1.96"."""
+    trace = TRACES / "mooncake_conversation_runs.jsonl.gz"
+    plan = planned("llama-3.3-70b", model__weights="fp8", traffic__trace=str(trace))
+    assert max(it.users for it in plan.choices) > plan.tiered.users
+    assert "serve 1.96 queries/s with local drives (1.30x) and 1.51 with GPU memory alone. Worth" in verdict(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy", "helps"),
+    [
+        ({"gpu__count": 1}, "--weights fp4 with up to 8 GPUs", {"model__weights": "fp4", "gpu__count": 8}),
+        (
+            {"gpu__count": 16, "model__tp": 2},
+            "--weights fp4 with a larger --tp",
+            {"model__weights": "fp4", "model__tp": 8},
+        ),
+        ({"gpu__count": 8}, "--weights fp4", {"model__weights": "fp4"}),
+    ],
+)
+def test_a_remedy_of_smaller_weights_names_the_gpus_that_they_need(changes, remedy, helps):
+    """One H100 was told --weights fp4 for DeepSeek-V3, whose 377 GB it does not hold either."""
+    with pytest.raises(ConfigError, match="for KV next to") as caught:
+        planned("deepseek-v3", **changes)
+    assert remedy in str(caught.value).partition("; allowed: ")[2].split(", ")
+    assert planned("deepseek-v3", **(changes | helps)).choices
+
+
+@pytest.mark.parametrize("model", ["falcon-h1-7b", "falcon-mamba-7b"])
+def test_the_time_that_unused_states_stay_is_that_of_the_note(model):
+    """The note subtracted nine pauses from all KV, which gave 987 s for the 1,080 s of Falcon-H1."""
+    plan = planned(model, "host=100GB", gpu__name="h100-sxm", gpu__count=1, traffic__interval_cv=0.0)
+    deployment = plan.given.deployment
+    load, kv = deployment.workload, deployment.model
+    new = load.requests_per_s * load.first_share
+    tokens = (load.session_tokens - load.prefix_tokens) * kv.token_bytes
+    snapshots = 10 * kv.state_bytes
+    one = tokens + snapshots
+    pauses_s = 20 * (9 * tokens + snapshots) / one
+    room = deployment.tiers[0].capacity_bytes - load.prefix_tokens * kv.token_bytes
+    found = operate(deployment, load.requests_per_s).residence_s["host"]
+    assert found == pytest.approx(room / (new * one) - pauses_s, rel=0.005)
+    note = " For the share of snapshots in it, subtract one pause only."
+    assert note in needs_table(planned("falcon-h1-7b", gpu__count=1)).note
+
+
+@pytest.mark.parametrize(
+    ("changes", "served"),
+    [
+        ({"traffic__users": 80}, "95 users with host memory (1.32x), 100 with local drives (1.40x) and 71 with"),
+        ({"gpu__count": 1, "gpu__name": "l40s", "model__name": "llama-3.1-8b"}, "10 users with host memory (1.30x)"),
+    ],
+)
+def test_a_ratio_that_whole_users_do_not_give_says_so(changes, served):
+    """10 users instead of 7 were 1.30x, and 20 users of 10 were 1.97x."""
+    name = changes.pop("model__name", "llama-3.3-70b")
+    plan = planned(name, **({"model__weights": "fp8"} if "70b" in name else {}), **changes)
+    assert served in verdict(plan)
+    assert " with GPU memory alone. Ratios are of unrounded users. Worth buying" in verdict(plan)
+    (limits,) = (it for it in tables(plan) if it.title.startswith("Limits of"))
+    assert "Ratios are those of the unrounded figures." in limits.note
+
+
+def test_a_reserve_never_falls_with_more_users():
+    """95 users needed 16 GPUs with a reserve, in copies of TP 8, and 96 users needed 12, in copies of TP 4."""
+    before: dict[tuple[str, ...], int] = {}
+    for users in (30, 95, 96, 97, 100, 101):
+        found = {
+            it.tiers: it.reserve.gpus
+            for it in planned("llama-3.3-70b", model__weights="fp8", traffic__users=users).arms
+        }
+        assert all(found[it] >= gpus for it, gpus in before.items())
+        before = found
+
+
+def test_a_tier_never_needs_more_gpus_with_a_reserve_than_none():
+    """2 TiB of host memory needed 36 GPUs in copies of TP 4, and GPU memory alone 32 in copies of TP 8."""
+    plan = planned("llama-3.3-70b", "host=2TiB", model__weights="fp8", traffic__users=200)
+    (row,) = (it for it in needs_table(plan).rows if it[0] == "GPUs with a reserve (70% used)")
+    assert row[1:] == ("32", "32 (TP 8)")
+    assert plan.arms[1].need.deployment.inputs.model.tp == 4
+
+
+@pytest.mark.parametrize(
+    ("users", "ending", "reserve"),
+    [
+        (30, "No tier is worth buying for 30 users.", ("8", "8", "8")),
+        (50, "on the fewest GPUs: host memory or local drives (they last 678 days), one of them.", ("8", "8", "8")),
+        (
+            60,
+            " With a reserve (70% used) one is: 8 GPUs instead of 12, with host memory or local drives.",
+            ("12 (TP 4)", "8", "8"),
+        ),
+        (80, "host memory or local drives (they last 424 days), one of them.", ("16", "12 (TP 4)", "12 (TP 4)")),
+    ],
+)
+def test_the_verdict_says_what_the_line_with_a_reserve_decides_otherwise(users, ending, reserve):
+    """No tier was worth buying for 60 users, and the line to buy by was 12 GPUs without tiers and 8 with them."""
+    plan = planned("llama-3.3-70b", model__weights="fp8", traffic__users=users)
+    (row,) = (it for it in needs_table(plan).rows if it[0] == "GPUs with a reserve (70% used)")
+    assert request(plan).endswith(ending)
+    assert row[1:] == reserve
+
+
+def test_a_verdict_that_a_reserve_does_not_confirm_says_so():
+    """55 users need 4 GPUs instead of 8, and 8 with a reserve in each column."""
+    plan = planned("qwen3-32b", gpu__count=4, traffic__users=55)
+    (row,) = (it for it in needs_table(plan).rows if it[0] == "GPUs with a reserve (70% used)")
+    assert "Worth buying for 55 users: host memory or local drives" in request(plan)
+    assert request(plan).endswith(" With a reserve (70% used) tiers save less than 10% of 8 GPUs.")
+    assert {it.split()[0] for it in row[1:]} == {"8"}
+
+
+@pytest.mark.parametrize(("energy", "said"), [(0.15, "with energy"), (0.0, "without energy")])
+def test_a_price_with_energy_has_a_price_of_energy(energy, said):
+    """Without price.energy_per_kwh both prices were 104,000, and the second was one "with energy"."""
+    prices = {"gpu": 8000, "server": 12_000, "drive": 900} | ({"energy_per_kwh": energy} if energy else {})
+    changes = {f"price__{name}": value for name, value in prices.items()}
+    plan = planned("llama-3.1-8b", "disk=4xpm1753", gpu__name="l40s", gpu__count=4, traffic__users=30, **changes)
+    found = needs_table(plan)
+    rows = {row[0]: float(row[-1].replace(",", "")) for row in found.rows if row[0].startswith("price")}
+    need = plan.arms[-1].need
+    bill = need.cost.watts / 1000 * 3 * 365.25 * 24 * energy
+    assert rows[f"price {said} of 3 years"] - rows["price, USD"] == pytest.approx(bill, abs=1)
+    assert ("Energy needs price.energy_per_kwh." in found.note) == (not energy)
+    assert f" over 3 years {said}." in verdict(plan)
+    notes = " ".join(it.note for it in tables(plan))
+    assert f"over 3 years, {said}." in notes
+    assert "of energy" not in notes
+
+
+@pytest.mark.parametrize(("ttft_s", "load"), [(0.3, "One user"), (0.001, "The smallest load")])
+def test_the_load_that_exceeds_a_limit_is_above_where_it_is_met(ttft_s, load):
+    """ "The smallest load exceeds a limit" stood over a load of 5 users that was 9.42 times that limit."""
+    plan = planned("qwen3-8b", gpu__name="l40s", gpu__count=1, traffic__users=5, target__ttft_s=ttft_s)
+    assert conclusion(plan)[0].startswith(f"{load} exceeds a limit: time to first token")
+    assert (plan.binding.users > 0) == (load == "One user")
+
+
+def test_fewest_gpus_are_not_passed_by_a_step_over_a_host():
+    """1,140 users needed 20 GPUs with a reserve and 1,150 needed 18: a step went from 16 GPUs to 20."""
+    found = [planned("gpt-oss-120b", gpu__count=3, traffic__users=it).arms[1] for it in (1140, 1150)]
+    assert [(it.tiers, it.reserve.gpus, it.reserve.tp) for it in found] == [(("host",), 18, 2)] * 2
