@@ -118,7 +118,7 @@ class Form(NamedTuple):
 class Kernels(Protocol):
     """An implementation of the codecs. All implementations return the same bits.
 
-    They do not touch the stored bytes before the scales. What they decode exact tokens to is undefined.
+    They do not touch the stored bytes before the first side. What they decode exact tokens to is undefined.
     """
 
     def encode(self, raw: memoryview, stored: memoryview, form: Form) -> bool:

@@ -18,7 +18,7 @@ from kvtier.codec.frame_header import Identity
 from kvtier.codec.raw import Raw
 from kvtier.errors import ConfigError
 from kvtier.layout import ELEMENT_BYTES, Axes, Axis, Cut, GroupLayout, History, KvLayout, Run
-from kvtier.testing.codec import _elements, _kv
+from kvtier.testing.codec import _elements, _floats, _kv
 from kvtier.types import ObjectName
 
 CODECS = {name: registry.lossy(name) for name in registry.lossy_names()}
@@ -149,6 +149,21 @@ def rows(codes: list[int], bits: int) -> bytes:
         for bit in range(4, bits):
             found += bytes(sum((block[t][c] >> bit & 1) << t for t in range(8)) for c in range(2))
     return bytes(found)
+
+
+@each
+def test_the_values_of_a_small_token_are_exact_to_a_share_of_their_size(codec):
+    """Such tokens draw much attention. The error that is allowed is smaller, too."""
+    numbers = np.random.default_rng(1).standard_normal((64, 64))
+    numbers[7] /= 256
+    cut, raw = section("values", numbers)
+    decoded = bytearray(len(raw))
+    codec.decode(memoryview(coded(codec, raw, cut)), memoryview(decoded), cut)
+    far = np.abs(_floats(decoded, "bf16") - _floats(raw, "bf16")).reshape(64, 64)
+    assert 0 < far[7].max() < far.max() / 100
+    stored, at = coded(codec, raw, cut), 2 * 64 * 7
+    decoded[at : at + 2] = _elements(np.array([numbers[7, 0] + far.max() / 2]), "bf16")
+    assert codec.error(memoryview(raw), memoryview(stored), memoryview(decoded), cut).startswith("1 numbers differ")
 
 
 @each
