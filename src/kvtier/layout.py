@@ -244,7 +244,7 @@ class GroupLayout:
             raise ValueError(f"the runs {self.runs} do not fill layers of {self.layer_bytes} bytes")
         for run in set(chain.from_iterable(self.runs)):
             if run.size_bytes < 1 or run.size_bytes % ELEMENT_BYTES[run.element]:
-                raise ValueError(f"{run} is not a positive whole number of {run.element}")
+                raise ValueError(f"{run}: its size is not a positive multiple of {ELEMENT_BYTES[run.element]} bytes")
         for run, axes in self.runs_with_axes:
             if axes is not None and axes.fitting(run) is None:
                 raise ValueError(f"{axes} are not the axes of {run}")

@@ -129,7 +129,7 @@ class Split:
         width, first, zeros, escapes = _fields(_CODES, coded)
         rows = -(-count // 8)
         if zeros or not 1 <= width <= 7 or len(coded) != _CODES.size + width * rows + escapes:
-            raise ValueError(f"{len(coded)} bytes do not hold {count} heads in {width} bits")
+            raise ValueError(f"{len(coded)} bytes do not hold {count} heads coded in {width} bits each")
         escape = (1 << width) - 1
         data = np.frombuffer(coded, np.uint8, offset=_CODES.size)
         packed = data[: width * rows].reshape(width, rows)

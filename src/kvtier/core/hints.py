@@ -35,10 +35,10 @@ PREFETCHES_MAX = 256
 those due latest that have not begun are ignored."""
 
 LEAD_S = 1.0
-"""A prefetch begins this long before its time, plus twice the expected time of its transfers."""
+"""A prefetch begins this long before its due time, plus twice the expected time of its transfers."""
 
 KEEP_S = 5.0
-"""Prefetched objects are retained this long after their time, plus the notice that the prefetch got."""
+"""Prefetched objects are retained this long after their due time, plus the notice that the prefetch got."""
 
 SourceOf = Callable[[ProbeAnswers | None, ChunkKey, int], str | None]
 
@@ -258,7 +258,7 @@ class Hints:
         ]
 
     def _lead_s(self, prefix: Prefix, now_s: float) -> float:
-        """Return how long before its time a prefetch begins."""
+        """Return how many seconds before its due time a prefetch begins."""
         size_bytes = len(prefix.keys) * sum(self._host.object_bytes)
         links = list(self._estimators.values())[1:]
         return LEAD_S + 2 * max((it.seconds(size_bytes, 0, now_s)[1] for it in links if it.is_known), default=0.0)

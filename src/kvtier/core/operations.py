@@ -332,7 +332,7 @@ class OpenOperations:
                     self.end_if_finished(item.work)
 
     def retry(self, entry: HostEntry, failed_tier: str = "", outcome: Outcome = Outcome.FAILED) -> None:
-        """Retry after an object's transfer failed: a load tries the next tier, a store gathers the object itself."""
+        """Retry after an object's transfer failed: a load tries the next tier, a store does a gather of its own."""
         for item in self.waiters.pop(entry, ()):
             work = item.work
             if isinstance(work, LoadOperation):

@@ -6,7 +6,7 @@ is new, how long ago its reused part was last used, how often the name was used 
 there. `ReuseModel` learns the value of keeping a name for each kind and age. The names of least value are evicted
 first. If all kinds behave alike, that is LRU. Measurements are in docs/internals/eviction-study.md.
 
-As in `Lru`, a name with a present child is never the victim.
+As in `Lru`, a name whose child is present is never the victim.
 
 Hints about a conversation's next turn change the kind of names that only this conversation used. Their effect is
 learned like everything else, so a wrong hint loses its effect.
@@ -83,7 +83,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.is_over = False
-        self.tip: KeyNode | None = None  # last present name of its last prompt
+        self.tip: KeyNode | None = None  # last name present of its last prompt
 
 
 SHARED = Owner()
@@ -91,7 +91,7 @@ SHARED = Owner()
 
 
 class KeyNode:
-    """A present name, or the parent of one."""
+    """A name that is present, or the parent of one."""
 
     __slots__ = ("children", "name", "name_hash", "owner", "parent", "run", "time", "uses")
 
@@ -103,7 +103,7 @@ class KeyNode:
     def __init__(self, name: bytes) -> None:
         self.name = name
         self.parent: KeyNode | None = None
-        self.children = 0  # number of present children
+        self.children = 0  # number of children present
         self.run: KeyRun | None = None  # run of the last use; None when not present
         self.owner: Owner | None = None  # the conversation that used it
 
@@ -148,14 +148,14 @@ CURRENT = KeyRun(0, None, 0, [])
 
 
 _GHOSTS = 8
-"""Number of evicted names that are remembered, as a multiple of the present names."""
+"""Number of evicted names that are remembered, as a multiple of the names present."""
 _LEARN_EVERY = 1 / 2
-"""Uses between two trainings, as a share of the present names; fewer at first."""
+"""Uses between two trainings, as a share of the names present; fewer at first."""
 _LEARN_USES_MIN = 512
 _DOUBT_USES = 50
 """Bonus on the value of new prompts while little is learned. It halves as the number of uses doubles."""
 _RANK_EVERY = 1 / 4
-"""Every run is revalued once in this many uses, as a share of the present names, because runs age."""
+"""Every run is revalued once in this many uses, as a share of the names present, because runs age."""
 _RANK_AT_ONCE = 64
 """Runs revalued in one call, so that no call takes long."""
 _SOME_MAX = 64
@@ -201,7 +201,7 @@ class Adaptive:
 
     def __init__(self) -> None:
         self._entries: NameTable[KeyNode] = NameTable()
-        self._size = 0  # present names
+        self._size = 0  # names present
         self._model = ReuseModel(_USE_KINDS * 2, _NEW_KINDS, _PAUSE_KINDS, len(NextTurn))
         self._ghosts = Ghosts(0)  # resized on the first eviction, when the number of names is known
         self._now = 0  # uses so far
@@ -210,7 +210,7 @@ class Adaptive:
         self._below: KeyNode = NO_NODE  # parent of the next node, if the prompt arrives from its start
         self._prompt_new = 0  # names of the prompt that are neither present nor remembered
         self._prompt_pauses = (0, 0)  # kinds of the pauses of the first and the last remembered name
-        self._tail = 0  # index in the prompt of its last present name
+        self._tail = 0  # index in the prompt of its last name present
         self._tail_worth: float | None = None  # None until computed
         self._heap: list[_Ranked] = []
         self._aged: list[_Ranked] = []  # to be revalued
@@ -499,7 +499,7 @@ class Adaptive:
                 tries -= 1
 
     def _became_leaf(self, entry: KeyNode) -> None:
-        """Queue `entry`, whose last present child was removed."""
+        """Queue `entry`, whose last child was removed."""
         run = entry.run
         if run is None:
             self._entries.pop(entry.name)

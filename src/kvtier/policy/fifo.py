@@ -17,7 +17,7 @@ class Fifo:
         return len(self._names)
 
     def added(self, use: Use) -> None:
-        """Record the use that added a name. A present name keeps its place."""
+        """Record the use that added a name. A name that is present keeps its place."""
         self._names.setdefault(use.name, None)
 
     def touched(self, use: Use) -> None:

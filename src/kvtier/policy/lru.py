@@ -1,8 +1,8 @@
 """Evicts the least recently used name first, and children before their parents.
 
-A chunk is useless without the chunks before it, but not without those after it. So a name with a present child is never
-the victim. The victim is the least recently used of the other names, the leaves. The chunks of a prompt may be touched
-in any order.
+A chunk is useless without the chunks before it, but not without those after it. So a name whose child is present is
+never the victim. The victim is the least recently used of the other names, the leaves. The chunks of a prompt may be
+touched in any order.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _HEAP_SLACK = 64
 
 
 class _Entry:
-    """A present name. `sequence` is the number of its last use; `is_queued` says whether the heap contains it."""
+    """A name that is present. `sequence` numbers its last use; `is_queued` says whether the heap contains it."""
 
     __slots__ = ("is_present", "is_queued", "name", "parent", "sequence")
 
@@ -40,7 +40,7 @@ class Lru:
 
     def __init__(self) -> None:
         self._entries: dict[bytes, _Entry] = {}
-        self._children: dict[bytes, int] = {}  # number of present children, by name, even if the name is not present
+        self._children: dict[bytes, int] = {}  # number of children present, by name, even if the name is not present
         self._heap: list[tuple[int, _Entry]] = []
         self._sequence = 0
 

@@ -28,12 +28,12 @@ BUCKETS = len(ENDS) + 1
 WATCHED_MAX = 1 << 14
 """Maximum number of uses watched at once. Beyond that, the oldest watch ends."""
 _HORIZON = 8
-"""Minimum span of the watched uses, as a multiple of the present names. Below it, the share of watched names is halved.
+"""Minimum span of the watched uses, as a multiple of the names present. Below it, the share of watched names is halved.
 """
 _PRIOR_USES = 1.0
 """Weight of the prior, in uses."""
 _HALF_LIFE = 64.0
-"""Half-life of what was learned, as a multiple of the present names."""
+"""Half-life of what was learned, as a multiple of the names present."""
 _PRIOR_DECAY = 0.35
 """Prior rate of a bucket relative to the one before. The rate decreases with age, as LRU assumes."""
 _FIRST_RATE = 0.01 / _FIRST_END
@@ -43,7 +43,7 @@ _HINT_FACTOR_MAX = 64.0
 """Largest factor of a hint, which may say that a name is dead."""
 
 _AGE_MAX = 64
-"""All ages above this multiple of the present names are in one bucket."""
+"""All ages above this multiple of the names present are in one bucket."""
 _DONE_MAX = 256
 """Outcomes that are buffered and counted together."""
 _OPEN_AT_ONCE = 2048

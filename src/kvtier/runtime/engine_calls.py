@@ -38,7 +38,7 @@ OFFLINE: Final = (
 
 
 class EngineCalls(NamedTuple):
-    """The functions that an adapter provides. They may be called in any thread."""
+    """The functions that an adapter provides. They may be called from any thread."""
 
     chain: Callable[[str, str], Chain]
     """(salt, adapter) -> the empty key chain of a request. Raises a `KvError` for an unknown adapter."""

@@ -101,7 +101,7 @@ class Executor(Protocol):
 class ChunkTexts(Protocol):
     """An engine adapter that knows the tokens of chunks.
 
-    Both methods are called under the session's lock, in any thread. They must be quick and must not raise.
+    Both methods are called under the session's lock, from any thread. They must be quick and must not raise.
     """
 
     text_group: int

@@ -61,7 +61,7 @@ class Session(LockedCore):
             and store.
         annotate: adds the chunk's text to a demotion (`LockedCore`).
         recalls: the recalls of tiers that may have texts; None if no tier is recalled.
-        recalled: receives the records found in a tier, and its name. Called under the lock, in any thread.
+        recalled: receives the records found in a tier, and its name. Called under the lock, from any thread.
         guards: guard the optional features and the observers.
         loss: the engine's class.
 

@@ -125,7 +125,7 @@ def test_a_csv_has_arrivals_and_lengths_and_needs_the_reuse(tmp_path):
     summary = read_trace(path, 1.0)
     assert (summary.requests, summary.input_tokens, summary.duration_s) == (60, 1029.5, 59.0)
     assert summary.curve is None
-    with pytest.raises(ConfigError, match=r"no block ids to measure reuse; set traffic\.reuse"):
+    with pytest.raises(ConfigError, match=r"no block ids, so its reuse is unknown; set traffic\.reuse"):
         make_plan(load(options={"model.name": "llama-3.1-8b", "traffic.trace": str(path)}))
     assert any("--time-unit has no effect" in note for note in read_trace(path, 1.0, "s").notes)
     inputs = load(options={"model.name": "llama-3.1-8b", "traffic.trace": str(path), "traffic.reuse": "0.5"})

@@ -264,6 +264,7 @@ READ = {
         "load_at",
         "model",
         "models",
+        "plan_file",
     ),
     *("probe", "python", "socket", "source", "tokenizer", "tokens", "trace", "traces", "transfer", "vllm", "where"),
 }

@@ -167,7 +167,7 @@ def test_sections_end_where_runs_end():
     assert opened(frame, group) == payload
     assert [section.extent_bytes for section in verify_frame(frame).sections] == [6000, MIB, second - 6000 - MIB, 4096]
     for wrong in ((Run("keys", "bf16", 5999), runs[0][1]), (Run("keys", "bf16", 5001), Run("keys", "bytes", 999))):
-        with pytest.raises(ValueError, match=r"do not fill layers|is not a positive whole number of bf16"):
+        with pytest.raises(ValueError, match=r"do not fill layers|its size is not a positive multiple of 2 bytes"):
             GroupLayout(History(), (6000,), "test", runs=(wrong,))
 
 

@@ -74,7 +74,7 @@ ENDING: Final = frozenset({Feature.EVENTS, Feature.RECALL, Feature.EXPORT})
 class Observer:
     """Watches a session or an object store. Only the methods that a subclass overrides are called.
 
-    All methods except `close` are called under the session's lock, in any thread. `Guards` catches their exceptions.
+    All methods except `close` are called under the session's lock, from any thread. `Guards` catches their exceptions.
     """
 
     def submitted(self, command: Work) -> None:

@@ -320,7 +320,7 @@ class DiskTier(FileSystemTier):
             except Exception as error:
                 synced_s = time.monotonic()
                 if logged != (logged := repr(error)):
-                    logger.exception("tier %s: upkeep failed and is tried again", self.name)
+                    logger.exception("tier %s: upkeep failed and will be retried", self.name)
 
     def _upkeep(self) -> None:
         """Check that the store was not replaced, and keep a segment empty."""

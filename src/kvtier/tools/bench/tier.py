@@ -110,7 +110,7 @@ class TierBench:
 
     @property
     def steps(self) -> int:
-        """Number of times that `run` advances."""
+        """Number of times that `run` calls `advance`."""
         return len(self.sizes) * len(self.in_flight) * (self.repeats + 1) + 1
 
     def count(self, size: int, in_flight: int) -> int:

@@ -215,7 +215,7 @@ def _from_inputs(inputs: Inputs) -> Workload:
 def _from_trace(inputs: Inputs, trace: TraceSummary) -> Workload:
     """Take requests from the trace. Take reuse from the inputs if the trace has no block ids."""
     if trace.curve is None and inputs.traffic.reuse is None:
-        raise ConfigError(f"trace {trace.path} has no block ids to measure reuse; set traffic.reuse (--reuse)")
+        raise ConfigError(f"trace {trace.path} has no block ids, so its reuse is unknown; set traffic.reuse (--reuse)")
     first_share = trace.first_share if trace.curve else 1 / inputs.traffic.turns
     reusable = trace.reusable_tokens / (1 - first_share) if first_share < 1 else 0.0
     return Workload(

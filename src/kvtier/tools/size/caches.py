@@ -1,7 +1,7 @@
 """What a layer caches, one kind at a time: its formula, the source of the formula, and how ranks share it.
 
-Most layers have one `LayerCache`. Some have two: an attention and a Mamba side by side, or a latent and an indexer's
-keys. A cache has a part that grows with the tokens, a state that does not, or neither (it reads another layer's).
+Most layers have one `LayerCache`. Some have two: attention and Mamba side by side, or a latent and an indexer's keys. A
+cache has a part that grows with the tokens, a state that does not, or neither (it reads another layer's).
 
 A format has bytes per element. A quantised format stores a scale (and perhaps a zero point) for every group of
 elements. A group never crosses a vector (one head of K or V, or one latent), so a vector of 64 elements with groups of

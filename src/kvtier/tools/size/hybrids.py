@@ -196,7 +196,7 @@ def _granite_hybrid(config: ModelConfig) -> Layers:
 
 
 def _zamba2(config: ModelConfig) -> Layers:
-    """Zamba2: Mamba-2 in every layer, and before some of them a shared attention over twice the hidden size."""
+    """Zamba2: Mamba-2 in every layer; some layers begin with a shared attention block over twice the hidden size."""
     heads, hidden, count = (
         config.integer("num_attention_heads"),
         config.integer("hidden_size"),

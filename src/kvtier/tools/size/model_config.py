@@ -191,7 +191,7 @@ class ModelConfig:
         return parts
 
     def child(self, key: str) -> "ModelConfig":
-        """The object `key`. Fields read from it count as used here."""
+        """The object `key`. Fields read from it are also listed in `used` of this configuration."""
         return self._derived(key, {}, self.values.get(key), "" if key in TEXT_PARTS else f"{key}.")
 
     def changed(self, changes: object, name: str) -> "ModelConfig":

@@ -169,8 +169,8 @@ class KvSize:
     def stored_share(self, loss: Loss) -> float:
         """Return the share of a token's raw bytes that a tier stores for an engine with this class (`store.loss`).
 
-        The class codes keys and values of full attention in 16 or 32 bits. Frames' heads and the first tokens of a
-        prompt, which stay exact, are not counted: they are less than 1 % of the raw bytes.
+        The class applies to keys and values of full attention that have 16 or 32 bits per number. Frames' heads and
+        the first tokens of a prompt, which stay exact, are not counted: they are less than 1 % of the raw bytes.
         """
         raw = stored = 0.0
         for cache, count in self.model.runs:

@@ -139,7 +139,7 @@ def advice_report(advice: Advice, notes: Sequence[str], plan: PlanCost | None = 
 
 
 def _shown(advice: Advice) -> list[_Change]:
-    """Return the changes, the one that saves most first, and then what none of them can save."""
+    """Return the changes, the largest saving first, and then what none of them can save."""
     changes = sorted(_changes(advice), key=lambda it: -it.saved.tokens)
     return [*changes, _Change("no prefix", "only reuse without a common prefix, at most", advice.bound)]
 

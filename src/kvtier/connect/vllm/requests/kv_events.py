@@ -1,8 +1,8 @@
-"""KV events: which of vLLM's blocks routers can find in kvtier's tiers (`--kv-events-config`).
+"""KV events, from which routers learn which of vLLM's blocks are in kvtier's tiers (`--kv-events-config`).
 
 The session's transfers and probes show which chunks enter and leave each place. Requests map chunks to vLLM's block
-hashes. A tier evicts by itself, and other engines evict from a shared tier. So health checks ask again for published
-chunks. `docs/internals/routing.md` says what routers read from an event.
+hashes. A tier evicts by itself, and other engines evict from a shared tier. So health checks ask the tiers whether
+published chunks are still there. `docs/internals/routing.md` says what routers read from an event.
 
 With the setting `events.token_ids`, sealed objects contain the tokens of their chunk and everything else that enters
 its blocks' hashes. After a start, a tier's newest objects are recalled. They are published under the hashes that vLLM
@@ -51,7 +51,7 @@ CHECKED, CHECKED_REMOTE = 256, 16
 """Chunks per health check of a local tier, and of a tier where each name may cost a request."""
 
 REMOTE_CHECK_S = 10.0
-"""Seconds between health checks that ask a remote tier for chunks."""
+"""Seconds between health checks that look for chunks in a remote tier."""
 
 EXTRAS_DEPTH_MAX = 8
 """Greatest nesting depth of lists and tables in a chunk's extras. In vLLM 0.32 it is 6."""
@@ -217,7 +217,7 @@ class Events(Observer):
         self._slots.clear()
 
     def watched(self, tier: str) -> tuple[tuple[ChunkKey, int], ...]:
-        """Return published chunks that the next health check of `tier` asks for, as (key, group)."""
+        """Return published chunks that the next health check of `tier` looks for, as (key, group)."""
         source = self._tiers.get(tier)
         if source is None:
             return ()

@@ -239,7 +239,7 @@ class Invalidation:
         self._session.forget_hints()
 
     def clear_wished(self) -> None:
-        """Renew the keys that `clear` has asked for."""
+        """Renew the keys of requests whose salts `clear` has queued."""
         while self.wishes:
             salt = self.wishes.popleft()
             if salt is None:

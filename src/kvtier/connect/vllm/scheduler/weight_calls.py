@@ -71,7 +71,7 @@ class WeightCalls:
         self._asleep: frozenset[str] = frozenset()
         """The parts that sleep."""
         self._first: bytes | None = None
-        """Digest of the unnamed weights, taken before their first change; empty if it cannot be known."""
+        """Digest of the weights before the first known change since the last unknown one; empty if not known."""
         self._is_changing = False
         """Whether a known change has started and not ended, or the weights were discarded."""
         self._is_fenced = False
@@ -194,7 +194,7 @@ class WeightCalls:
         self._invalidation.go_on(has_own_keys=has_own, cleared_salts=salts)
 
     def _know_first(self) -> None:
-        """Digest the unnamed weights before they change."""
+        """Digest the weights before they first change."""
         if self._first is None:
             can_read = "weights" not in self._asleep and not self._is_changing
             self._first = (self._digest("digest_unchanged") if can_read else None) or b""

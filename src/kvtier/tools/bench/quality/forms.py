@@ -100,7 +100,7 @@ def _normal_levels(count: int) -> torch.Tensor:
 
 
 def _two_bits(chunks: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Round to 4 steps: keys by channel in groups of tokens, values by token in groups of channels."""
+    """Round to 4 levels: keys by channel in groups of tokens, values by token in groups of channels."""
     keys, values = chunks.unbind(1)
     return torch.stack((_steps(keys, -2), _steps(values, -1)), 1), 2 + 32 / GROUP
 
