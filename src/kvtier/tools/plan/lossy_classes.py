@@ -16,7 +16,7 @@ from kvtier.tools.plan.queueing import operate
 from kvtier.tools.plan.resolve import Deployment, resolve
 from kvtier.tools.size import of
 
-QUALITY: Mapping[Loss, str] = MappingProxyType({"none": "exact", "k8v4": "KL up to 2.6 N", "int4": "KL up to 11.4 N"})
+QUALITY: Mapping[Loss, str] = MappingProxyType({"none": "exact", "k8v4": "KL up to 0.4 N", "int4": "KL up to 4.8 N"})
 """What the records of `kvtier bench quality` say of each class, at the worst judge and text. N: see docs/lossy.md."""
 
 
