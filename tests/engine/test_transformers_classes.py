@@ -71,7 +71,9 @@ def test_a_class_restores_numbers_near_the_exact_ones(
     assert torch.equal(near.argmax(-1), plain.argmax(-1))
     assert 1e-7 < divergence(plain, near) < 1e-3
     scatter = CacheCopier.scatter
-    monkeypatch.setattr(CacheCopier, "scatter", lambda *given: scatter(*given[:-1], memoryview(bytearray(len(given[-1])))))
+    monkeypatch.setattr(
+        CacheCopier, "scatter", lambda *given: scatter(*given[:-1], memoryview(bytearray(len(given[-1]))))
+    )
     with attached(model, **settings) as kv:
         wrong = torch.cat(kv.generate(PROMPT, **WANTED).logits)
     assert divergence(plain, wrong) > 0.1, "the control: other numbers are noticed"
