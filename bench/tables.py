@@ -25,8 +25,8 @@ from bench.published_steps import summary
 
 from kvtier.config.value_types import size_text
 from kvtier.tools.bench.repeats import ratio, ratio_text
-from kvtier.tools.bench.serve.answer import ServeRecord, answer
 from kvtier.tools.bench.serve.report import arms_table, work_table
+from kvtier.tools.bench.serve.summary import ServeRecord, answer
 from kvtier.tools.plan.plan import make_plan
 from kvtier.tools.plan.read_inputs import load
 from kvtier.tools.plan.report import plan_report

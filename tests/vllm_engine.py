@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 from kvtier.config.sections import Config, HostConfig, LimitsConfig
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.requests.history import RequestHistory
-from kvtier.connect.vllm.requests.request_log import RequestLog
+from kvtier.connect.vllm.requests.request_events import RequestEvents
 from kvtier.connect.vllm.requests.transfer_params import TransferParams
 from kvtier.connect.vllm.scheduler.block_pool import BlockPins
 from kvtier.connect.vllm.scheduler.scheduler import Scheduler
@@ -127,7 +127,7 @@ class SmallEngine:
                 restart=lambda _names: None,
             ),
             params=TransferParams(self.opened.session, **(params or {})),
-            log=RequestLog(self.opened, of_all_ranks([self.geometry.layout], engine_bytes), events, self.history),
+            log=RequestEvents(self.opened, of_all_ranks([self.geometry.layout], engine_bytes), events, self.history),
             **roles,
         )
         self.announced: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvtier.config.value_types import size_text
 from kvtier.tools.bench.repeats import ratio, ratio_text
-from kvtier.tools.bench.serve.answer import ServeRecord, p50_ms
+from kvtier.tools.bench.serve.summary import ServeRecord, p50_ms
 
 SIZES = (512 << 10, 4 << 20, 32 << 20)
 AT_ONCE = 4

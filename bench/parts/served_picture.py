@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvtier.tools.bench.serve.answer import ServeRecord
 from kvtier.tools.bench.serve.report import answer_charts
 from kvtier.tools.bench.serve.results import TTFT_LIMIT_S
+from kvtier.tools.bench.serve.summary import ServeRecord
 from kvtier.tools.charts.chart import Chart, Curve, write_charts
 
 PICTURE_INCHES = (3.5, 3.6)

@@ -14,7 +14,7 @@ from kvtier.config.value_types import size_text
 from kvtier.connect.vllm.engine_hooks import HOOKS
 from kvtier.report.format import digits
 from kvtier.tools.bench.repeats import ratio
-from kvtier.tools.bench.serve.answer import (
+from kvtier.tools.bench.serve.summary import (
     OWN,
     SAME,
     Point,

@@ -1,4 +1,4 @@
-"""The tables of ``published_sizes.toml``: each cell with the verdict of `kvtier.tools.size.check` and its reason."""
+"""The tables of ``published_sizes.toml``: each cell with the verdict of `tools.size.printed_figure`, and its reason."""
 
 import math
 import tomllib
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvtier.report.format import decimal, exact
-from kvtier.tools.size.check import counted, matches, parse_figure, session_name, sizes, token_readings
+from kvtier.tools.size.printed_figure import counted, matches, parse_figure, session_name, sizes, token_readings
 from kvtier.tools.size.sizes import KvSize, of
 
 Judgement = Literal["exact", "cut", "rounded", "other unit", "bound", "wrong"]

@@ -8,7 +8,7 @@ from bench.published_sizes import published_sizes
 from click.testing import CliRunner
 
 from kvtier.tools import size
-from kvtier.tools.size.check import check, parse_figure
+from kvtier.tools.size.printed_figure import check, parse_figure
 
 EXACT, CUT, ROUNDED, OTHER, BOUND, WRONG = "exact", "cut", "rounded", "other unit", "bound", "wrong"
 

@@ -101,7 +101,7 @@ def overlook() -> None:
     """Nothing is watched: the control of the tests."""
     from kvtier.connect.vllm.scheduler.invalidation import Invalidation
     from kvtier.connect.vllm.scheduler.weight_calls import WeightCalls
-    from kvtier.connect.vllm.worker.weight_sample import WeightSample
+    from kvtier.connect.vllm.worker.weight_changes import WeightSample
 
     WeightSample.look = lambda self, *, is_reset=False: ""  # type: ignore[method-assign]
     Invalidation.weights_change = lambda self, what: None  # type: ignore[method-assign]

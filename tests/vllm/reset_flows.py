@@ -83,7 +83,7 @@ class Flows:
         self.weights = self.latest = self.age = self.oldest = 0
         """The present weights, the last new ones, the number of changes, and that of the oldest KV in vLLM itself."""
         worker = core.model_executor.driver_worker.worker
-        module = import_module("kvtier.connect.vllm.worker.weight_sample")
+        module = import_module("kvtier.connect.vllm.worker.weight_changes")
         worker.reload_weights = partial(setattr, self, "weights")
         module.digest_of = lambda *_: self.weights.to_bytes(32, "big")
         self.first = 0

@@ -235,7 +235,7 @@ def unfenced() -> None:
 
 def undigested() -> None:
     """All weights have one digest: the control of the names."""
-    from kvtier.connect.vllm.worker import weight_sample as weights
+    from kvtier.connect.vllm.worker import weight_changes as weights
 
     weights.digest_of = lambda *_: bytes(32)
 

@@ -10,7 +10,7 @@ import click
 
 from kvtier.cli import sglang_doctor, vllm_doctor
 from kvtier.cli.config import tier_option
-from kvtier.cli.doctor_findings import (
+from kvtier.cli.doctor_checks import (
     TIMEOUT_S,
     DoctorFinding,
     EngineTerms,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.cli.doctor_findings import (
+from kvtier.cli.doctor_checks import (
     ASK_SHARE,
     READ_SHARE,
     Check,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-from kvtier.cli.doctor_findings import (
+from kvtier.cli.doctor_checks import (
     ASK_SHARE,
     Check,
     DoctorFinding,

@@ -11,7 +11,6 @@ from bench.tables import RECORDS
 from tests.serve_runs import write_run
 from tests.tools.charts.test_report import check_page
 
-from kvtier.tools.bench.serve.answer import ServeRecord, answer, headline, p50_ms
 from kvtier.tools.bench.serve.regret import join_runs
 from kvtier.tools.bench.serve.report import (
     answer_charts,
@@ -26,6 +25,7 @@ from kvtier.tools.bench.serve.report import (
     work_table,
 )
 from kvtier.tools.bench.serve.results import Prices, arm_result, serve_record
+from kvtier.tools.bench.serve.summary import ServeRecord, answer, headline, p50_ms
 from kvtier.tools.charts.chart import Curve
 
 CONDITIONS = {

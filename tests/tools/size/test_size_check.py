@@ -9,7 +9,7 @@ from kvtier.config.value_types import parse_count
 from kvtier.errors import ConfigError
 from kvtier.report.format import decimal
 from kvtier.tools import size
-from kvtier.tools.size.check import check
+from kvtier.tools.size.printed_figure import check
 
 SESSION, LONG = (4096, 1), (131_072, 1)
 

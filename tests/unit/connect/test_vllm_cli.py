@@ -19,7 +19,7 @@ from tests.system import PEM
 from tests.vllm_config import vllm_config
 
 from kvtier.cli import doctor as doctor_command
-from kvtier.cli import doctor_findings, vllm, vllm_doctor
+from kvtier.cli import doctor_checks, vllm, vllm_doctor
 from kvtier.cli.main import run
 from kvtier.codec.frame import frame_bytes, pack, pack_scratch_bytes
 from kvtier.codec.frame_header import Identity
@@ -801,7 +801,7 @@ def test_a_command_line_that_no_shell_takes_is_refused(capsys):
 def test_objects_that_were_not_read_in_time_are_named(doctor, engine, tmp_path, fingerprinted, monkeypatch, share):
     fingerprinted(0)
     if share is not None:
-        monkeypatch.setattr(doctor_findings, "READ_SHARE", share)
+        monkeypatch.setattr(doctor_checks, "READ_SHARE", share)
     root = fill(tmp_path / "kv")
     code, findings = doctor(transfer(root), "--model", "m")
     found = {it["level"]: it["found"] for it in findings if it["about"] == str(root)}
@@ -835,11 +835,11 @@ def test_a_check_that_hangs_ends_neither_late_nor_the_others(tmp_path):
     program = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from kvtier.cli import doctor_findings, main
+from kvtier.cli import doctor_checks, main
 def hang(*_):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(threading.Event().wait).result()
-doctor_findings._machine = hang
+doctor_checks._machine = hang
 main.main(["doctor", "--json", "--timeout", "3", "--tier", sys.argv[1]])
 """
     done = subprocess.run(
@@ -922,7 +922,7 @@ def test_a_check_that_fails_does_not_end_the_others(doctor, engine, tmp_path, mo
     def fail(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "/secret")
 
-    monkeypatch.setattr(doctor_findings, "_machine", fail)
+    monkeypatch.setattr(doctor_checks, "_machine", fail)
     root = fill(tmp_path / "kv")
     _, findings = doctor(transfer(root))
     assert bad(findings) == ["settings"]

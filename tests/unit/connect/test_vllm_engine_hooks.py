@@ -14,7 +14,7 @@ from kvtier.connect.vllm.engine_hooks import HOOKS, Hook, OnStack, check
 from kvtier.errors import ConfigError
 
 FOLDER = Path(engine_hooks.__file__).parent
-OWN_OR_TORCH = {"connector.py": 2, "weight_sample.py": 4}
+OWN_OR_TORCH = {"connector.py": 2, "weight_changes.py": 4}
 """Files that use private names of kvtier's connector and of torch's modules, and how often."""
 
 

@@ -11,9 +11,9 @@ from kvtier.connect.vllm import engine_hooks
 from kvtier.connect.vllm.engine_hooks import WorkerCall, on_stack, watch_calls
 from kvtier.connect.vllm.scheduler import scheduler_side
 from kvtier.connect.vllm.scheduler.own_cache import OwnCache
-from kvtier.connect.vllm.worker import weight_sample as module
+from kvtier.connect.vllm.worker import weight_changes as module
 from kvtier.connect.vllm.worker import worker_side
-from kvtier.connect.vllm.worker.weight_sample import WeightSample, digest_of
+from kvtier.connect.vllm.worker.weight_changes import WeightSample, digest_of
 from kvtier.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from tests.waiting import wait_until  # noqa: E402
 
 from kvtier.connect.vllm.geometry import Geometry  # noqa: E402
 from kvtier.connect.vllm.worker.copier import open_copier  # noqa: E402
-from kvtier.connect.vllm.worker.weight_sample import WeightSample  # noqa: E402
+from kvtier.connect.vllm.worker.weight_changes import WeightSample  # noqa: E402
 from kvtier.runtime.arena import Arena  # noqa: E402
 from kvtier.runtime.command_runner import CommandRunner  # noqa: E402
 from kvtier.runtime.executor import Completion  # noqa: E402
@@ -141,7 +141,7 @@ def test_an_overdue_or_cancelled_copy_keeps_its_slot_until_the_device_has_ended_
 
 
 def test_weights_are_compared_while_the_engines_stream_holds_steps(machine, monkeypatch):
-    monkeypatch.setattr("kvtier.connect.vllm.worker.weight_sample.SAMPLE_S", 0.0)
+    monkeypatch.setattr("kvtier.connect.vllm.worker.weight_changes.SAMPLE_S", 0.0)
     model = torch.nn.Linear(64, 64).to("cuda")
     with torch.no_grad():
         sample = WeightSample(model)

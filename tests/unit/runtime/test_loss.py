@@ -8,7 +8,7 @@ from tests import rig
 from tests.refusals import refuses
 from tests.system import until
 
-from kvtier.cli import doctor_findings
+from kvtier.cli import doctor_checks
 from kvtier.codec.registry import lossy_names
 from kvtier.config.sections import StoreConfig
 from kvtier.connect.local_files import note_fingerprint
@@ -107,5 +107,5 @@ def test_the_note_beside_a_store_and_the_doctor_name_the_class(tmp_path):
         model = model_id(None, in_class(made, KNOWN, served.digest)[1]).hex()
         (note,) = (it for it in store_notes.read(tmp_path / "kv") if it["model"] == model)
         assert note["of"].get("loss", {}).get("codec", "none") == loss
-        assert doctor_findings._model(made, served) == model[:12]
+        assert doctor_checks._model(made, served) == model[:12]
     assert len(store_notes.read(tmp_path / "kv")) == 1 + len(LOSSES)

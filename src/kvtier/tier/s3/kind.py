@@ -175,7 +175,7 @@ def _inspect(settings: S3Settings) -> Sequence[StoreView]:
 
 
 def _raw(settings: S3Settings, context: TierContext) -> RawClient:
-    from kvtier.tier.s3.raw import RawBucket
+    from kvtier.tier.s3.plain_client import RawBucket
 
     bucket, key_id = _bucket(settings), context.shared_key_id(settings.name)
     return RawBucket(bucket.store, f"{bucket.prefix}{key_id.hex()}/{context.model.hex()}/")

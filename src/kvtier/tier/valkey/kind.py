@@ -162,7 +162,7 @@ def _inspect(settings: ValkeySettings) -> list[ScannedTier]:
 
 def _raw(settings: ValkeySettings, context: TierContext) -> RawClient | None:
     """Make the raw client; None for a cluster and for TLS."""
-    from kvtier.tier.valkey.valkey_py import RawValkey
+    from kvtier.tier.valkey.plain_client import RawValkey
 
     access, (node, *others) = _access(settings), parse_addresses(settings.addresses)
     if access.tls or others:

@@ -142,7 +142,7 @@ def _print_checks(
     as_json: bool,
 ) -> None:
     """Print the likeliest convention for each figure, and the next ones."""
-    from kvtier.tools.size.check import check
+    from kvtier.tools.size.printed_figure import check
 
     held_by = {CAPACITY_TEXTS[name][0]: capacity for name, capacity in capacities.items()}
     sessions = [(total.tokens, total.users) for total in totals]

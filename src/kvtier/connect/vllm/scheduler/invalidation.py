@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from kvtier.connect.vllm.requests.keys import KeyMaker
-from kvtier.connect.vllm.requests.request_log import RequestLog
+from kvtier.connect.vllm.requests.request_events import RequestEvents
 from kvtier.connect.vllm.requests.tracked import TrackedRequest
 from kvtier.connect.vllm.requests.transfer_params import TransferParams
 from kvtier.connect.vllm.scheduler.loads import Loads
@@ -50,7 +50,7 @@ class Invalidation:
         loads: Loads,
         stores: Stores,
         params: TransferParams,
-        log: RequestLog,
+        log: RequestEvents,
         restart: Callable[[Collection[str]], None],
     ) -> None:
         self._session, self._keys, self._requests = session, keys, requests

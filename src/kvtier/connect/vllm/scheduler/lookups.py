@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-from kvtier.connect.vllm.requests.request_log import RequestLog
+from kvtier.connect.vllm.requests.request_events import RequestEvents
 from kvtier.connect.vllm.requests.tracked import LookupAnswer, PrefixMatch, TrackedRequest
 from kvtier.connect.vllm.scheduler.step_timer import StepTimer
 from kvtier.core.planner import Planner
@@ -37,7 +37,7 @@ class Lookups:
     """
 
     def __init__(
-        self, session: Session, ranks: Ranks, planner: Planner, step_timer: StepTimer, log: RequestLog
+        self, session: Session, ranks: Ranks, planner: Planner, step_timer: StepTimer, log: RequestEvents
     ) -> None:
         self._session, self._ranks, self._planner = session, ranks, planner
         self._step_timer, self._log = step_timer, log

@@ -22,7 +22,7 @@ from typing import Any
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.requests.keys import KeyMaker
 from kvtier.connect.vllm.requests.kv_events import BlockEvent
-from kvtier.connect.vllm.requests.request_log import RequestLog
+from kvtier.connect.vllm.requests.request_events import RequestEvents
 from kvtier.connect.vllm.requests.tracked import TrackedRequest
 from kvtier.connect.vllm.requests.transfer_params import TransferParams
 from kvtier.connect.vllm.scheduler.invalidation import Invalidation
@@ -75,7 +75,7 @@ class Scheduler:
         planner: Planner,
         own_cache: OwnCache,
         params: TransferParams,
-        log: RequestLog,
+        log: RequestEvents,
         stores: bool = True,
         drafted_tokens: int = sys.maxsize,
     ) -> None:
@@ -422,7 +422,7 @@ class Scheduler:
         return self._log.has_news or bool(self.invalidation.wishes) or self._stores.has_pins
 
     def take_events(self, form: Callable[[BlockEvent], Any], *, is_off: bool = False) -> list[Any] | None:
-        """Return KV events for routers, at the end of a step (`RequestLog.take_events`)."""
+        """Return KV events for routers, at the end of a step (`RequestEvents.take_events`)."""
         if not is_off:
             self.invalidation.clear_wished()
         return self._log.take_events(form, is_off=is_off)

@@ -16,7 +16,7 @@ from kvtier.connect.vllm.geometry import Geometry, TableLayout
 from kvtier.connect.vllm.requests.history import RequestHistory
 from kvtier.connect.vllm.requests.keys import KeyMaker
 from kvtier.connect.vllm.requests.kv_events import STORAGE, Events, Extras, Source
-from kvtier.connect.vllm.requests.request_log import RequestLog
+from kvtier.connect.vllm.requests.request_events import RequestEvents
 from kvtier.connect.vllm.requests.transfer_params import Announces, TransferParams
 from kvtier.connect.vllm.scheduler.lookups import UNKNOWN_PLACE, hit_sources
 from kvtier.connect.vllm.scheduler.own_cache import OwnCache
@@ -129,7 +129,7 @@ class SchedulerSide:
                     allows_high_priority=config.vllm.allow_high_priority,
                     loss=config.store.loss,
                 ),
-                log=RequestLog(
+                log=RequestEvents(
                     *(opened, of_all_ranks(layouts, engine_bytes), events),
                     history=None if config.control.socket is None else history,
                 ),

@@ -10,7 +10,7 @@ from kvtier.connect.vllm import engine_hooks, support
 from kvtier.connect.vllm.engine_setup import EngineSetup
 from kvtier.connect.vllm.files_read import AdaptersRead
 from kvtier.connect.vllm.rank_parts import parts_of_rank
-from kvtier.connect.vllm.worker import weight_sample
+from kvtier.connect.vllm.worker import weight_changes
 from kvtier.connect.vllm.worker.copier import open_copier
 from kvtier.connect.vllm.worker.worker import FENCE_WAIT_S, Worker, no_look
 from kvtier.device.page_lock import cuda_page_lock
@@ -107,7 +107,7 @@ class WorkerSide:
         """
         self.worker.look_anew()
         try:
-            return weight_sample.digest_of(self._models, self._kv) if self._models else None
+            return weight_changes.digest_of(self._models, self._kv) if self._models else None
         except Exception as error:  # noqa: BLE001 - vLLM's models are many
             logger.warning("the weights cannot be digested: %r", error)
             return None
@@ -137,7 +137,7 @@ def look_at_weights(*, has_moving_experts: bool) -> tuple[list[Any], Callable[..
     try:
         model, draft = engine_hooks.on_stack("get_model")(), engine_hooks.on_stack("get_draft_model")()
         models = [model] if draft is None else [model, draft]
-        return models, weight_sample.WeightSample(*models, has_moving_experts=has_moving_experts).look
+        return models, weight_changes.WeightSample(*models, has_moving_experts=has_moving_experts).look
     except Exception as error:  # noqa: BLE001 - vLLM's models are many, and the engine must start
         logger.warning(
             "kvtier cannot look at the model's weights (%r): it notices only changes made by calling vLLM", error

@@ -10,7 +10,9 @@ import numpy as np
 
 from kvtier.report.format import NONE, bytes_text, decimal, digits, share_text
 from kvtier.report.table import Table
-from kvtier.tools.bench.serve.answer import (
+from kvtier.tools.bench.serve.join import CACHED, COMPUTED, EXTERNAL, NO_CONNECTOR, RESIDENT, as_row
+from kvtier.tools.bench.serve.results import ArmResult, Spread, hit_share, repetitions, spread, unit_cost
+from kvtier.tools.bench.serve.summary import (
     OWN,
     Figure,
     ServeRecord,
@@ -25,8 +27,6 @@ from kvtier.tools.bench.serve.answer import (
     requests_per_s,
     tokens_per_s,
 )
-from kvtier.tools.bench.serve.join import CACHED, COMPUTED, EXTERNAL, NO_CONNECTOR, RESIDENT, as_row
-from kvtier.tools.bench.serve.results import ArmResult, Spread, hit_share, repetitions, spread, unit_cost
 from kvtier.tools.charts.chart import DASHED, Axis, Bars, Chart, Charts, Curve, Dash, Rule, few, stacked
 from kvtier.tools.charts.report import PageSection, Report
 

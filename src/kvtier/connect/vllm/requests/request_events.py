@@ -16,7 +16,7 @@ from kvtier.runtime.open import OpenedSession
 from kvtier.types import LoadDone, Lookup, Place, Prefix
 
 
-class RequestLog:
+class RequestEvents:
     """Observes the requests of one engine. Used by the scheduler's thread, except `has_news`.
 
     Args:
