@@ -80,7 +80,8 @@ def test_settings_without_tiers_are_for_the_load_and_not_for_a_full_server():
     """ "No tier is worth it here" stood below "Worth buying for a full server: host memory"."""
     plan = planned("llama-3.1-8b", "host=64GB", gpu__name="l40s", gpu__count=1, traffic__users=20)
     assert verdict(plan).endswith("Worth buying for a full server: host memory.")
-    assert request(plan).endswith("No tier is worth buying for 20 users.")
+    why = "because tiers save none of the 4 GPUs that they need with a reserve."
+    assert request(plan).endswith(f"No tier is worth buying for 20 users, {why}")
     assert "# no tier is worth buying for 20 users\n" in settings_toml(plan)
 
 
@@ -190,32 +191,28 @@ def test_a_tier_never_needs_more_gpus_with_a_reserve_than_none():
 
 
 @pytest.mark.parametrize(
-    ("users", "ending", "reserve"),
+    ("users", "said", "reserve"),
     [
-        (30, "No tier is worth buying for 30 users.", ("8", "8", "8")),
-        (50, "on the fewest GPUs: host memory or local drives (they last 678 days), one of them.", ("8", "8", "8")),
-        (
-            60,
-            " With a reserve (70% used) one is: 8 GPUs instead of 12, with host memory or local drives.",
-            ("12 (TP 4)", "8", "8"),
-        ),
-        (80, "host memory or local drives (they last 424 days), one of them.", ("16", "12 (TP 4)", "12 (TP 4)")),
+        (30, "No tier is worth buying for 30 users, because 8 x h100-sxm have a reserve without one.", ("8", "8", "8")),
+        (50, "No tier is worth buying for 50 users, because 8 x h100-sxm have a reserve without one.", ("8", "8", "8")),
+        (60, "one of them. With a reserve they need 8 GPUs instead of 12.", ("12 (TP 4)", "8", "8")),
+        (80, "one of them. With a reserve they need 12 GPUs instead of 16.", ("16", "12 (TP 4)", "12 (TP 4)")),
+        (100, "because tiers save none of the 16 GPUs that they need with a reserve.", ("16", "16", "16")),
     ],
 )
-def test_the_verdict_says_what_the_line_with_a_reserve_decides_otherwise(users, ending, reserve):
+def test_the_line_to_buy_by_decides_what_is_worth_buying(users, said, reserve):
     """No tier was worth buying for 60 users, and the line to buy by was 12 GPUs without tiers and 8 with them."""
     plan = planned("llama-3.3-70b", model__weights="fp8", traffic__users=users)
     (row,) = (it for it in needs_table(plan).rows if it[0] == "GPUs with a reserve (70% used)")
-    assert request(plan).endswith(ending)
+    assert request(plan).endswith(said)
     assert row[1:] == reserve
 
 
-def test_a_verdict_that_a_reserve_does_not_confirm_says_so():
+def test_a_saving_that_a_reserve_does_not_have_is_not_worth_buying():
     """55 users need 4 GPUs instead of 8, and 8 with a reserve in each column."""
     plan = planned("qwen3-32b", gpu__count=4, traffic__users=55)
     (row,) = (it for it in needs_table(plan).rows if it[0] == "GPUs with a reserve (70% used)")
-    assert "Worth buying for 55 users: host memory or local drives" in request(plan)
-    assert request(plan).endswith(" With a reserve (70% used) tiers save less than 10% of 8 GPUs.")
+    assert request(plan).endswith("because tiers save none of the 8 GPUs that they need with a reserve.")
     assert {it.split()[0] for it in row[1:]} == {"8"}
 
 
@@ -226,10 +223,10 @@ def test_a_price_with_energy_has_a_price_of_energy(energy, said):
     changes = {f"price__{name}": value for name, value in prices.items()}
     plan = planned("llama-3.1-8b", "disk=4xpm1753", gpu__name="l40s", gpu__count=4, traffic__users=30, **changes)
     found = needs_table(plan)
-    rows = {row[0]: float(row[-1].replace(",", "")) for row in found.rows if row[0].startswith("price")}
-    need = plan.arms[-1].need
-    bill = need.cost.watts / 1000 * 3 * 365.25 * 24 * energy
-    assert rows[f"price {said} of 3 years"] - rows["price, USD"] == pytest.approx(bill, abs=1)
+    rows = {row[0]: float(row[-1].replace(",", "")) for row in found.rows if "price" in row[0]}
+    bill = plan.arms[-1].reserve.cost.watts / 1000 * 3 * 365.25 * 24 * energy
+    whole, bare = (rows[f"with a reserve, {it}"] for it in (f"price {said} of 3 years", "price, USD"))
+    assert whole - bare == pytest.approx(bill, abs=1)
     assert ("Energy needs price.energy_per_kwh." in found.note) == (not energy)
     assert f" over 3 years {said}." in verdict(plan)
     notes = " ".join(it.note for it in tables(plan))
@@ -248,4 +245,6 @@ def test_the_load_that_exceeds_a_limit_is_above_where_it_is_met(ttft_s, load):
 def test_fewest_gpus_are_not_passed_by_a_step_over_a_host():
     """1,140 users needed 20 GPUs with a reserve and 1,150 needed 18: a step went from 16 GPUs to 20."""
     found = [planned("gpt-oss-120b", gpu__count=3, traffic__users=it).arms[1] for it in (1140, 1150)]
-    assert [(it.tiers, it.reserve.gpus, it.reserve.tp) for it in found] == [(("host",), 18, 2)] * 2
+    assert [(it.tiers, it.reserve.gpus, it.reserve.deployment.inputs.model.tp) for it in found] == [
+        (("host",), 18, 2)
+    ] * 2
