@@ -216,6 +216,38 @@ def test_a_saving_that_a_reserve_does_not_have_is_not_worth_buying():
     assert {it.split()[0] for it in row[1:]} == {"8"}
 
 
+def test_the_price_of_a_user_says_that_it_is_with_a_reserve():
+    """A user cost 614 of "all hardware for 400 users", which was 3 GPUs in the line GPUs and 6 in the price."""
+    changes = {"gpu__count": 2, "gpu__name": "h200-sxm", "traffic__users": 400, "traffic__interval_s": 30.0}
+    changes |= {"traffic__history_tokens": 8000, "traffic__turns": 5, "target__gpu_used": 0.6, "price__years": 5}
+    prices = {"price__gpu": 30_000, "price__server": 60_000, "price__drive": 1500, "price__host_memory_per_gb": 5}
+    plan = planned("mistral-nemo-12b", **changes, **prices)
+    gpus = plan.arms[1].reserve.gpus
+    assert gpus > plan.arms[1].need.gpus
+    user = (gpus * 30_000 + 60_000 + 2**40 / 1e9 * 5) / 400
+    assert f"A user costs {digits(user)} with host memory and " in verdict(plan)
+    assert verdict(plan).endswith(" with GPU memory alone, with a reserve, in USD over 5 years without energy.")
+    (found,) = (it for it in tables(plan) if it.title.startswith("Most users"))
+    assert "is that of all hardware for 400 users with a reserve over 5 years, without energy." in found.note
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"traffic__users": 1, "traffic__turns": 1}, "8 x h100-sxm have a reserve without one."),
+        (
+            {"gpu__name": "mi300x", "gpu__count": 1, "traffic__users": 2134, "traffic__history_tokens": 60_000},
+            "tiers save less than 10% of the 56 GPUs that they need with a reserve.",
+        ),
+    ],
+)
+def test_no_tier_has_a_reason_though_no_column_has_one(changes, why):
+    """It was "No tier is worth buying" without a reason where GPU memory alone was the only column."""
+    plan = planned("gpt-oss-20b" if "gpu__name" in changes else "llama-3.1-8b", **changes)
+    assert len(plan.arms) == 1
+    assert request(plan).endswith(f", because {why}")
+
+
 @pytest.mark.parametrize(("energy", "said"), [(0.15, "with energy"), (0.0, "without energy")])
 def test_a_price_with_energy_has_a_price_of_energy(energy, said):
     """Without price.energy_per_kwh both prices were 104,000, and the second was one "with energy"."""

@@ -112,12 +112,12 @@ def _conclusion_for_load(plan: Plan) -> str:
 def _why_none(plan: Plan) -> str:
     """Say why tiers save too few of the GPUs with a reserve."""
     alone, tiered = plan.alone.reserve_gpus, [it.reserve_gpus for it in plan.arms if it.tiers]
-    if not tiered or math.isinf(min(alone, *tiered)):
+    if math.isinf(alone):
         return ""
     if alone <= plan.inputs.gpu.count:
         return f", because {gpus_text(plan, int(alone))} {'has' if alone == 1 else 'have'} a reserve without one"
     gpus = f"the {alone:,} GPUs that {_they_need(in_words(plan, plan.requested_users))} with a reserve"
-    saved = "none" if min(tiered) >= alone else f"less than {LEAST_GAIN - 1:.0%}"
+    saved = "none" if tiered and min(tiered) >= alone else f"less than {LEAST_GAIN - 1:.0%}"
     return f", because tiers save {saved} of {gpus}"
 
 
@@ -148,7 +148,8 @@ def _worth(plan: Plan, ways: list[Variant]) -> str:
     shown = [it for it in (plan.arms if plan.prices_load else ways) if it.tiers]
     priced = {it.tiers: plan.user_prices.get(it.tiers) for it in (*shown, plan.alone)}
     costs = [f"{digits(price)} with {names_text(tiers)}" for tiers, price in priced.items() if price is not None]
-    over = f"in {currency} over {counted(plan.inputs.price.years, 'year')} {with_energy(plan)}"
+    reserve = "with a reserve, " if plan.prices_load else ""
+    over = f"{reserve}in {currency} over {counted(plan.inputs.price.years, 'year')} {with_energy(plan)}"
     each = f" A {one} costs {_series(costs)}, {over}." if by_price else ""
     if not ways:
         whys = [(it.name, why_idle(plan, it)) for it in plan.idle_tiers]

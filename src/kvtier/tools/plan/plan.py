@@ -194,7 +194,7 @@ class Plan:
     user_prices: dict[tuple[str, ...], float]
     """Price per user of each choice of tiers, which decides what is worth buying; empty if prices are missing."""
     prices_load: bool
-    """Whether prices are for the GPUs that the requested load needs instead of the given ones."""
+    """Whether prices are for the GPUs that the requested load needs with a reserve, instead of the given ones."""
     tiers: tuple[PlannedTier, ...]
     """GPU memory and all tiers of the inputs."""
     capacities: tuple[CapacityNeed, ...]

@@ -144,7 +144,8 @@ def _choices(plan: Plan) -> Table:
         f"Prices of tiers are for {gpus} at that load, in {currency} and with the drives that replace worn ones."
         if has_prices
         else "",
-        f"The price of a {one} is that of all hardware{for_load} over {years}, {with_energy(plan)}."
+        f"The price of a {one} is that of all hardware{for_load and f'{for_load} with a reserve'} over {years}, "
+        f"{with_energy(plan)}."
         if by_price
         else "",
         _marks(plan),
