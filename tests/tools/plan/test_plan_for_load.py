@@ -271,9 +271,17 @@ def test_gpu_memory_counts_as_tiers_store_it_and_says_so():
 @pytest.mark.parametrize(
     ("model", "tier", "why"),
     [
-        ("deepseek-v3", "host=40GB", "host memory holds 40 GB, less than the 51.65 GB of GPU memory."),
+        (
+            "deepseek-v3",
+            "host=40GB",
+            "host memory holds 40 GB, less than the 51.65 GB that GPU memory holds as tiers store it.",
+        ),
         ("deepseek-v3", "host=200GB", "of the reuses come within that."),
-        ("mixtral-8x22b", "host=1TiB", "host memory holds 1.1 TB, less than the 1.101 TB of GPU memory."),
+        (
+            "mixtral-8x22b",
+            "host=1TiB",
+            "host memory holds 1.1 TB, less than the 1.101 TB that GPU memory holds as tiers store it.",
+        ),
     ],
 )
 def test_a_tier_is_called_smaller_than_gpu_memory_only_where_it_stores_less(model, tier, why):

@@ -280,3 +280,29 @@ def test_fewest_gpus_are_not_passed_by_a_step_over_a_host():
     assert [(it.tiers, it.reserve.gpus, it.reserve.deployment.inputs.model.tp) for it in found] == [
         (("host",), 18, 2)
     ] * 2
+
+
+def test_gpu_memory_that_a_tier_is_compared_with_is_what_tiers_store_of_it():
+    """Host memory held "less than the 194.7 GB of GPU memory", and the GPU has 96 GB."""
+    load = {"traffic__users": 12, "traffic__interval_s": 600.0, "traffic__history_tokens": 30_000}
+    plan = planned("gemma-3-27b", "disk=1xpm1753", "host=128GiB", gpu__name="rtx-pro-6000", gpu__count=1, **load)
+    (row,) = (it for it in needs_table(plan).rows if it[0] == "GPU memory, TB as tiers store it")
+    deployment = plan.given.deployment
+    assert row[-1] == "0.195"
+    assert deployment.kv_bytes < deployment.inputs.gpu.memory_bytes < deployment.gpu_stored_bytes
+    said = "host memory holds 137.4 GB, less than the 194.7 GB that GPU memory holds as tiers store it"
+    assert said in " ".join(conclusion(plan))
+
+
+@pytest.mark.parametrize(("name", "has_windows"), [("gpt-oss-120b", True), ("llama-3.1-8b", False)])
+def test_reads_are_those_of_the_tokens_that_are_found(name, has_windows):
+    """1.7 million tokens a second were found on drives, which stored 94 GB of them, and 63 GB/s were read."""
+    plan = planned(name, "disk=12xpm1753", traffic__users=2000, traffic__interval_s=60.0)
+    deployment = plan.chosen.need.deployment
+    load, found = deployment.workload, plan.chosen.need.point.found["disk"]
+    note = re.search(r"layers with a window: ([\d.]+) kB a token found, of the ([\d.]+) kB", needs_table(plan).note)
+    assert (note is not None) == has_windows
+    each = float(note[1]) * 1e3 if note else deployment.model.token_bytes
+    assert note is None or float(note[2]) == pytest.approx(deployment.model.token_bytes / 1e3, rel=0.01)
+    read = found * load.input_tokens * load.requests_per_s * each
+    assert plan.chosen.need.point.read_bytes_per_s["disk"] == pytest.approx(read, rel=0.01)

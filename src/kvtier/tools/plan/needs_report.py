@@ -135,6 +135,7 @@ def _needs_note(plan: Plan, names: Sequence[str]) -> str:
         "A tier that keeps KV for many pauses keeps it unused for its capacity / (new conversations a second x KV of "
         "one without the system prompt), less the pauses of a conversation.": names
         and plan.deployment.workload.has_users,
+        _windows(plan): names and any(math.isfinite(it.last_tokens) for it in plan.deployment.model.spans),
         _snapshots(plan): names and plan.deployment.model.state_bytes,
         "Shared storage is as fast here as the network adapters of the hosts; state what yours reads and writes with "
         "?read= and ?write= of its --tier. Its power is not in the table.": "shared" in names
@@ -145,6 +146,16 @@ def _needs_note(plan: Plan, names: Sequence[str]) -> str:
         "Energy needs price.energy_per_kwh.": any(it and it.price for it in needs) and not inputs.price.energy_per_kwh,
     }
     return " ".join(text for text, applies in notes.items() if applies)
+
+
+def _windows(plan: Plan) -> str:
+    """Say how many bytes a found token reads where layers have a window, which is less than it stores."""
+    model, tokens = plan.deployment.model, plan.deployment.workload.reusable_tokens
+    read = (model.loaded_bytes(tokens) - model.state_bytes) / tokens if tokens else 0.0
+    return (
+        f"A hit reads only the last tokens of layers with a window: {bytes_text(read)} a token found, of the "
+        f"{bytes_text(model.token_bytes)} that are stored."
+    )
 
 
 def _snapshots(plan: Plan) -> str:
