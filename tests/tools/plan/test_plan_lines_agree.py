@@ -294,6 +294,17 @@ def test_gpu_memory_that_a_tier_is_compared_with_is_what_tiers_store_of_it():
     assert said in " ".join(conclusion(plan))
 
 
+@pytest.mark.parametrize(("tier", "has_drives"), [("s3=100TB", False), ("disk=4xpm1753", True)])
+def test_prices_have_worn_drives_only_of_a_plan_with_drives(tier, has_drives):
+    """Prices of a plan with shared storage alone had "the drives that replace worn ones"."""
+    prices = {"price__gpu": 3000, "price__server": 8000, "price__shared_per_tb": 50, "price__drive": 900}
+    plan = planned("llama-3.1-8b", tier, gpu__name="l40s", gpu__count=2, traffic__users=30, **prices)
+    (choices,) = (it for it in tables(plan) if it.title.startswith("Most users"))
+    for note in (choices.note, needs_table(plan).note):
+        assert "no energy" in note or "Prices of tiers are for " in note
+        assert ("drives that replace worn ones" in note) == has_drives
+
+
 @pytest.mark.parametrize(("name", "has_windows"), [("gpt-oss-120b", True), ("llama-3.1-8b", False)])
 def test_reads_are_those_of_the_tokens_that_are_found(name, has_windows):
     """1.7 million tokens a second were found on drives, which stored 94 GB of them, and 63 GB/s were read."""

@@ -110,7 +110,8 @@ def _reserve(arm: Variant) -> str:
 def _needs_note(plan: Plan, names: Sequence[str]) -> str:
     """Say what the hardware of the table is, and what its lines contain."""
     inputs, needs = plan.inputs, [it.need for it in plan.arms]
-    years = counted(inputs.price.years, "year")
+    has_drives = any(it and it.life_years for it in needs)
+    worn_ones = f"the drives that replace worn ones in {counted(inputs.price.years, 'year')}, and " * has_drives
     missing = sorted({name for it in needs if it for name in it.cost.missing})
     slow = [
         f"Only {it.point.write_bytes_per_s[tier] / given:.0%} of new KV is written to {TIER_NAMES[tier]} in time."
@@ -141,8 +142,9 @@ def _needs_note(plan: Plan, names: Sequence[str]) -> str:
         "?read= and ?write= of its --tier. Its power is not in the table.": "shared" in names
         and not inputs.shared.read_bytes_per_s,
         f"A price needs {', '.join(missing)}.": missing,
-        f"Prices are of the GPUs with a reserve and their hosts. The first has the drives that replace worn ones in "
-        f"{years}, and no energy.": any(it and it.price for it in needs),
+        f"Prices are of the GPUs with a reserve and their hosts. The first has {worn_ones}no energy.": any(
+            it and it.price for it in needs
+        ),
         "Energy needs price.energy_per_kwh.": any(it and it.price for it in needs) and not inputs.price.energy_per_kwh,
     }
     return " ".join(text for text, applies in notes.items() if applies)
