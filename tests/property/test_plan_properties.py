@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace
 
+import pytest
 from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -259,12 +260,13 @@ def test_settings_take_the_fewest_gpus_of_the_page_and_a_reserve_whole_copies(in
     needs = {it.tiers: it.need for it in plan.arms if it.need}
     named = re.search(r"on ([\d,]+) x", next(iter(settings_toml(plan).splitlines()[1:]), ""))
     if needs:
-        least = min(it.gpus for it in needs.values())
-        assert plan.chosen.need.gpus <= least * (1.0 if plan.bought else 1.1)
+        if plan.bought and not plan.user_prices:
+            assert plan.chosen.reserve_gpus == min(it.reserve_gpus for it in plan.arms)
         assert named is None or int(named[1].replace(",", "")) == plan.chosen.need.gpus
     for arm in plan.arms:
         if (found := arm.reserve) is not None:
-            assert found.gpus == arm.need.gpus or (found.gpus > arm.need.gpus and found.gpus % found.tp == 0)
+            whole = found.gpus % found.deployment.inputs.model.tp == 0
+            assert found.gpus == arm.need.gpus or (found.gpus > arm.need.gpus and whole)
 
 
 def plain(users: int, name: str = "llama-3.1-8b", count: int = 8) -> Inputs:
@@ -322,3 +324,32 @@ def test_the_tier_that_is_enough_gives_the_gpus_of_the_page_and_is_no_larger_tha
         bought = inputs.change({"host.capacity_bytes": int(enough), "disk.count": 0}, "--tier")
         again = make_plan(bought, with_sensitivities=False)
         assert min(it.need.gpus for it in again.arms if it.need) == min(arm.need.gpus, plan.alone.need_gpus)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "loads"),
+    [
+        ("llama-3.3-70b", 8, (20, 50, 75, 92, 100, 105, 150, 300)),
+        ("qwen3-32b", 4, (10, 28, 40, 58, 76, 100, 190, 300)),
+        ("gpt-oss-120b", 2, (50, 100, 150, 250, 400, 700, 1100, 1450)),
+        ("llama-3.1-8b", 1, (2, 6, 10, 14, 22, 28, 38, 56)),
+    ],
+)
+def test_the_line_with_a_reserve_decides_and_turns_back_only_by_another_copy_with_tiers(name, count, loads):
+    """50 users on given GPUs were to buy tiers and 55 not: by the fewest GPUs, which nobody was told to buy."""
+    before: dict[tuple[str, ...], float] = {}
+    was_bought = False
+    for users in loads:
+        plan = make_plan(plain(users, name, count), with_sensitivities=False)
+        needed = {it.tiers: it.reserve_gpus for it in plan.arms}
+        alone, least = needed[()], min(needed.values())
+        assert bool(plan.bought) == (alone > 1.1 * least)
+        assert all(needed[it.tiers] <= 1.1 * least for it in plan.bought)
+        assert alone > count or not plan.bought
+        assert all(needed[it] >= gpus for it, gpus in before.items() if it in needed)
+        if was_bought and not plan.bought:
+            assert least > min(before.values())
+        (said,) = re.findall(r"With a reserve they need (.*?) GPUs? instead of ([\d,]+)", request(plan)) or [("", "")]
+        assert said == ((" or ".join(str(it) for it in sorted({needed[it.tiers] for it in plan.bought})), f"{alone}")
+                        if plan.bought else ("", ""))  # fmt: skip
+        before, was_bought = needed, bool(plan.bought)

@@ -153,7 +153,10 @@ def test_the_text_fits_into_100_columns_and_begins_with_the_answer(capsys, argum
         (("--reuse", "0"), "no prompt repeats tokens of an earlier one"),
         (("--turns", "1", "--system", "0"), "no prompt repeats tokens of an earlier one"),
         (("--tier", "host=1GiB"), "host memory holds 1.074 GB, less than one conversation"),
-        (("--tier", "host=100GiB"), "host memory holds 107.4 GB, less than the 570.2 GB of GPU memory"),
+        (
+            ("--tier", "host=100GiB"),
+            "host memory holds 107.4 GB, less than the 570.2 GB that GPU memory holds as tiers store it",
+        ),
         (("--tier", "host=0"), "The plan has no tiers."),
         (
             ("--tier", "host=1GiB", "--tier", "disk=4xpm1753", "--set", "disk.write_bytes_per_s=5e7"),

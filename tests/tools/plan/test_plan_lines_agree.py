@@ -80,7 +80,8 @@ def test_settings_without_tiers_are_for_the_load_and_not_for_a_full_server():
     """ "No tier is worth it here" stood below "Worth buying for a full server: host memory"."""
     plan = planned("llama-3.1-8b", "host=64GB", gpu__name="l40s", gpu__count=1, traffic__users=20)
     assert verdict(plan).endswith("Worth buying for a full server: host memory.")
-    assert request(plan).endswith("No tier is worth buying for 20 users.")
+    why = "because tiers save none of the 4 GPUs that they need with a reserve."
+    assert request(plan).endswith(f"No tier is worth buying for 20 users, {why}")
     assert "# no tier is worth buying for 20 users\n" in settings_toml(plan)
 
 
@@ -190,33 +191,61 @@ def test_a_tier_never_needs_more_gpus_with_a_reserve_than_none():
 
 
 @pytest.mark.parametrize(
-    ("users", "ending", "reserve"),
+    ("users", "said", "reserve"),
     [
-        (30, "No tier is worth buying for 30 users.", ("8", "8", "8")),
-        (50, "on the fewest GPUs: host memory or local drives (they last 678 days), one of them.", ("8", "8", "8")),
-        (
-            60,
-            " With a reserve (70% used) one is: 8 GPUs instead of 12, with host memory or local drives.",
-            ("12 (TP 4)", "8", "8"),
-        ),
-        (80, "host memory or local drives (they last 424 days), one of them.", ("16", "12 (TP 4)", "12 (TP 4)")),
+        (30, "No tier is worth buying for 30 users, because 8 x h100-sxm have a reserve without one.", ("8", "8", "8")),
+        (50, "No tier is worth buying for 50 users, because 8 x h100-sxm have a reserve without one.", ("8", "8", "8")),
+        (60, "one of them. With a reserve they need 8 GPUs instead of 12.", ("12 (TP 4)", "8", "8")),
+        (80, "one of them. With a reserve they need 12 GPUs instead of 16.", ("16", "12 (TP 4)", "12 (TP 4)")),
+        (100, "because tiers save none of the 16 GPUs that they need with a reserve.", ("16", "16", "16")),
     ],
 )
-def test_the_verdict_says_what_the_line_with_a_reserve_decides_otherwise(users, ending, reserve):
+def test_the_line_to_buy_by_decides_what_is_worth_buying(users, said, reserve):
     """No tier was worth buying for 60 users, and the line to buy by was 12 GPUs without tiers and 8 with them."""
     plan = planned("llama-3.3-70b", model__weights="fp8", traffic__users=users)
     (row,) = (it for it in needs_table(plan).rows if it[0] == "GPUs with a reserve (70% used)")
-    assert request(plan).endswith(ending)
+    assert request(plan).endswith(said)
     assert row[1:] == reserve
 
 
-def test_a_verdict_that_a_reserve_does_not_confirm_says_so():
+def test_a_saving_that_a_reserve_does_not_have_is_not_worth_buying():
     """55 users need 4 GPUs instead of 8, and 8 with a reserve in each column."""
     plan = planned("qwen3-32b", gpu__count=4, traffic__users=55)
     (row,) = (it for it in needs_table(plan).rows if it[0] == "GPUs with a reserve (70% used)")
-    assert "Worth buying for 55 users: host memory or local drives" in request(plan)
-    assert request(plan).endswith(" With a reserve (70% used) tiers save less than 10% of 8 GPUs.")
+    assert request(plan).endswith("because tiers save none of the 8 GPUs that they need with a reserve.")
     assert {it.split()[0] for it in row[1:]} == {"8"}
+
+
+def test_the_price_of_a_user_says_that_it_is_with_a_reserve():
+    """A user cost 614 of "all hardware for 400 users", which was 3 GPUs in the line GPUs and 6 in the price."""
+    changes = {"gpu__count": 2, "gpu__name": "h200-sxm", "traffic__users": 400, "traffic__interval_s": 30.0}
+    changes |= {"traffic__history_tokens": 8000, "traffic__turns": 5, "target__gpu_used": 0.6, "price__years": 5}
+    prices = {"price__gpu": 30_000, "price__server": 60_000, "price__drive": 1500, "price__host_memory_per_gb": 5}
+    plan = planned("mistral-nemo-12b", **changes, **prices)
+    gpus = plan.arms[1].reserve.gpus
+    assert gpus > plan.arms[1].need.gpus
+    user = (gpus * 30_000 + 60_000 + 2**40 / 1e9 * 5) / 400
+    assert f"A user costs {digits(user)} with host memory and " in verdict(plan)
+    assert verdict(plan).endswith(" with GPU memory alone, with a reserve, in USD over 5 years without energy.")
+    (found,) = (it for it in tables(plan) if it.title.startswith("Most users"))
+    assert "is that of all hardware for 400 users with a reserve over 5 years, without energy." in found.note
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"traffic__users": 1, "traffic__turns": 1}, "8 x h100-sxm have a reserve without one."),
+        (
+            {"gpu__name": "mi300x", "gpu__count": 1, "traffic__users": 2134, "traffic__history_tokens": 60_000},
+            "tiers save less than 10% of the 56 GPUs that they need with a reserve.",
+        ),
+    ],
+)
+def test_no_tier_has_a_reason_though_no_column_has_one(changes, why):
+    """It was "No tier is worth buying" without a reason where GPU memory alone was the only column."""
+    plan = planned("gpt-oss-20b" if "gpu__name" in changes else "llama-3.1-8b", **changes)
+    assert len(plan.arms) == 1
+    assert request(plan).endswith(f", because {why}")
 
 
 @pytest.mark.parametrize(("energy", "said"), [(0.15, "with energy"), (0.0, "without energy")])
@@ -226,10 +255,10 @@ def test_a_price_with_energy_has_a_price_of_energy(energy, said):
     changes = {f"price__{name}": value for name, value in prices.items()}
     plan = planned("llama-3.1-8b", "disk=4xpm1753", gpu__name="l40s", gpu__count=4, traffic__users=30, **changes)
     found = needs_table(plan)
-    rows = {row[0]: float(row[-1].replace(",", "")) for row in found.rows if row[0].startswith("price")}
-    need = plan.arms[-1].need
-    bill = need.cost.watts / 1000 * 3 * 365.25 * 24 * energy
-    assert rows[f"price {said} of 3 years"] - rows["price, USD"] == pytest.approx(bill, abs=1)
+    rows = {row[0]: float(row[-1].replace(",", "")) for row in found.rows if "price" in row[0]}
+    bill = plan.arms[-1].reserve.cost.watts / 1000 * 3 * 365.25 * 24 * energy
+    whole, bare = (rows[f"with a reserve, {it}"] for it in (f"price {said} of 3 years", "price, USD"))
+    assert whole - bare == pytest.approx(bill, abs=1)
     assert ("Energy needs price.energy_per_kwh." in found.note) == (not energy)
     assert f" over 3 years {said}." in verdict(plan)
     notes = " ".join(it.note for it in tables(plan))
@@ -248,4 +277,43 @@ def test_the_load_that_exceeds_a_limit_is_above_where_it_is_met(ttft_s, load):
 def test_fewest_gpus_are_not_passed_by_a_step_over_a_host():
     """1,140 users needed 20 GPUs with a reserve and 1,150 needed 18: a step went from 16 GPUs to 20."""
     found = [planned("gpt-oss-120b", gpu__count=3, traffic__users=it).arms[1] for it in (1140, 1150)]
-    assert [(it.tiers, it.reserve.gpus, it.reserve.tp) for it in found] == [(("host",), 18, 2)] * 2
+    assert [(it.tiers, it.reserve.gpus, it.reserve.deployment.inputs.model.tp) for it in found] == [
+        (("host",), 18, 2)
+    ] * 2
+
+
+def test_gpu_memory_that_a_tier_is_compared_with_is_what_tiers_store_of_it():
+    """Host memory held "less than the 194.7 GB of GPU memory", and the GPU has 96 GB."""
+    load = {"traffic__users": 12, "traffic__interval_s": 600.0, "traffic__history_tokens": 30_000}
+    plan = planned("gemma-3-27b", "disk=1xpm1753", "host=128GiB", gpu__name="rtx-pro-6000", gpu__count=1, **load)
+    (row,) = (it for it in needs_table(plan).rows if it[0] == "GPU memory, TB as tiers store it")
+    deployment = plan.given.deployment
+    assert row[-1] == "0.195"
+    assert deployment.kv_bytes < deployment.inputs.gpu.memory_bytes < deployment.gpu_stored_bytes
+    said = "host memory holds 137.4 GB, less than the 194.7 GB that GPU memory holds as tiers store it"
+    assert said in " ".join(conclusion(plan))
+
+
+@pytest.mark.parametrize(("tier", "has_drives"), [("s3=100TB", False), ("disk=4xpm1753", True)])
+def test_prices_have_worn_drives_only_of_a_plan_with_drives(tier, has_drives):
+    """Prices of a plan with shared storage alone had "the drives that replace worn ones"."""
+    prices = {"price__gpu": 3000, "price__server": 8000, "price__shared_per_tb": 50, "price__drive": 900}
+    plan = planned("llama-3.1-8b", tier, gpu__name="l40s", gpu__count=2, traffic__users=30, **prices)
+    (choices,) = (it for it in tables(plan) if it.title.startswith("Most users"))
+    for note in (choices.note, needs_table(plan).note):
+        assert "no energy" in note or "Prices of tiers are for " in note
+        assert ("drives that replace worn ones" in note) == has_drives
+
+
+@pytest.mark.parametrize(("name", "has_windows"), [("gpt-oss-120b", True), ("llama-3.1-8b", False)])
+def test_reads_are_those_of_the_tokens_that_are_found(name, has_windows):
+    """1.7 million tokens a second were found on drives, which stored 94 GB of them, and 63 GB/s were read."""
+    plan = planned(name, "disk=12xpm1753", traffic__users=2000, traffic__interval_s=60.0)
+    deployment = plan.chosen.need.deployment
+    load, found = deployment.workload, plan.chosen.need.point.found["disk"]
+    note = re.search(r"layers with a window: ([\d.]+) kB a token found, of the ([\d.]+) kB", needs_table(plan).note)
+    assert (note is not None) == has_windows
+    each = float(note[1]) * 1e3 if note else deployment.model.token_bytes
+    assert note is None or float(note[2]) == pytest.approx(deployment.model.token_bytes / 1e3, rel=0.01)
+    read = found * load.input_tokens * load.requests_per_s * each
+    assert plan.chosen.need.point.read_bytes_per_s["disk"] == pytest.approx(read, rel=0.01)

@@ -17,11 +17,11 @@ from kvtier.report.format import (
 )
 from kvtier.tools.plan.hardware import COUNT_MAX
 from kvtier.tools.plan.inputs import SETTINGS, ModelInputs
-from kvtier.tools.plan.limits import FIRST_TOKEN, TPOT, TTFT, TTFT_P95, is_served, most_users
+from kvtier.tools.plan.limits import FIRST_TOKEN, TPOT, TTFT, TTFT_P95, is_served
 from kvtier.tools.plan.plan import Plan, PlannedTier, Variant
 from kvtier.tools.plan.queueing import GPU
 from kvtier.tools.plan.resolve import SEARCHED, Deployment, given_totals, of_each_host
-from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize, saving
+from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize
 
 SPARSE = frozenset({"indexer", "compressed"})
 """Kinds of layers whose KV `connect.vllm.support` refuses, because vLLM gives it another role or a model version."""
@@ -97,33 +97,32 @@ def _conclusion_for_load(plan: Plan) -> str:
     if why := refusal(plan):
         return f" Buy no tier for this plan: {why}."
     by_price = f" by price per {one}" if plan.user_prices else ""
-    with_reserve = "" if by_price else _with_reserve(plan)
     if not plan.bought:
-        return f" No tier is worth buying for {load}{by_price}.{with_reserve}"
+        return f" No tier is worth buying for {load}{by_price}{'' if by_price else _why_none(plan)}."
     texts = [names_text(it.tiers) + _early_wear(plan, it) for it in plan.bought]
-    if not by_price and plan.alone.need_gpus <= plan.inputs.gpu.count:  # all the given GPUs need no tier
-        load, with_reserve = f"{load} on the fewest GPUs", ""  # the line with a reserve is for the given ones
     text = f" Worth buying for {load}{by_price}: {' or '.join(texts)}{', one of them' if len(texts) > 1 else ''}."
-    first = plan.bought[0]
-    alone = most_users(first.need.deployment.only(())) if first.need and first.need.gpus == first.gpus_least else 0.0
-    if alone * LEAST_GAIN > plan.requested_users:  # only whole copies make it worth buying
-        gpus = gpus_text(plan, first.gpus_least or 0)
-        text += f" Without a tier, {gpus} would serve {in_words(plan, alone)}, nearly as many."
-    return f"{text}{with_reserve}"
+    if by_price:
+        return text
+    needed = sorted({it.reserve_gpus for it in plan.bought})
+    gpus = " or ".join(f"{it:,}" for it in needed) + (" GPU" if needed == [1] else " GPUs")
+    instead = f" instead of {plan.alone.reserve.gpus:,}" if plan.alone.reserve else ""
+    return f"{text} With a reserve {_they_need(load)} {gpus}{instead}."
 
 
-def _with_reserve(plan: Plan) -> str:
-    """Say what the line of GPUs with a reserve makes worth buying, if that differs from what the load alone does."""
-    needed = {it.tiers: it.reserve.gpus if it.reserve else math.inf for it in plan.arms}
-    alone, found = needed[()], saving(needed)
-    if bool(found) == bool(plan.bought) or math.isinf(min(needed.values())):
+def _why_none(plan: Plan) -> str:
+    """Say why tiers save too few of the GPUs with a reserve."""
+    alone, tiered = plan.alone.reserve_gpus, [it.reserve_gpus for it in plan.arms if it.tiers]
+    if math.isinf(alone):
         return ""
-    reserve = f"With a reserve ({plan.inputs.target.gpu_used:.0%} used)"
-    if not found:
-        return f" {reserve} tiers save less than {LEAST_GAIN - 1:.0%} of {alone:,} GPUs."
-    instead = f" instead of {alone:,}" if math.isfinite(alone) else ""
-    which = " or ".join(names_text(it) for it in found if needed[it] == needed[found[0]])
-    return f" {reserve} one is: {needed[found[0]]:,} GPUs{instead}, with {which}."
+    if alone <= plan.inputs.gpu.count:
+        return f", because {gpus_text(plan, int(alone))} {'has' if alone == 1 else 'have'} a reserve without one"
+    gpus = f"the {alone:,} GPUs that {_they_need(in_words(plan, plan.requested_users))} with a reserve"
+    saved = "none" if tiered and min(tiered) >= alone else f"less than {LEAST_GAIN - 1:.0%}"
+    return f", because tiers save {saved} of {gpus}"
+
+
+def _they_need(load: str) -> str:
+    return "it needs" if load == "1 user" else "they need"
 
 
 def _early_wear(plan: Plan, arm: Variant) -> str:
@@ -149,7 +148,8 @@ def _worth(plan: Plan, ways: list[Variant]) -> str:
     shown = [it for it in (plan.arms if plan.prices_load else ways) if it.tiers]
     priced = {it.tiers: plan.user_prices.get(it.tiers) for it in (*shown, plan.alone)}
     costs = [f"{digits(price)} with {names_text(tiers)}" for tiers, price in priced.items() if price is not None]
-    over = f"in {currency} over {counted(plan.inputs.price.years, 'year')} {with_energy(plan)}"
+    reserve = "with a reserve, " if plan.prices_load else ""
+    over = f"{reserve}in {currency} over {counted(plan.inputs.price.years, 'year')} {with_energy(plan)}"
     each = f" A {one} costs {_series(costs)}, {over}." if by_price else ""
     if not ways:
         whys = [(it.name, why_idle(plan, it)) for it in plan.idle_tiers]
@@ -186,9 +186,7 @@ def request(plan: Plan) -> str:
     """Say which GPUs and hosts the requested load needs, with and without tiers, and which tiers are worth buying."""
     given = plan.inputs.gpu.count
     load = in_words(plan, plan.requested_users)
-    fits, not_fits, they = (
-        ("fits", "does not fit", "it needs") if load == "1 user" else ("fit", "do not fit", "they need")
-    )
+    they, (fits, not_fits) = _they_need(load), ("fits", "does not fit") if load == "1 user" else ("fit", "do not fit")
     ways = sorted(plan.arms, key=lambda it: (not it.tiers, it.need.gpus if it.need else math.inf))
     fit = [names_text(it.tiers) for it in ways if it.need and it.need.gpus <= given]
     more = [it for it in ways if names_text(it.tiers) not in fit]
@@ -203,10 +201,6 @@ def request(plan: Plan) -> str:
         without = f" with {_series(never, 'or')}" if needed or fit else ""
         most = f"no number of these GPUs up to {COUNT_MAX:,} is enough"
         parts.append(f"{most}{without}, but larger ones or more time ({_time_options(plan)}) may be")
-    if any(it.tiers for it in ways) and plan.alone.gpus_least == min(it.gpus_least or math.inf for it in ways):
-        parts.append("tiers save no GPUs at this load")
-    elif not (plan.bought or plan.user_prices) and any(it.tiers and it.need for it in ways):
-        parts.append(f"tiers save less than {LEAST_GAIN - 1:.0%} of the GPUs at this load, a plan's error")
     gpus, model = gpus_text(plan, given), plan.deployment.model
     nothing = ""
     if not (model.token_bytes or any(it.tiers for it in plan.arms)):

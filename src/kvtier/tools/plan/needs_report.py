@@ -18,8 +18,8 @@ from kvtier.report.table import Table
 from kvtier.tools.plan.answer import arm_name, in_words, load_unit, shown_load, with_energy
 from kvtier.tools.plan.cost import DriveLoad, worn
 from kvtier.tools.plan.inputs import ModelInputs
-from kvtier.tools.plan.limits import Fewest, is_served
-from kvtier.tools.plan.plan import Need, Plan, Variant
+from kvtier.tools.plan.limits import is_served
+from kvtier.tools.plan.plan import Machine, Need, Plan, Variant
 from kvtier.tools.plan.queueing import GPU
 from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize
 
@@ -32,6 +32,10 @@ def needs_table(plan: Plan) -> Table:
 
     def row(name: str, of: Callable[[Need], str]) -> tuple[str, ...]:
         return name, *(of(it) if it else NONE for it in needs)
+
+    def price(name: str, of: Callable[[Machine], float | None]) -> tuple[str, ...]:
+        machines = [it.reserve for it in plan.arms]
+        return f"with a reserve, {name}", *(optional(of(it), digits) if it else NONE for it in machines)
 
     def hits(tier: str) -> Iterator[tuple[str, ...]]:
         name = TIER_NAMES[tier]
@@ -79,10 +83,11 @@ def needs_table(plan: Plan) -> Table:
     ]
     years, one = counted(inputs.price.years, "year"), load_unit(plan, one=True)
     if any(it and it.price for it in needs):
+        energy = with_energy(plan)
         rows += [
-            row(f"price, {inputs.price.currency}", lambda it: optional(it.price, digits)),
-            row(f"price {with_energy(plan)} of {years}", lambda it: optional(it.cost.total, digits)),
-            row(f"price {with_energy(plan)} of a {one}", lambda it: optional(it.user_price, digits)),
+            price(f"price, {inputs.price.currency}", lambda it: it.price),
+            price(f"price {energy} of {years}", lambda it: it.cost.total),
+            price(f"price {energy} of a {one}", lambda it: it.user_price),
         ]
     return Table(
         ("", *(arm_name(it) for it in plan.arms)),
@@ -98,15 +103,15 @@ def _reserve(arm: Variant) -> str:
     found, need = arm.reserve, arm.need
     if found is None or need is None:
         return NONE
-    model = need.deployment.inputs.model
-    is_same = (found.tp, found.dp_attention) == (model.tp, model.dp_attention)
-    return f"{found.gpus:,}" + ("" if is_same else f" ({size_name(found)})")
+    size = size_name(found.deployment.inputs.model)
+    return f"{found.gpus:,}" + ("" if size == size_name(need.deployment.inputs.model) else f" ({size})")
 
 
 def _needs_note(plan: Plan, names: Sequence[str]) -> str:
     """Say what the hardware of the table is, and what its lines contain."""
     inputs, needs = plan.inputs, [it.need for it in plan.arms]
-    years = counted(inputs.price.years, "year")
+    has_drives = any(it and it.life_years for it in needs)
+    worn_ones = f"the drives that replace worn ones in {counted(inputs.price.years, 'year')}, and " * has_drives
     missing = sorted({name for it in needs if it for name in it.cost.missing})
     slow = [
         f"Only {it.point.write_bytes_per_s[tier] / given:.0%} of new KV is written to {TIER_NAMES[tier]} in time."
@@ -131,17 +136,28 @@ def _needs_note(plan: Plan, names: Sequence[str]) -> str:
         "A tier that keeps KV for many pauses keeps it unused for its capacity / (new conversations a second x KV of "
         "one without the system prompt), less the pauses of a conversation.": names
         and plan.deployment.workload.has_users,
+        _windows(plan): names and any(math.isfinite(it.last_tokens) for it in plan.deployment.model.spans),
         _snapshots(plan): names and plan.deployment.model.state_bytes,
         "Shared storage is as fast here as the network adapters of the hosts; state what yours reads and writes with "
         "?read= and ?write= of its --tier. Its power is not in the table.": "shared" in names
         and not inputs.shared.read_bytes_per_s,
         f"A price needs {', '.join(missing)}.": missing,
-        f"The first price has the drives that replace worn ones in {years}, and no energy.": any(
+        f"Prices are of the GPUs with a reserve and their hosts. The first has {worn_ones}no energy.": any(
             it and it.price for it in needs
         ),
         "Energy needs price.energy_per_kwh.": any(it and it.price for it in needs) and not inputs.price.energy_per_kwh,
     }
     return " ".join(text for text, applies in notes.items() if applies)
+
+
+def _windows(plan: Plan) -> str:
+    """Say how many bytes a found token reads where layers have a window, which is less than it stores."""
+    model, tokens = plan.deployment.model, plan.deployment.workload.reusable_tokens
+    read = (model.loaded_bytes(tokens) - model.state_bytes) / tokens if tokens else 0.0
+    return (
+        f"A hit reads only the last tokens of layers with a window: {bytes_text(read)} a token found, of the "
+        f"{bytes_text(model.token_bytes)} that are stored."
+    )
 
 
 def _snapshots(plan: Plan) -> str:
@@ -237,7 +253,7 @@ def _lasting_writes(plan: Plan, drives: DriveLoad, *, at: bool = False) -> str:
     return f"write {share_text(drives.write_share)} {f'at {users}' if is_lower else 'of new KV'}"
 
 
-def size_name(size: ModelInputs | PlannedSize | Fewest) -> str:
+def size_name(size: ModelInputs | PlannedSize) -> str:
     """How many GPUs share a copy, and how, as a cell."""
     return f"{'DP attention' if size.dp_attention else 'TP'} {size.tp}"
 

@@ -1,7 +1,7 @@
 """Make a plan: compare a deployment with GPU memory alone to the same with tiers, and find the demands on the tiers."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -20,7 +20,6 @@ from kvtier.tools.plan.inputs import SETTINGS, Inputs
 from kvtier.tools.plan.limits import (
     FIRST_TOKEN,
     Ceiling,
-    Fewest,
     InputSensitivity,
     Limit,
     best,
@@ -36,7 +35,7 @@ from kvtier.tools.plan.limits import (
     used_shares,
 )
 from kvtier.tools.plan.queueing import GPU, OperatingPoint, operate, prefill_s
-from kvtier.tools.plan.resolve import Basis, Deployment, deployments, given_totals, of_each_host
+from kvtier.tools.plan.resolve import SEARCHED, Basis, Deployment, deployments, given_totals, of_each_host, resolve
 from kvtier.tools.plan.worth import (
     LEAST_GAIN,
     Choice,
@@ -53,22 +52,12 @@ HIT_SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """The hardware for the requested load, and how it serves that load.
-
-    This is the given hardware if the load is within its limits. Otherwise it is the fewest GPUs that suffice, with the
-    tiers of their hosts.
-    """
+class Machine:
+    """Hardware that serves the requested load, with the tiers of its hosts, and what it costs."""
 
     deployment: Deployment
-    users: float
-    """Users within all limits."""
     point: OperatingPoint
-    enough_bytes: dict[str, float]
-    """Size of each tier, as `--tier` takes it, that is enough for this load on these GPUs.
-
-    It has copies of what faster tiers hold, and the share of drives that stays free. Drives keep their planned rates.
-    """
+    """Operating point at the requested load."""
     cost: Cost
     user_price: float | None
     """Price of all the hardware and its energy, per requested user; None if a price is missing."""
@@ -81,6 +70,19 @@ class Need:
     def gpus(self) -> int:
         """Number of GPUs, all of the given kind."""
         return self.deployment.inputs.gpu.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need(Machine):
+    """The given hardware if the requested load is within its limits, or else the fewest GPUs that suffice."""
+
+    users: float
+    """Users within all limits."""
+    enough_bytes: dict[str, float]
+    """Size of each tier, as `--tier` takes it, that is enough for this load on these GPUs.
+
+    It has copies of what faster tiers hold, and the share of drives that stays free. Drives keep their planned rates.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +102,8 @@ class Variant:
     output_tokens_per_s: float
     gpus_least: int | None
     """Fewest GPUs that serve the requested load within the limits, at any size; None if no number is enough."""
-    reserve: Fewest | None
-    """GPUs that serve it at `target.gpu_used` of their most users: those of the need, or else the fewest of any size.
+    reserve: Machine | None
+    """Hardware that serves it at `target.gpu_used` of its most users: that of the need, or else the fewest GPUs.
 
     None if no number is enough.
     """
@@ -124,6 +126,11 @@ class Variant:
     def need_gpus(self) -> float:
         """Number of GPUs that the requested load needs; infinite if no number is enough."""
         return self.need.gpus if self.need else math.inf
+
+    @property
+    def reserve_gpus(self) -> float:
+        """Number of GPUs with a reserve; infinite if no number is enough."""
+        return self.reserve.gpus if self.reserve else math.inf
 
     @property
     def throughput_users(self) -> float:
@@ -167,10 +174,13 @@ class Plan:
     arms: tuple[Variant, ...]
     """What to compare for the requested load: GPU memory alone, and each way worth buying.
 
-    If the load needs more than the given GPUs, choices that need fewer or cheaper GPUs with other tiers follow.
+    If a reserve needs more than the given GPUs, choices that need fewer or cheaper GPUs with other tiers follow.
     """
     bought: tuple[Variant, ...]
-    """Alternatives worth buying for the requested load, the recommended one first; empty if no tier saves enough."""
+    """Alternatives worth buying for the requested load, the recommended one first; empty if no tier saves enough.
+
+    They save enough of the GPUs with a reserve, or with all prices enough of the price of that hardware.
+    """
     chosen: Variant
     """The variant planned for the requested load: the first one worth buying for it.
 
@@ -184,7 +194,7 @@ class Plan:
     user_prices: dict[tuple[str, ...], float]
     """Price per user of each choice of tiers, which decides what is worth buying; empty if prices are missing."""
     prices_load: bool
-    """Whether prices are for the GPUs that the requested load needs instead of the given ones."""
+    """Whether prices are for the GPUs that the requested load needs with a reserve, instead of the given ones."""
     tiers: tuple[PlannedTier, ...]
     """GPU memory and all tiers of the inputs."""
     capacities: tuple[CapacityNeed, ...]
@@ -258,17 +268,19 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
     variants = {it.tiers: _variant(inputs, it) for it in (found[0], *worth, found[-1])}
     alone, given = variants[()], variants[found[-1].tiers]
     others: list[Variant] = []
-    if not any(variants[it.tiers].need_gpus <= inputs.gpu.count for it in worth):
+    if not any(variants[it.tiers].reserve_gpus <= inputs.gpu.count for it in worth):
         every = [variants.get(it.tiers) or _variant(inputs, it) for it in found]
         variants |= {it.tiers: it for it in every}
-        for_load = {it.tiers: it.need.user_price for it in every if it.need and it.need.user_price is not None}
-        if prices and for_load:
+        for_load = {it.tiers: it.reserve.user_price for it in every if it.reserve and it.reserve.user_price is not None}
+        fits = any(variants[it.tiers].need_gpus <= inputs.gpu.count for it in worth)
+        if prices and for_load and not fits:
             prices, prices_load, worth = for_load, True, worth_buying(found, for_load, for_load=True)
             if worth == [found[0]]:  # compare with the cheapest one
                 others = sorted((it for it in every if it.tiers in prices), key=lambda it: prices[it.tiers])
                 others = [it for it in others if it.tiers][:1]
         else:
-            others = [it for it in _better([variants[it.tiers] for it in worth], every) if it.tiers]
+            amounts = _amounts(every, by_price=bool(prices))
+            others = [it for it in _better([variants[it.tiers] for it in worth], every, amounts) if it.tiers]
         shown = (alone, *(variants[it.tiers] for it in worth), *others)
         if not any(it.need_gpus <= inputs.gpu.count for it in shown):
             fitting = [it.tiers for it in every if it.need_gpus <= inputs.gpu.count]
@@ -276,8 +288,9 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
     ways = [variants[it.tiers] for it in worth]
     tiered, kept = ways[0], ways[0].deployment
     arms = [alone, *(it for it in ways if it.tiers), *others]
-    amounts = {it.tiers: (it.need.user_price if it.need and prices else it.gpus_least) or math.inf for it in arms}
-    bought = [next(it for it in arms if it.tiers == tiers) for tiers in saving(amounts)]
+    amounts = _amounts(arms, by_price=bool(prices))
+    saved = saving(amounts)
+    bought = sorted((it for it in arms if it.tiers in saved), key=lambda it: (amounts[it.tiers], it.need_gpus))
     fits = any(it.need_gpus <= inputs.gpu.count for it in arms)
     chosen = min(bought[:1] or (ways if fits else [alone]), key=lambda it: it.need_gpus)
     at_load, point = (chosen.need.deployment, chosen.need.point) if chosen.need else (kept, tiered.point)
@@ -312,16 +325,23 @@ def _grown_gpus(inputs: Inputs, given: Variant, least: float) -> int | None:
     return found.gpus if found is not None and found.gpus < least else None
 
 
-def _better(ways: list[Variant], every: list[Variant]) -> list[Variant]:
-    """Find the smallest choices among those that need the fewest GPUs, if no way is nearly as good.
+def _amounts(arms: Sequence[Variant], *, by_price: bool) -> dict[tuple[str, ...], float]:
+    """What decides for the requested load: the number of GPUs with a reserve, or the price of them and their hosts."""
+    if not by_price:
+        return {it.tiers: it.reserve_gpus for it in arms}
+    return {it.tiers: (it.reserve.user_price if it.reserve else None) or math.inf for it in arms}
+
+
+def _better(ways: list[Variant], every: list[Variant], amounts: Mapping[tuple[str, ...], float]) -> list[Variant]:
+    """Find the smallest choices among those with the least of `amounts`, if no way has nearly as little.
 
     If the given GPUs serve no user, no way is recommended, and even one GPU fewer counts.
     """
     gain = LEAST_GAIN if any(it.choice.cost for it in every) else 1.0
-    least = min(it.need_gpus for it in every)
-    if math.isinf(least) or any(it.need_gpus <= least * gain for it in ways):
+    least = min(amounts.values())
+    if math.isinf(least) or any(amounts[it.tiers] <= least * gain for it in ways):
         return []
-    enough = smallest([it.tiers for it in every if it.need_gpus == least])
+    enough = smallest([tiers for tiers, amount in amounts.items() if amount == least])
     return [it for it in every if it.tiers in enough]
 
 
@@ -342,18 +362,40 @@ def _variant(inputs: Inputs, choice: Choice) -> Variant:
         ttft_s=point.ttft_s if served == requested else math.inf,
         output_tokens_per_s=served * deployment.workload.answer_tokens,
         gpus_least=least.gpus if least else None,
-        reserve=_reserve(inputs, need) if need else None,
+        reserve=_reserve(inputs, choice, need) if need else None,
         need=need,
         cost=cost(deployment, point),
     )
 
 
-def _reserve(inputs: Inputs, need: Need) -> Fewest | None:
-    """Find GPUs on which the requested load is `target.gpu_used` of the most users, at least those of the need."""
-    deployment, load = need.deployment, need.point.requests_per_s / inputs.target.gpu_used
+def _reserve(inputs: Inputs, choice: Choice, need: Need) -> Machine | None:
+    """Find hardware on which the requested load is `target.gpu_used` of the most users, at least that of the need."""
+    deployment, requested = need.deployment, need.point.requests_per_s
+    load = requested / inputs.target.gpu_used
     if is_served(in_users(deployment, load), need.users):
-        return Fewest(need.gpus, deployment.inputs.model.tp, deployment.inputs.model.dp_attention)
-    return gpus_for(inputs, deployment, load)
+        return need
+    found = gpus_for(inputs, deployment, load)
+    if found is None:
+        return None
+    size = {"gpu.count": found.gpus, "model.tp": found.tp, "model.dp_attention": found.dp_attention}
+    larger = resolve(inputs.change(size, SEARCHED), deployment.basis).only(choice.tiers)
+    return Machine(**_costs(larger, operate(larger, requested)))
+
+
+def _costs(deployment: Deployment, point: OperatingPoint) -> dict[str, Any]:
+    """Compute the fields of a machine: what it costs at the load of `point`, and the life of its drives there."""
+    has_drives = any(it.name == "disk" for it in deployment.tiers)
+    years = life_years(deployment, point.write_bytes_per_s["disk"]) if has_drives else None
+    at_load = cost(deployment, point, life_years=years)
+    total = None if at_load.missing else at_load.total
+    return {
+        "deployment": deployment,
+        "point": point,
+        "cost": at_load,
+        "user_price": None if total is None else total / in_users(deployment, point.requests_per_s),
+        "life_years": years,
+        "price": None if at_load.missing else at_load.bought,
+    }
 
 
 def _need(inputs: Inputs, choice: Choice, users: float, gpus: int | None) -> Need | None:
@@ -369,20 +411,8 @@ def _need(inputs: Inputs, choice: Choice, users: float, gpus: int | None) -> Nee
         found = [most_users(it) for it in sizes]
         deployment = best(sizes, found)
         users = found[sizes.index(deployment)]
-    point = operate(deployment, requested)
-    years = life_years(deployment, point.write_bytes_per_s["disk"]) if "disk" in choice.tiers else None
-    at_load = cost(deployment, point, life_years=years)
-    total = None if at_load.missing else at_load.total
-    return Need(
-        deployment=deployment,
-        users=users,
-        point=point,
-        enough_bytes=enough_bytes(deployment),
-        cost=at_load,
-        user_price=None if total is None else total / in_users(deployment, requested),
-        life_years=years,
-        price=None if at_load.missing else at_load.bought,
-    )
+    costs = _costs(deployment, operate(deployment, requested))
+    return Need(users=users, enough_bytes=enough_bytes(deployment), **costs)
 
 
 def _tiers(
@@ -505,6 +535,21 @@ def _need_json(arm: Variant) -> dict[str, Any]:
         "output_tokens_per_s": point.requests_per_s * deployment.workload.answer_tokens,
         "watts": need.cost.watts,
         "price": need.price,
+        "with_reserve": _reserve_json(arm.reserve) if arm.reserve else None,
+    }
+
+
+def _reserve_json(machine: Machine) -> dict[str, Any]:
+    """Return the hardware that decides what is worth buying, and its prices."""
+    deployment = machine.deployment
+    return {
+        "gpus": machine.gpus,
+        "hosts": deployment.hosts,
+        "tp": deployment.inputs.model.tp,
+        "drives": deployment.inputs.disk.count if machine.life_years else 0,
+        "drive_life_years": machine.life_years,
+        "user_price": machine.user_price,
+        "price": machine.price,
     }
 
 
@@ -521,7 +566,7 @@ def _variant_json(variant: Variant) -> dict[str, Any]:
         "output_tokens_per_s": variant.output_tokens_per_s,
         "gpus_least": variant.gpus_least,
         "gpus_needed": variant.reserve.gpus if variant.reserve else None,
-        "tp_needed": variant.reserve.tp if variant.reserve else None,
+        "tp_needed": variant.reserve.deployment.inputs.model.tp if variant.reserve else None,
         "cost": asdict(variant.cost),
         "cost_at_most": asdict(variant.choice.cost) if variant.choice.cost else None,
         "point": {**asdict(variant.point), "hit_rate": variant.point.hit_rate},

@@ -141,10 +141,12 @@ def _choices(plan: Plan) -> Table:
     years = counted(plan.inputs.price.years, "year")
     notes = (
         f"{unit.capitalize()} {within(plan)}. Each row has the life of its drives at its own load.",
-        f"Prices of tiers are for {gpus} at that load, in {currency} and with the drives that replace worn ones."
+        f"Prices of tiers are for {gpus} at that load, in {currency}"
+        + (" and with the drives that replace worn ones." if any(it.life_years for it in plan.choices) else ".")
         if has_prices
         else "",
-        f"The price of a {one} is that of all hardware{for_load} over {years}, {with_energy(plan)}."
+        f"The price of a {one} is that of all hardware{for_load and f'{for_load} with a reserve'} over {years}, "
+        f"{with_energy(plan)}."
         if by_price
         else "",
         _marks(plan),
@@ -207,10 +209,10 @@ def _gains(plan: Plan) -> Table:
         ]
     loads = f"{load_text(plan, plan.alone.users)} and {load_text(plan, plan.tiered.users)} {unit}"
     is_mixed = size_name(plan.alone.deployment.inputs.model) != size_name(plan.tiered.deployment.inputs.model)
-    years = counted(plan.inputs.price.years, "year")
+    years, worn_ones = counted(plan.inputs.price.years, "year"), " and worn drives" * ("disk" in plan.tiered.tiers)
     notes = (
         f"Prices need {', '.join(plan.given.cost.missing)} as inputs." if plan.given.cost.missing else "",
-        f"Prices are of all hardware and worn drives over {years}, {with_energy(plan)}." if by_price else "",
+        f"Prices are of all hardware{worn_ones} over {years}, {with_energy(plan)}." if by_price else "",
         "Columns differ in size, so a row also compares sizes." if is_mixed else "",
         "Ratios are those of the unrounded figures.",
         "Figures of a user divide by whole users." if one == "user" else "",

@@ -91,7 +91,7 @@ def _remarks(plan: Plan) -> Iterator[str]:
     if not plan.chosen.tiers:
         yield f"# no tier is worth buying for {in_words(plan, plan.requested_users)}"
     elif not plan.bought:
-        yield f"# no tier is needed for {in_words(plan, plan.requested_users)}; this is for a full server"
+        yield f"# no tier is worth buying for {in_words(plan, plan.requested_users)}; this is for a full server"
     elif plan.requested_users > plan.chosen.users:
         yield f"# for {shown_load(plan)}"
 

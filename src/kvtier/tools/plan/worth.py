@@ -192,7 +192,8 @@ def why_not(deployment: Deployment, name: str) -> str:
     if tier.capacity_bytes < deployment.model.stored_bytes(load.session_tokens):
         return f"{holds} one conversation"
     if tier.capacity_bytes < above_bytes:
-        return f"{holds} the {decimal(above_bytes)} of {TIER_NAMES[above]}"
+        counted = "" if place else " as tiers store it"
+        return f"{holds} the {decimal(above_bytes)} that {TIER_NAMES[above]} holds{counted}"
     point = operate(deployment, most)
     if point.write_bytes_per_s[tier.name] * LEAST_GAIN < point.given_bytes_per_s[tier.name]:
         stored = point.write_bytes_per_s[tier.name] / point.given_bytes_per_s[tier.name]
