@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.tools.plan.plans import planned
+from tests.tools.plan.plans import deployed, planned
 
 from kvtier.errors import ConfigError
 from kvtier.report.format import digits, share_text
 from kvtier.tools.plan.answer import circumstances, conclusion, heading, request, verdict
+from kvtier.tools.plan.lossy_classes import class_plans, loss_table
 from kvtier.tools.plan.plan import make_plan, to_json
 from kvtier.tools.plan.queueing import decode_token_s, operate
 from kvtier.tools.plan.read_inputs import load
@@ -757,3 +758,22 @@ def test_a_line_with_a_share_or_a_price_says_what_it_contains():
     assert "over 1 year with energy" in verdict(plan)
     drives = planned("llama-3.3-70b", "disk=4xpm1753", traffic__users=60)
     assert table(drives, "Drives").rows[-1][-1].startswith("5 years: write ")
+
+
+def test_snapshots_of_states_are_no_smaller_in_a_class_with_loss():
+    """Drives lasted 6.2 years instead of 2.7 with int4, as if it coded the snapshots, which are half of the writes."""
+    hybrid = deployed("qwen3.5-397b-a17b", gpu__name="b200-sxm", gpu__count=8, traffic__users=40)
+    raw, _, int4 = class_plans(hybrid)
+    new = operate(hybrid, 2.0).new_bytes_per_s
+    snapshots = 2.0 * hybrid.model.state_bytes
+    assert 0.3 < snapshots / new < 0.9
+    assert int4.share * new == pytest.approx(snapshots + (new - snapshots) * 0.294921875, rel=0.001)
+    assert int4.life_years == pytest.approx(raw.life_years / int4.share, rel=0.01)
+
+
+def test_a_class_that_codes_nothing_changes_no_answer():
+    """An MLA model's classes stored 100 %, and yet a class "changes answers", with a KL up to 4.8 N."""
+    plan = planned("deepseek-v3", gpu__name="h200-sxm", gpu__count=8)
+    found = loss_table(plan, class_plans(plan.given.deployment))
+    assert found.note == "A class codes none of this model's KV in this format, so it changes nothing."
+    assert [(row[1], row[-1]) for row in found.rows] == [("100%", "exact")] * 3

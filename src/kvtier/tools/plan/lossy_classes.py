@@ -42,9 +42,12 @@ def class_plans(deployment: Deployment) -> list[ClassPlan]:
     """Compute a deployment without a class and with each one, at the same size and with the same tiers."""
     model, software, load = deployment.inputs.model, deployment.inputs.software, deployment.workload
     kv = of(deployment.basis.model, dtype=model.kv_dtype, chunk_tokens=software.chunk_tokens)
+    # Snapshots of recurrent states stay exact, and are this share of what is written.
+    snapshots = load.requests_per_s * software.snapshots * deployment.model.state_bytes
+    exact = snapshots / (operate(deployment, load.requests_per_s).new_bytes_per_s or 1)
     plans: list[ClassPlan] = []
     for loss in get_args(Loss):
-        share = kv.stored_share(loss)
+        share = 1 - (1 - kv.stored_share(loss)) * (1 - exact)
         scaled = _scaled(deployment, share) if share < 1 else deployment
         point = operate(scaled, load.requests_per_s)
         written = point.write_bytes_per_s.get("disk")
@@ -89,7 +92,7 @@ def loss_table(plan: Plan, plans: Sequence[ClassPlan]) -> Table:
             digits(it.hit_tokens_per_s),
             optional(it.life_years, years_text),
             optional(it.enough_bytes, lambda size: digits(size / 1e12)),
-            QUALITY[it.loss],
+            QUALITY[it.loss if it.share < 1 else "none"],
         )
         for it in plans
     ]
@@ -99,7 +102,9 @@ def loss_table(plan: Plan, plans: Sequence[ClassPlan]) -> Table:
         numeric=6,
         title=f"KV with loss on {hardware}: most {unit}, and figures for {in_words(plan, plan.requested_users)}",
         note="A class changes answers. It codes what drives and shared storage keep, and not host memory. KL is the "
-        "worst of the records in docs/lossy.md; N is what arithmetic in bf16 changes by itself.",
+        "worst of the records in docs/lossy.md; N is what arithmetic in bf16 changes by itself."
+        if any(it.share < 1 for it in plans)
+        else "A class codes none of this model's KV in this format, so it changes nothing.",
     )
 
 
