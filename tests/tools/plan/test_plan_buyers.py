@@ -9,7 +9,7 @@ import pytest
 from tests.tools.plan.plans import deployed, planned
 
 from kvtier.errors import ConfigError
-from kvtier.report.format import digits, share_text
+from kvtier.report.format import decimal, digits, share_text
 from kvtier.tools.plan.answer import circumstances, conclusion, heading, request, verdict
 from kvtier.tools.plan.lossy_classes import class_plans, loss_table
 from kvtier.tools.plan.plan import make_plan, to_json
@@ -777,3 +777,11 @@ def test_a_class_that_codes_nothing_changes_no_answer():
     found = loss_table(plan, class_plans(plan.given.deployment))
     assert found.note == "A class codes none of this model's KV in this format, so it changes nothing."
     assert [(row[1], row[-1]) for row in found.rows] == [("100%", "exact")] * 3
+
+
+def test_a_reason_has_the_gpu_memory_of_the_planned_size():
+    """GPU memory held 9.854 TB in the reason, which is that at TP 4, and 10.9 TB at the planned TP 8."""
+    given = {"gpu__count": 32, "traffic__users": 150, "target__ttft_s": 0.8}
+    plan = planned("gemma-3-27b", "host=4TB", "disk=8x7.68TB", example="prices", **given)
+    assert plan.given.deployment.inputs.model.tp != plan.alone.deployment.inputs.model.tp
+    assert f"less than the {decimal(plan.alone.deployment.gpu_stored_bytes)} that" in tier(plan, "host").why_not

@@ -428,7 +428,7 @@ def _tiers(
             continue
         beside = by_tiers[frozenset((*best.tiers, tier.name))]
         is_dear = beside.tiers in prices and beside.users > best.users * LEAST_GAIN
-        deployed = given.deployment.only(beside.tiers)
+        deployed = resolve(best.deployment.inputs, best.deployment.basis).only(beside.tiers)
         yield PlannedTier(
             name=tier.name,
             capacity_bytes=tier.capacity_bytes,
