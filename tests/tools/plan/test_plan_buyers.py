@@ -785,3 +785,9 @@ def test_a_reason_has_the_gpu_memory_of_the_planned_size():
     plan = planned("gemma-3-27b", "host=4TB", "disk=8x7.68TB", example="prices", **given)
     assert plan.given.deployment.inputs.model.tp != plan.alone.deployment.inputs.model.tp
     assert f"less than the {decimal(plan.alone.deployment.gpu_stored_bytes)} that" in tier(plan, "host").why_not
+
+
+def test_gpu_memory_that_reuses_nothing_keeps_no_part_of_the_hits():
+    said = "GPU memory keeps a part of it"
+    plans = planned("llama-3.1-8b"), planned("llama-3.1-8b", example="samsung")
+    assert [said in table(it, "KV for a share").note for it in plans] == [True, False]

@@ -251,6 +251,7 @@ def _capacities(plan: Plan) -> Table:
     deployment = plan.chosen.need.deployment if plan.chosen.need else plan.deployment
     tokens = deployment.workload.session_tokens
     stored, held = deployment.model.stored_bytes(tokens), deployment.model.gpu_bytes(tokens)
+    kept = "GPU memory keeps a part of it, so this is no size to buy. Reads are as if it had no hits. "
     counted = (
         f" KV is as {'tiers store' if deployment.tiers else 'GPU memory holds'} it: a conversation takes "
         f"{bytes_text(stored)} in tiers and, between its queries, {bytes_text(held)} in GPU memory."
@@ -272,8 +273,8 @@ def _capacities(plan: Plan) -> Table:
         rows,
         numeric=6,
         title=f"KV for a share of the possible hits, at {in_words(plan, plan.requested_users)}",
-        note="GPU memory keeps a part of it, so this is no size to buy. Reads are as if it had no hits. The hit rate "
-        "counts the shared system prompt of every query, the reads only that of hits."
+        note=f"{kept if plan.inputs.software.gpu_reuse else ''}The hit rate counts the shared system prompt of every "
+        "query, the reads only that of hits."
         f"{'' if math.isclose(stored, held, rel_tol=0.01) else counted}",
     )
 
