@@ -791,3 +791,13 @@ def test_gpu_memory_that_reuses_nothing_keeps_no_part_of_the_hits():
     said = "GPU memory keeps a part of it"
     plans = planned("llama-3.1-8b"), planned("llama-3.1-8b", example="samsung")
     assert [said in table(it, "KV for a share").note for it in plans] == [True, False]
+
+
+def test_chunks_read_from_drives_are_those_of_the_tokens_found():
+    """A load reads the window of a prefix once, so 713 chunks a second were 477 of their stored size."""
+    drives = "disk=4x3.84TB?read=28GB/s&write=12GB/s"
+    plan = planned("gpt-oss-120b", drives, gpu__count=4, traffic__users=400, traffic__interval_s=90.0)
+    need = plan.chosen.need
+    found = need.point.found["disk"] * plan.deployment.workload.input_tokens * need.point.requests_per_s
+    assert plan.drives.chunk_bytes == 256 * 18 * 2 * 8 * 64 * 2
+    assert plan.drives.read_bytes_per_s / plan.drives.chunk_bytes == pytest.approx(found / 256, rel=0.02)

@@ -182,6 +182,7 @@ class DriveLoad:
     used: float
     """Share of the drives' time that reads in bursts, and writes, take."""
     chunk_bytes: float
+    """Bytes that a load reads of a chunk: layers with a window are read only at the end of a prefix."""
     depth: float
     """Mean number of commands in flight, over all drives."""
     written_bytes_per_day: float
@@ -261,7 +262,8 @@ def drive_load(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
     disk, software, target = inputs.disk, inputs.software, inputs.target
     policy: Literal["through", "selective", "budget"]
     read, written = point.read_bytes_per_s["disk"], point.write_bytes_per_s["disk"]
-    chunk_bytes = deployment.model.token_bytes * software.chunk_tokens or deployment.model.state_bytes
+    whole = sum(it.stored for it in deployment.model.spans if math.isinf(it.last_tokens))
+    chunk_bytes = (whole or deployment.model.token_bytes) * software.chunk_tokens or deployment.model.state_bytes
     # Little's law twice: the mean number of requests that load from drives, and the commands of each in flight.
     depth = point.loading["disk"] * software.chunks_in_flight * max(chunk_bytes / disk.command_bytes, 1.0)
     wanted = point.wanted_bytes_per_s["disk"]
