@@ -406,7 +406,8 @@ def test_an_overload_that_fits_in_part_names_the_users_and_the_gpus():
     late = planned("llama-3.3-70b", "host=1TiB", traffic__users=300, target__ttft_s=0.1)
     assert late.given.output_tokens_per_s > 1.1 * late.alone.output_tokens_per_s
     assert [it.name for it in late.idle_tiers] == ["host"]
-    never = "no number of these GPUs up to 1,000,000 is enough, but larger ones or more time (--ttft) may be."
+    enough = "no number of these GPUs up to 1,000,000 is enough"
+    never = f"{enough}, but larger ones, larger copies (--tp) or more time (--ttft) may be."
     assert f"{never} No tier is worth buying for 80 users." in request(planned("llama-3.3-70b", target__ttft_s=0.01))
     # The most users that may be asked for, and those of 80,000 hosts with the drives and channels of each.
     for users in (10**9, 3 * 10**6):
@@ -801,3 +802,12 @@ def test_chunks_read_from_drives_are_those_of_the_tokens_found():
     found = need.point.found["disk"] * plan.deployment.workload.input_tokens * need.point.requests_per_s
     assert plan.drives.chunk_bytes == 256 * 18 * 2 * 8 * 64 * 2
     assert plan.drives.read_bytes_per_s / plan.drives.chunk_bytes == pytest.approx(found / 256, rel=0.02)
+
+
+def test_a_larger_copy_may_serve_where_no_number_of_gpus_does():
+    """No number of GPUs "up to 1,000,000" was enough, but sizes of more than one host had not been tried."""
+    given = {"gpu__name": "h200-sxm", "gpu__count": 32, "target__ttft_s": 3.0, "traffic__users": 4}
+    given |= {"traffic__interval_s": 30.0, "traffic__history_tokens": 50_000, "traffic__turns": 6}
+    given |= {"traffic__question_tokens": 2000, "traffic__answer_tokens": 800, "model__kv_dtype": "fp8"}
+    assert "larger copies (--tp) or more time (--ttft) may be" in request(planned("llama-3.1-405b", "host=0", **given))
+    assert planned("llama-3.1-405b", "host=0", model__tp=16, **given).alone.users >= 4

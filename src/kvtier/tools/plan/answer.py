@@ -200,7 +200,8 @@ def request(plan: Plan) -> str:
     if never:
         without = f" with {_series(never, 'or')}" if needed or fit else ""
         most = f"no number of these GPUs up to {COUNT_MAX:,} is enough"
-        parts.append(f"{most}{without}, but larger ones or more time ({_time_options(plan)}) may be")
+        larger = "larger ones, larger copies (--tp)"
+        parts.append(f"{most}{without}, but {larger} or more time ({_time_options(plan)}) may be")
     gpus, model = gpus_text(plan, given), plan.deployment.model
     nothing = ""
     if not (model.token_bytes or any(it.tiers for it in plan.arms)):
