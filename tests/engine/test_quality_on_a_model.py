@@ -35,7 +35,7 @@ def test_a_real_model_tells_the_codecs_apart(tmp_path, capsys):
     k8v4, int4, int2 = (rows[name] for name in ("k8v4", "int4", "int2"))
     assert k8v4["kl"] < int4["kl"] < int2["kl"] / 10
     assert k8v4["ratio"] <= 0.41
-    assert int4["ratio"] <= 0.30
+    assert int4["ratio"] <= 0.31  # one chunk of two has exact tokens
     assert k8v4["kl"] <= k8v4["noise_kl"] < int2["kl"] / 10
     assert set(k8v4) > {"kl_p99", "top1", "noise_kl"}
     tasks = {row["codec"]: (row["kept"], row["of"]) for row in told["tasks"]}

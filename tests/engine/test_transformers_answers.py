@@ -158,7 +158,7 @@ def test_a_class_restores_near_answers_in_another_process(where: Path, pretraine
     assert nothing == {}
     stored = sum(path.stat().st_size for path in (where / "kv").rglob("*") if path.is_file())
     raw = 2 * CHUNK * 30 * 2 * 3 * 64 * 2  # layers, keys and values, heads, channels, bytes
-    assert stored / raw < 0.30
+    assert stored / raw < 0.31  # one chunk of two has exact tokens
 
     found, near = in_new_process(next_tokens, pretrained, tokens, where / "kv")
     assert found == {"directory": 2 * CHUNK}

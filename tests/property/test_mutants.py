@@ -15,7 +15,7 @@ from kvtier.core import (
     operations,
     pending_writes,
     prefix,
-    probes,
+    tier_searches,
     tier_state,
     transfer_scheduler,
 )
@@ -89,12 +89,12 @@ def a_failed_transfer_counts_as_done(patch: Patch) -> None:
 
 @mutant
 def a_probe_counts_although_the_tier_lacks_the_object(patch: Patch) -> None:
-    real = probes.Probes.answered
+    real = tier_searches.Probes.answered
 
-    def answered(self: probes.Probes, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
+    def answered(self: tier_searches.Probes, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
         real(self, probe_id, present and [True] * len(present), now_s)
 
-    patch.setattr(probes.Probes, "answered", answered)
+    patch.setattr(tier_searches.Probes, "answered", answered)
 
 
 @mutant
@@ -118,7 +118,7 @@ def a_load_is_not_answered_on_release(patch: Patch) -> None:
 
 @mutant
 def a_probe_has_no_deadline(patch: Patch) -> None:
-    patch.setattr(probes.Probes, "expire", lambda self, now_s: False)
+    patch.setattr(tier_searches.Probes, "expire", lambda self, now_s: False)
 
 
 @mutant
@@ -240,7 +240,7 @@ def an_object_stays_in_its_slot(patch: Patch) -> None:
 
 @object_mutant
 def a_search_that_is_released_has_no_end(patch: Patch) -> None:
-    patch.setattr(probes.Probes, "forget", lambda self, request: self._answers.pop(request, None))
+    patch.setattr(tier_searches.Probes, "forget", lambda self, request: self._answers.pop(request, None))
 
 
 @object_mutant

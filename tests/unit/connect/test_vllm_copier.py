@@ -180,8 +180,8 @@ class Memory:
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
-@pytest.mark.parametrize(("loss", "keys_off"), [("k8v4", 0.012), ("int4", 0.16)])
-def test_in_a_class_chunks_come_back_near_the_computed_numbers(layout, loss, keys_off, tmp_path):
+@pytest.mark.parametrize(("loss", "keys_off", "values_off"), [("k8v4", 0.016, 0.07), ("int4", 0.07, 0.14)])
+def test_in_a_class_chunks_come_back_near_the_computed_numbers(layout, loss, keys_off, values_off, tmp_path):
     first, second, exact = (Memory(layout, seed) for seed in range(3))
     for tensor in first.tensors.values():
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
@@ -189,7 +189,7 @@ def test_in_a_class_chunks_come_back_near_the_computed_numbers(layout, loss, key
         rig.stored(session, "a", prefix, first.geometry.sources(range(2), [first.ids]))
     sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.stat().st_size > ALIGNMENT]
     assert len(sizes) == 2
-    assert sum(sizes) < (0.42 if loss == "k8v4" else 0.31) * 2 * first.pages.layout.groups[0].payload_bytes
+    assert sum(sizes) < (0.42 if loss == "k8v4" else 0.32) * 2 * first.pages.layout.groups[0].payload_bytes
 
     with exact.opened(tmp_path, "none") as (session, prefix):
         assert rig.looked_up(session, "b", prefix).tokens == 0
@@ -201,7 +201,7 @@ def test_in_a_class_chunks_come_back_near_the_computed_numbers(layout, loss, key
     assert not off[:, :4].any(), "the prompt's first tokens stay exact"
     assert off[:, 4:].amin() > 0
     assert off[0].amax() < keys_off
-    assert off[1].amax() < 0.16
+    assert off[1].amax() < values_off
     assert (first.numbers.roll(1, 2) - first.numbers).square().mean().sqrt() > 1, (
         "the control: other tokens are farther"
     )
