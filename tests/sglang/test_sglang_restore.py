@@ -106,8 +106,10 @@ def test_a_pool_that_lacks_an_attribute_has_no_axes() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("loss", "keys_off"), [("k8v4", 0.01), ("int4", 0.12)])
-def test_pages_of_a_class_come_back_near(start: Start, layout: str, loss: str, keys_off: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("loss", "keys_off", "values_off"), [("k8v4", 0.014, 0.06), ("int4", 0.06, 0.12)])
+def test_pages_of_a_class_come_back_near(
+    start: Start, layout: str, loss: str, keys_off: float, values_off: float, tmp_path: Path
+) -> None:
     """In the next engine, too; an engine without the class finds nothing."""
     settings = {"tiers": [f"directory:{tmp_path / 'store'}"], "store": {"loss": loss}}
     pools, prompt = partial(mha, layout, page=64), range(4 * 64)
@@ -117,7 +119,7 @@ def test_pages_of_a_class_come_back_near(start: Start, layout: str, loss: str, k
     assert stored == len(prompt)
     sizes = [path.stat().st_size for path in (tmp_path / "store").rglob("*") if path.stat().st_size > 4096]
     assert len(sizes) == 4
-    assert sum(sizes) < (0.46 if loss == "k8v4" else 0.36) * sum(page.nbytes for page in pages)
+    assert sum(sizes) < (0.49 if loss == "k8v4" else 0.40) * sum(page.nbytes for page in pages)
 
     assert start(pools=pools()).prefetch(prompt).hit == 0
     found = start(settings, pools=pools()).prefetch(prompt)
@@ -125,7 +127,7 @@ def test_pages_of_a_class_come_back_near(start: Start, layout: str, loss: str, k
     for before, after in zip(pages, found.pages, strict=True):
         keys, values = (after.float() - before.float()).reshape(2, -1).std(1) / before.float().std()
         assert 0.001 < keys < keys_off
-        assert 0.01 < values < 0.12
+        assert 0.01 < values < values_off
     others = zip(pages, found.pages[1:], strict=False)
     assert all((after.float() - before.float()).std() > before.float().std() for before, after in others), "the control"
     if layout == "layer_first":
