@@ -37,6 +37,10 @@ def summed(metrics: dict[str, float], name: str, **labels: str) -> float:
     )
 
 
+def _objects(store: Path) -> int:
+    return sum(it.stat().st_size >= 393_216 for it in store.rglob("*") if it.is_file())
+
+
 def test_every_request_is_in_both_with_its_id_and_the_same_tokens(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,10 +52,14 @@ def test_every_request_is_in_both_with_its_id_and_the_same_tokens(
     sizes = ["--dtype", "float32", "--max-model-len", "2048", "--kv-cache-memory-bytes", str(KV_BYTES)]
     sizes += ["--chat-template", TEMPLATE]
     sent = [("cmpl-first", 1), ("b-0", 2), ("chatcmpl-c-0a1b2c3d", 3), ("conversation 1/turn-2", 1), ("again", 1)]
+    seeds: set[int] = set()
     with Server(checkpoints / "llama", tmp_path / "server.log", json.dumps(given), *sizes) as server:
         for name, seed in sent:
             body = {"prompt": prompt(TOKENS, seed), "max_tokens": COUNT}
             assert len(server.stream("/v1/completions", body, name)) == COUNT
+            # A later request wants what this one stores, and host memory has no room for it.
+            seeds.add(seed)
+            wait_until(lambda: _objects(tmp_path / "kv") >= 5 * len(seeds), "the writes", 60.0)
         words = " ".join(f"t{token}" for token in prompt(40, 4))
         chat = {"messages": [{"role": "user", "content": words}], "max_completion_tokens": COUNT}
         assert len(server.stream("/v1/chat/completions", chat, "chat-0-1")) == COUNT
