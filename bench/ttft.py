@@ -320,7 +320,7 @@ class TtftBenchmark:
         self._end(plain, stored, host)
 
     def _measure_disk(self, context: int) -> None:
-        """Use so many prompts in turn that host memory never has the next one."""
+        """Use prompts in turn, too many for host memory ever to have the next one."""
         size = -(-context // self._layout.chunk_tokens) * chunk_bytes(self._layout)
         count = 2 + int(1.5 * self._disk_host_bytes / size)
         if count * size > self._settings.disk_bytes:

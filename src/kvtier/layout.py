@@ -61,7 +61,7 @@ Axis = Literal["layer", "side", "head", "page", "token", "channel"]
 `head`: heads of one layer or of several. `page`: pages of consecutive tokens."""
 
 TOKEN_GROUP = 64
-"""Sections with axes are cut between groups of so many tokens. In smaller sections, scales take many bytes."""
+"""Sections with axes are cut at multiples of this many tokens. In smaller sections, scales take a larger share."""
 
 TOKENS_MIN = 16
 """Minimum number of tokens in a section of an engine with a class. With fewer, most stored bytes would be scales."""
