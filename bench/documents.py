@@ -55,11 +55,15 @@ GIVEN_TOKENS, SCORED_TOKENS = 8, 96
 """Tokens of real text that are given after the documents, and those that are scored."""
 SETS_MAX = 80
 """Most sets of documents with questions, however few answers were right."""
-CONTROL_SETS = 4
+CONTROL_SETS = 3
 """Sets of documents, and texts, on which arms that are only controls are measured."""
-HISTORY_SETS = 10
+HISTORY_SETS = 8
 """Sets of documents from which the first one is removed."""
+FAR = 1000
+"""Positions by which KV is moved to check the rotation."""
 EXACT, NONE, WHOLE, UNROTATED = "exact", "no documents", "k = whole document", "keys not rotated"
+ROTATED = "exact prompt, moved"
+"""An arm whose only errors are those of a rotation in bf16."""
 ROOMS = (
     "library", "workshop", "tower", "cellar", "chapel", "office", "archive", "kitchen", "studio", "garden",
     "laboratory", "garage",
@@ -338,10 +342,12 @@ def measure(
     if has_controls:
         arms[WHOLE] = judge.again(joined, tokens, starts, DOCUMENT_TOKENS[1])
         arms[UNROTATED] = torch.cat([before, *alone], 3)
+        there = judge.computed(torch.empty(0), torch.arange(0), tokens, torch.arange(tokens.shape[1]) + FAR)
+        arms[ROTATED] = judge.moved(there, -FAR)
     what = "text" if is_text else "questions"
     for arm, kv in arms.items():
         if asks:
-            table[arm, what].add(asks, reference, judge.predict(kv, asks))
+            table[arm, what].add(asks, reference, reference if arm == EXACT else judge.predict(kv, asks))
     if has_history:
         _measure_history(judge, case, firsts, table, exact)
 
@@ -397,14 +403,14 @@ def judged(table: Table, arm: str) -> dict[str, Any]:
 
 
 def move_check(judge: PlacingJudge, document: torch.Tensor) -> dict[str, float]:
-    """Return how far keys that were moved by 1,000 are from keys computed there, and how far unmoved ones are."""
-    here, there = judge.behind_head(document), judge.behind_head(document, 1000)
+    """Return how far keys that were moved by `FAR` are from keys computed there, and how far unmoved ones are."""
+    here, there = judge.behind_head(document), judge.behind_head(document, FAR)
     size = there[:, 0].float().norm()
 
     def error(kv: torch.Tensor) -> float:
         return ((kv[:, 0].float() - there[:, 0].float()).norm() / size).item()
 
-    return {"moved": error(judge.moved(here, 1000)), "not moved": error(here)}
+    return {"moved": error(judge.moved(here, FAR)), "not moved": error(here)}
 
 
 def run_judge(judge: PlacingJudge, texts: Texts, plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -445,7 +451,7 @@ def run_judge(judge: PlacingJudge, texts: Texts, plan: dict[str, Any]) -> Iterat
 @click.option("--model", "models", multiple=True, default=(SMOLLM2,), show_default=True, help="As of bench quality.")
 @click.option("--k", type=Counts(), default="0,8,16,32,64", show_default=True, help="First tokens to compute again.")
 @click.option("--answers", type=click.IntRange(1), default=200, show_default=True, help="Right answers to collect.")
-@click.option("--positions", type=click.IntRange(1), default=4, show_default=True, help="Excerpts of each text.")
+@click.option("--positions", type=click.IntRange(1), default=3, show_default=True, help="Excerpts of each text.")
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of all draws.")
 @record_option
 def documents(models: Sequence[str], seed: int, record: Path | None, **given: Any) -> None:  # noqa: ANN401
