@@ -40,6 +40,7 @@ DOCUMENTS = (
     TOP / "docs" / "adr" / "0008-a-disk-tier-of-segments.md",
     TOP / "docs" / "benchmarks.md",
     TOP / "docs" / "lossy.md",
+    TOP / "docs" / "internals" / "beyond-the-prefix.md",
     TOP / "docs" / "internals" / "measurements.md",
     TOP / "docs" / "internals" / "vllm-inside.md",
     TOP / "docs" / "tiers.md",
@@ -538,6 +539,58 @@ def quality(record: dict[str, Any]) -> str:
     return "\n".join((*lines, *map(_link, names)))
 
 
+def documents(_record: dict[str, Any]) -> str:
+    """What documents out of place change, from `bench/documents.py --record`, beside the bars of the gate."""
+    names = ("documents_smollm2", "documents_qwen")
+    (first, judges) = (_read(names[0])["results"], [_read(name)["results"]["judges"][0] for name in names])
+    bars, lines = first["bars"], list[str]()
+    for judge in judges:
+        rows = {(it["arm"], it["what"]): it for it in judge["rows"]}
+        for arm, it in judge["bars"].items():
+            if arm == "exact":
+                continue
+            asked = rows[arm, "questions"]
+            lines.append(
+                f"| {judge['model']} | {arm} | {asked['kept']} of {asked['of']} | {it['loss_bound']:.1%} "
+                f"| {it['kl_share_questions']:.1%} | {it['kl_share_text']:.1%} | {it['top1']:.3f} | {it['nll']:+.3f} |"
+            )
+    return "\n".join(
+        [
+            "| model | computed again | right answers kept | lost, 95 % bound | KL, questions | KL, text | top-1, text "
+            "| loss, text |",
+            "| --- " * 2 + "| ---: " * 6 + "|",
+            f"| *bar* | | at least {1 - bars['loss']:.0%} | {bars['loss_bound']:.0%} | {bars['kl_share']:.0%} "
+            f"| {bars['kl_share']:.0%} | {bars['top1']:.2f} | {bars['nll']:+.2f} |",
+            *lines,
+            "",
+            "\n\n".join(_documents_text(it) for it in judges),
+            "",
+            *map(_link, names),
+        ]
+    )
+
+
+def _documents_text(judge: dict[str, Any]) -> str:
+    """Return where answers were lost, the controls, and what moved history changes."""
+    rows = {(it["arm"], it["what"]): it for it in judge["rows"]}
+    last = [it for it in judge["bars"] if it.startswith("k = ")][-2]
+    asked, secrets = (
+        rows[last, "questions"],
+        {arm: rows.get((arm, "secrets")) for arm in ("not edited", "exact", "k = 0")},
+    )
+    kept = (f"{name} {good} of {of}" for name, (good, of) in (asked["kinds"] | asked["places"]).items())
+    said = ", ".join(f"{arm} {it['kept']} of {it['of']}" for arm, it in secrets.items() if it)
+    moved = ", ".join(
+        f"{arm} {it['kl']:.4f}" for (arm, what), it in rows.items() if what == "history" and arm.startswith("k = ")
+    )
+    return (
+        f"{judge['model']}, documents of {judge['document_tokens']['least']} to {judge['document_tokens']['most']} tokens, "
+        f"{last}: {', '.join(kept)}. Keys moved by 1,000 positions differ from keys computed there by "
+        f"{judge['move_error']['moved']:.2%}; unmoved ones by {judge['move_error']['not moved']:.0%}. "
+        f"Moved history, mean KL on text: {moved}. Removed codes that the model says: {said}."
+    )
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "codec": codec,
@@ -548,6 +601,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "codec_choice": codec_choice,
     "hints": hints,
     "quality": quality,
+    "documents": documents,
     "disk": disk,
     "peer": peer,
     "characterize": characterize,
@@ -562,7 +616,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-RECORD_OF = {"disk": "io", "compared": "serve_dell", "quality": "quality_smollm2"}
+RECORD_OF = {"disk": "io", "compared": "serve_dell", "quality": "quality_smollm2", "documents": "documents_smollm2"}
 """The record of each table whose name differs."""
 
 
