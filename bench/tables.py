@@ -539,11 +539,11 @@ def quality(record: dict[str, Any]) -> str:
     return "\n".join((*lines, *map(_link, names)))
 
 
-def documents(_record: dict[str, Any]) -> str:
+def documents(record: dict[str, Any]) -> str:
     """What documents out of place change, from `bench/documents.py --record`, beside the bars of the gate."""
     names = ("documents_smollm2", "documents_qwen")
-    (first, judges) = (_read(names[0])["results"], [_read(name)["results"]["judges"][0] for name in names])
-    bars, lines = first["bars"], list[str]()
+    judges = [_read(name)["results"]["judges"][0] for name in names]
+    bars, lines = record["results"]["bars"], list[str]()
     for judge in judges:
         rows = {(it["arm"], it["what"]): it for it in judge["rows"]}
         for arm, it in judge["bars"].items():
@@ -554,40 +554,35 @@ def documents(_record: dict[str, Any]) -> str:
                 f"| {judge['model']} | {arm} | {asked['kept']} of {asked['of']} | {it['loss_bound']:.1%} "
                 f"| {it['kl_share_questions']:.1%} | {it['kl_share_text']:.1%} | {it['top1']:.3f} | {it['nll']:+.3f} |"
             )
-    return "\n".join(
-        [
-            "| model | computed again | right answers kept | lost, 95 % bound | KL, questions | KL, text | top-1, text "
-            "| loss, text |",
-            "| --- " * 2 + "| ---: " * 6 + "|",
-            f"| *bar* | | at least {1 - bars['loss']:.0%} | {bars['loss_bound']:.0%} | {bars['kl_share']:.0%} "
-            f"| {bars['kl_share']:.0%} | {bars['top1']:.2f} | {bars['nll']:+.2f} |",
-            *lines,
-            "",
-            "\n\n".join(_documents_text(it) for it in judges),
-            "",
-            *map(_link, names),
-        ]
-    )
+    share = f"{bars['kl_share']:.0%}"
+    limits = [f"{1 - bars['loss']:.0%}", f"{bars['loss_bound']:.0%}", share, share]
+    limits += [f"{bars['top1']:.2f}", f"{bars['nll']:+.2f}"]
+    head = [
+        "| model | arm | answers kept | lost, 95 % bound | KL, questions | KL, text | top-1 | added loss |",
+        "| --- " * 2 + "| ---: " * 6 + "|",
+        f"| | *bar* | {' | '.join(limits)} |",
+    ]
+    return "\n".join([*head, *lines, "", *map(_documents_text, judges), "", *map(_link, names)])
 
 
 def _documents_text(judge: dict[str, Any]) -> str:
-    """Return where answers were lost, the controls, and what moved history changes."""
+    """Return where answers were lost, the error of a rotation, and what moved history changes."""
     rows = {(it["arm"], it["what"]): it for it in judge["rows"]}
-    last = [it for it in judge["bars"] if it.startswith("k = ")][-2]
-    asked, secrets = (
-        rows[last, "questions"],
-        {arm: rows.get((arm, "secrets")) for arm in ("not edited", "exact", "k = 0")},
-    )
+    last = [it for it in judge["bars"] if it.startswith("k = ") and it[4:].isdecimal()][-1]
+    asked = rows[last, "questions"]
     kept = (f"{name} {good} of {of}" for name, (good, of) in (asked["kinds"] | asked["places"]).items())
-    said = ", ".join(f"{arm} {it['kept']} of {it['of']}" for arm, it in secrets.items() if it)
-    moved = ", ".join(
-        f"{arm} {it['kl']:.4f}" for (arm, what), it in rows.items() if what == "history" and arm.startswith("k = ")
-    )
+    moved = {arm: it["kl"] for (arm, what), it in rows.items() if what == "history" and arm.startswith("k = ")}
+    said = {
+        arm: it for (arm, what), it in rows.items() if what == "secrets" and arm in ("not edited", "exact", "k = 0")
+    }
+    spoken = (f"{arm} {it['kept']} of {it['of']}" for arm, it in said.items())
+    size, error = judge["document_tokens"], judge["move_error"]
     return (
-        f"{judge['model']}, documents of {judge['document_tokens']['least']} to {judge['document_tokens']['most']} tokens, "
-        f"{last}: {', '.join(kept)}. Keys moved by 1,000 positions differ from keys computed there by "
-        f"{judge['move_error']['moved']:.2%}; unmoved ones by {judge['move_error']['not moved']:.0%}. "
-        f"Moved history, mean KL on text: {moved}. Removed codes that the model says: {said}."
+        f"- {judge['model']}, documents of {size['least']} to {size['most']} tokens. "
+        f"Kept at {last}: {', '.join(kept)}. Moved keys differ by {error['moved']:.1%} from keys computed there, "
+        f"unmoved ones by {error['not moved']:.0%}. "
+        f"KL of moved history: {', '.join(f'{arm} {kl:.3f}' for arm, kl in moved.items())}. "
+        f"Removed codes said: {', '.join(spoken)}."
     )
 
 
