@@ -17,7 +17,7 @@ from kvtier.device.control_groups import memory_limit
 from kvtier.errors import ConfigError, UnusablePathError, described
 from kvtier.keys.key_source import read_file
 from kvtier.keys.secret import load
-from kvtier.tier.files.machine import nearest_existing, path_problem, tier_file
+from kvtier.tier.files.path_checks import nearest_existing, path_problem, tier_file
 from kvtier.tier.registry import Problem, TierSettings, is_sealed, kind_of
 
 _DEFAULT = SettingOrigin("default")

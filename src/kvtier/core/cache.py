@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from operator import itemgetter
 
+from kvtier.core.core_output import Output
 from kvtier.core.hints import Hints
 from kvtier.core.host_residency import HOST, PRESENCE, READABLE, WAY_SHARE, HostMemory, Item
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.load_budget import LoadBudget
-from kvtier.core.load_options import CostModel, LookupQuery
+from kvtier.core.load_costs import CostModel, LookupQuery
 from kvtier.core.operations import LoadOperation, OpenOperations, StoreOperation
-from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import Present, history_run, longest_boundary, lookup_sources, needed_chunks
 from kvtier.core.survey import Survey

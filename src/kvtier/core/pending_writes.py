@@ -10,6 +10,7 @@ faster ones at its second use.
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
+from kvtier.core.core_output import Output
 from kvtier.core.host_residency import (
     CLOSED,
     HOST,
@@ -26,7 +27,6 @@ from kvtier.core.host_residency import (
     Item,
 )
 from kvtier.core.limits import Limits, WritePolicy
-from kvtier.core.output import Output
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.types import Direction
 

@@ -22,10 +22,10 @@ from heapq import heappop, heappush
 from itertools import repeat
 from math import inf
 
+from kvtier.core.core_output import Output
 from kvtier.core.host_residency import READABLE, HostMemory, Item
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
-from kvtier.core.output import Output
 from kvtier.core.prefix import longest_boundary, needed_chunks
 from kvtier.core.survey import REMOTE_NAMES, Survey
 from kvtier.core.tier_state import TierState, TierStates

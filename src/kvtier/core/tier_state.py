@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from kvtier.core.core_output import Output
 from kvtier.core.host_residency import Item
 from kvtier.core.limits import TierRules
-from kvtier.core.output import Output
 from kvtier.types import Direction, TierNotice, Transfer, Way
 
 # Constants for hot paths, as in `transfer_scheduler`.

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import product
 
+from kvtier.core.core_output import Output
 from kvtier.core.host_residency import HOST, READABLE, Change, HostEntry, HostMemory, Residency
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import COPYING, LoadOperation, OpenOperations, StoreOperation, WorkItem
-from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.tier_searches import Probes
 from kvtier.core.tier_state import TierState, TierStates

@@ -23,11 +23,11 @@ from kvtier.cli.main import main
 from kvtier.errors import ConfigError
 from kvtier.tools.bench.serve.arms import Arm, parse_arms, transfer_config
 from kvtier.tools.bench.serve.generator import GeneratorResult, find_generator
-from kvtier.tools.bench.serve.load import GeneratedLoad, LoadSettings
 from kvtier.tools.bench.serve.machine_limits import drive_of
 from kvtier.tools.bench.serve.run import Record, RunKey, ServeSettings, known_context, pinned, run_order
 from kvtier.tools.bench.serve.sampler import Processes, Rapl, Sampler, drive_figures, parse_metrics
 from kvtier.tools.bench.serve.server import Server, VllmPython, find_lmcache, find_vllm, free_ports, vllm_environment
+from kvtier.tools.bench.serve.traffic import GeneratedLoad, LoadSettings
 from kvtier.tools.bench.serve.workload import PRESETS
 
 METRICS = """# HELP vllm:prompt_tokens_total Number of prefill tokens.

@@ -15,8 +15,8 @@ from kvtier.core import hints
 from kvtier.core.tier_searches import Probes
 from kvtier.keys.chain import Chain, Extra
 from kvtier.runtime import control_socket, locked_core
+from kvtier.runtime.control_handlers import Control, EngineCalls
 from kvtier.runtime.control_socket import ControlError
-from kvtier.runtime.engine_calls import Control, EngineCalls
 from kvtier.types import Presence, Priority, RequestId, StoreDone
 
 ROOT = bytes(32)

@@ -242,7 +242,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
         """Process a step's results."""
-        self._ask(lambda side: side.own_cache.reported(connector_output.finished_recving or ()), None)
+        self._ask(lambda side: side.engine_cache.reported(connector_output.finished_recving or ()), None)
         done = connector_output.kv_connector_worker_meta
         if isinstance(done, StepDone):
             self._ask(lambda side: side.scheduler.stepped(done), None)

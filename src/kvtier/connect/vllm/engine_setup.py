@@ -9,7 +9,7 @@ from kvtier.config.sections import Config
 from kvtier.config.tier_list import SettingOrigin
 from kvtier.connect.local_files import private
 from kvtier.connect.vllm import installed, support
-from kvtier.connect.vllm.files_read import doubt
+from kvtier.connect.vllm.checkpoint_reads import doubt
 from kvtier.connect.vllm.geometry import DcpShards, Geometry
 from kvtier.connect.vllm.identity import EngineIdentity, identify
 from kvtier.connect.vllm.rank_parts import stage_ranks, token_share

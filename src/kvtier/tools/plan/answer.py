@@ -21,7 +21,7 @@ from kvtier.tools.plan.limits import FIRST_TOKEN, TPOT, TTFT, TTFT_P95, is_serve
 from kvtier.tools.plan.plan import Plan, PlannedTier, Variant
 from kvtier.tools.plan.queueing import GPU
 from kvtier.tools.plan.resolve import SEARCHED, Deployment, given_totals, of_each_host
-from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize
+from kvtier.tools.plan.tier_selection import LEAST_GAIN, TIER_NAMES, PlannedSize
 
 SPARSE = frozenset({"indexer", "compressed"})
 """Kinds of layers whose KV `connect.vllm.support` refuses, because vLLM gives it another role or a model version."""

@@ -16,12 +16,13 @@ from kvtier.report.format import (
 )
 from kvtier.report.table import Table
 from kvtier.tools.plan.answer import arm_name, in_words, load_unit, shown_load, with_energy
-from kvtier.tools.plan.cost import DriveLoad, worn
+from kvtier.tools.plan.cost import worn
 from kvtier.tools.plan.inputs import ModelInputs
 from kvtier.tools.plan.limits import is_served
 from kvtier.tools.plan.plan import Machine, Need, Plan, Variant
 from kvtier.tools.plan.queueing import GPU
-from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize
+from kvtier.tools.plan.tier_demand import DriveLoad
+from kvtier.tools.plan.tier_selection import LEAST_GAIN, TIER_NAMES, PlannedSize
 
 
 def needs_table(plan: Plan) -> Table:

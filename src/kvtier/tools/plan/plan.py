@@ -5,17 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from kvtier.tools.plan.cost import (
-    BreakEven,
-    CapacityNeed,
-    Cost,
-    DriveLoad,
-    break_evens,
-    capacity,
-    cost,
-    drive_load,
-    enough_bytes,
-)
+from kvtier.tools.plan.cost import BreakEven, Cost, break_evens, cost
 from kvtier.tools.plan.inputs import SETTINGS, Inputs
 from kvtier.tools.plan.limits import (
     FIRST_TOKEN,
@@ -36,7 +26,8 @@ from kvtier.tools.plan.limits import (
 )
 from kvtier.tools.plan.queueing import GPU, OperatingPoint, operate, prefill_s
 from kvtier.tools.plan.resolve import SEARCHED, Basis, Deployment, deployments, given_totals, of_each_host, resolve
-from kvtier.tools.plan.worth import (
+from kvtier.tools.plan.tier_demand import CapacityNeed, DriveLoad, capacity, drive_load, enough_bytes
+from kvtier.tools.plan.tier_selection import (
     LEAST_GAIN,
     Choice,
     choices,

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator
 
 from kvtier.report.format import bytes_text, counted
 from kvtier.tools.plan.answer import in_words, load_text, refusal, shown_load, size_text
-from kvtier.tools.plan.cost import DriveLoad
 from kvtier.tools.plan.limits import is_served
 from kvtier.tools.plan.plan import Plan
 from kvtier.tools.plan.resolve import Deployment
+from kvtier.tools.plan.tier_demand import DriveLoad
 
 _MIB = 2**20
 

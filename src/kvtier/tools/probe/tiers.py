@@ -19,7 +19,7 @@ from kvtier.errors import ConfigError, KvError
 from kvtier.keys.secret import key_id
 from kvtier.layout import ALIGNMENT, GroupLayout, History, KvLayout
 from kvtier.runtime.arena import page_aligned
-from kvtier.runtime.secret import configured_secret
+from kvtier.runtime.secret_source import configured_secret
 from kvtier.tier import registry
 from kvtier.tier.base import Tier
 from kvtier.tier.files.direct import aligned_buffer

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from kvtier.connect.local_files import adapter_files, local_folder
-from kvtier.connect.vllm.files_read import AdapterRead
+from kvtier.connect.vllm.checkpoint_reads import AdapterRead
 from kvtier.connect.vllm.requests.hints import opts_out
-from kvtier.connect.vllm.requests.items import Items
+from kvtier.connect.vllm.requests.multimodal_items import Items
 from kvtier.connect.vllm.support import looks_ahead, reason_against
 from kvtier.connect.vllm.vllm_types import ConfigPart, LoraRequest, Request, VllmConfig, plain_name
 from kvtier.errors import ConfigError, KvError

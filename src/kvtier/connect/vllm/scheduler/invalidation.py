@@ -39,7 +39,7 @@ class Invalidation:
         stores: the open stores.
         params: hints of requests that have ended.
         log: withdraws what was published under the old keys.
-        restart: restarts requests, as `OwnCache.restart` does.
+        restart: restarts requests, as `EngineCache.restart` does.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from kvtier.connect.vllm.files_read import AdapterRead, AdaptersRead
+from kvtier.connect.vllm.checkpoint_reads import AdapterRead, AdaptersRead
 from kvtier.connect.vllm.step_metadata import LOADED_NOTE, LoadReport, StepDone, StepOrders
 from kvtier.runtime.protocol import Note
 from kvtier.types import RequestId

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from kvtier.connect.local_files import note_fingerprint
 from kvtier.connect.vllm import engine_hooks, support
+from kvtier.connect.vllm.checkpoint_reads import AdaptersRead
 from kvtier.connect.vllm.engine_setup import EngineSetup
-from kvtier.connect.vllm.files_read import AdaptersRead
 from kvtier.connect.vllm.rank_parts import parts_of_rank
 from kvtier.connect.vllm.worker import weight_changes
 from kvtier.connect.vllm.worker.copier import open_copier

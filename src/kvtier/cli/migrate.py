@@ -1,6 +1,6 @@
 """Converts settings of LMCache, vLLM's own offloading, Mooncake and HiCache to kvtier's, and reports the result.
 
-`foreign_keys` lists the keys. Values of secrets are never printed.
+`migration_tables` lists the keys. Values of secrets are never printed.
 """
 
 import json
@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import click
 
 from kvtier.cli.engine_settings import HOST_BYTES
-from kvtier.cli.foreign_keys import (
+from kvtier.cli.migration_tables import (
     ALLOWED,
     HICACHE_FOLDER,
     KINDS,

@@ -24,7 +24,7 @@ _LOADING = "WAITING_FOR_REMOTE_KVS"
 _WAITING = ("WAITING", "PREEMPTED")
 
 
-class OwnCache:
+class EngineCache:
     """vLLM's own prefix cache. Used by the scheduler's thread only.
 
     Args:
