@@ -144,6 +144,10 @@ class Cut(NamedTuple):
 Loss = Literal["none", "k8v4", "int4"]
 """The class of an engine: the lossy codec that its stored KV may go through, or ``none``."""
 
+EXACT_SALT = "exact:"
+"""Prefix of a `cache_salt` whose requests an engine with a lossy class computes without stored KV. vLLM's own cache
+keeps their blocks apart by the salt. In other engines it is a salt like any other."""
+
 LOSSY_ELEMENTS = frozenset[Element]({"bf16", "fp16", "fp32"})
 LOSSY_KINDS = frozenset[RunKind]({"keys", "values", "kv"})
 """Runs to which a class applies. Latents, indexes and states stay exact."""

@@ -27,12 +27,11 @@ from kvtier.connect.programs import NotInTimeError, ask_program
 from kvtier.connect.vllm import installed, support
 from kvtier.connect.vllm.identity import identify, shares_of_ranks
 from kvtier.connect.vllm.installed import CONNECTOR, engine_config
-from kvtier.connect.vllm.requests.keys import EXACT
 from kvtier.connect.vllm.tiering import setup as tiering_setup
 from kvtier.connect.vllm.tiering.setup import ORIGIN, TIER
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
-from kvtier.layout import Loss
+from kvtier.layout import EXACT_SALT, Loss
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.tier.registry import kind_of
@@ -46,7 +45,7 @@ TERMS = EngineTerms(
     setting="store.chunk_tokens",
     equal="weights, configuration, dtype, --kv-cache-dtype, tensor parallel size and release of vLLM; give --model and "
     "the rest of the server's command line as --engine-args",
-    exact=f"expected with this setting; a request with a cache_salt that begins with {EXACT!r} gets no stored KV",
+    exact=f"expected with this setting; a request with a cache_salt that begins with {EXACT_SALT!r} gets no stored KV",
 )
 
 TIER_TERMS = TERMS._replace(
