@@ -247,6 +247,7 @@ def test_the_context_is_in_tokens_of_the_models_tokenizer() -> None:
     words, characters = (GeneratedLoad(settings=given, tokens_per_word=count) for count in (1.0, 4.9))
     assert words.context_tokens == 6144
     assert characters.context_tokens >= 4.9 * words.workload(0, None).context_tokens
+    assert characters.prompt_tokens == pytest.approx(4.9 * words.prompt_tokens, rel=1e-3)
     with pytest.raises(ConfigError, match=r"the model, with 12\.00 tokens a word, holds 2730"):
         GeneratedLoad(settings=given, tokens_per_word=12.0)
 
