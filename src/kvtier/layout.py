@@ -344,7 +344,7 @@ class GroupLayout:
 
 
 def _is_coded(group: GroupLayout, kind: RunKind, element: Element) -> bool:
-    """Whether the group's class applies to its runs of this kind and element."""
+    """Return whether the group's class applies to its runs of this kind and element."""
     is_lossy = group.loss != "none" and isinstance(group.validity, History)
     return is_lossy and kind in LOSSY_KINDS and element in LOSSY_ELEMENTS
 
@@ -395,7 +395,7 @@ class KvLayout:
         """Return this layout with a part and copy for each group.
 
         Raises:
-            ValueError: a part is impossible, or `parts` does not have one entry for each group.
+            ValueError: a part is invalid, or `parts` does not have one entry for each group.
         """
         groups = zip(self.groups, parts, strict=True)
         return KvLayout(

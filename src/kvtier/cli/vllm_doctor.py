@@ -37,7 +37,7 @@ from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.tier.registry import kind_of
 
 HOST_CHUNKS_FEW = 16
-"""Host memory with fewer chunks is reported, because each prompt evicts the previous one."""
+"""Host memory with fewer chunks is reported, because one prompt may evict another."""
 
 TERMS = EngineTerms(
     naming="name one: `kvtier vllm config --tier disk:DIR`",
@@ -390,6 +390,6 @@ def _host(config: Config, place: _Place, model: str | None, ranks: int, chunk_to
         if chunks < SLOTS_MIN:
             yield DoctorFinding("error", about, f"{holds}; too few, so the server does not start", advice)
         elif chunks < HOST_CHUNKS_FEW and about != "host.staging_bytes":
-            yield DoctorFinding("warning", about, f"{holds}; each prompt evicts the previous one", advice)
+            yield DoctorFinding("warning", about, f"{holds}; one prompt may evict another", advice)
         else:
             yield DoctorFinding("fine", about, holds)

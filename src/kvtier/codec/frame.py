@@ -69,7 +69,7 @@ class Seals(NamedTuple):
 
 
 def head_bytes(group: GroupLayout) -> int:
-    """Bytes of head room in a slot of `group`; a multiple of `ALIGNMENT`.
+    """Return the bytes of head room in a slot of `group`; a multiple of `ALIGNMENT`.
 
     Raises:
         ValueError: the group has too many sections for a frame.
@@ -78,12 +78,15 @@ def head_bytes(group: GroupLayout) -> int:
 
 
 def frame_bytes(group: GroupLayout) -> int:
-    """Bytes of a slot of `group`: the raw frame, which is the longest frame."""
+    """Return the bytes of a slot of `group`: the raw frame, which is the longest frame."""
     return frame_layout(group).frame_bytes
 
 
 def pack_scratch_bytes(group: GroupLayout, codec: Codec, *, is_sealed: bool = False) -> int:
-    """Bytes of scratch memory that `pack` needs; 0 for raw without a seal. Direct I/O needs it page-aligned."""
+    """Return the bytes of scratch memory that `pack` needs; 0 for raw without a seal.
+
+    Direct I/O needs it page-aligned.
+    """
     if codec.id == RAW_ID:
         return frame_bytes(group) if is_sealed else 0
     # Each section is encoded right after the previous one, with room for the codec's bound, and decoded at the end.

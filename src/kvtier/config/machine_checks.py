@@ -40,7 +40,7 @@ class Finding:
 def check(
     config: Config, origins: Mapping[str, SettingOrigin] | None = None, file: Path | None = None
 ) -> list[Finding]:
-    """Return the problems of `config` on this machine.
+    """Return the problems that `config` has on this machine.
 
     Args:
         config: the settings.

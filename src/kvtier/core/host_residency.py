@@ -424,11 +424,11 @@ class HostMemory:
             self._count(entry, 1)
 
     def has_room(self, group: int) -> bool:
-        """Whether a slot of `group` is free or can be freed."""
+        """Return whether a slot of `group` is free or can be freed."""
         return bool(self._free[group] or self._idle_clean[group])
 
     def has_share(self, group: int, *, is_read: bool) -> bool:
-        """Whether reads, or writes, may take one more slot of `group`, if objects only pass through."""
+        """Return whether reads, or writes, may take one more slot of `group`, if objects only pass through."""
         return self._slots_of_way[is_read][group] < self._most[group]
 
     def read_becomes_write(self, entry: HostEntry) -> bool:

@@ -295,7 +295,10 @@ class OpenOperations:
                 self._pending_writes.use(item.entry, now_s, work.conversation)
 
     def must_write(self, work: LoadOperation | StoreOperation) -> bool:
-        """Whether `work` is a put. A put writes even what a get is reading, because the tier may have lost it."""
+        """Return whether `work` is a put.
+
+        A put writes even what a get is reading, because the tier may have lost it.
+        """
         return self._host.stages_only and isinstance(work, StoreOperation)
 
     # ---- steps of an item ------------------------------------------------------------------------------------------

@@ -281,12 +281,12 @@ class Probes:
             self._send(tier_state, None, tuple(items[:count]), now_s, survey)
 
     def is_waiting(self, answers: ProbeAnswers, now_s: float) -> bool:
-        """Whether the request waits for an answer that may still come."""
+        """Return whether the request waits for an answer that may still come."""
         is_patient = answers.waits_until_s is None or now_s < answers.waits_until_s
         return any(is_patient or not self._tiers.all[search.tier].rules.is_remote for search in answers.searches)
 
     def awaits_announced(self, request: RequestId, answers: ProbeAnswers, tokens: int, now_s: float) -> bool:
-        """Whether the request, which found or holds `tokens`, waits for announced chunks. Ask again when it is time.
+        """Return whether the request, which found or holds `tokens`, waits for announced chunks.
 
         It waits while further objects appear, and never longer than computing the announced tokens would take. So a
         wrong announcement costs at most that time or `STALL_S`, whichever is shorter.

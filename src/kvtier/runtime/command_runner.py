@@ -355,7 +355,7 @@ class CommandRunner:
         choice = self._forms[probe.tier].choice
         answers = tier.contains(names) if choice is None else choice.contains(tier.contains, names)
         if len(answers) != len(names):
-            raise TierError(probe.tier, f"contains returned {len(answers)} results for {len(names)} names")
+            raise TierError(probe.tier, f"contains() returned {len(answers)} results for {len(names)} names")
         if self._unreadable:
             answers = [
                 it and not self._is_left_alone(probe.tier, name) for name, it in zip(names, answers, strict=True)

@@ -283,7 +283,7 @@ class ObjectStore(LockedCore):
         """Store objects from the caller's memory, which may be reused when the call returns.
 
         Each object is written to every tier that accepts it, perhaps after the call. An object that the first tier
-        already holds is not written again, unless the lookup is not answered in time: a key always has one content.
+        already holds is not written again, unless the lookup times out. The same key always has the same content.
 
         Returns:
             For each object, in order: DONE if a persistent tier holds it (or any tier, if no persistent one took
@@ -488,7 +488,7 @@ class ObjectStore(LockedCore):
         super()._settle_shut(now_s)
 
     def _miss(self, _copying: Collection[RequestId] = ()) -> None:
-        """End all calls. A copy runs only in the thread of its call, so none continues afterwards."""
+        """End all calls early. The thread of a call runs its copies, so no copy outlives its call."""
         for call in list(self._calls.values()):
             call.inbox.put(ObjectsDone(call.request, ()))
 

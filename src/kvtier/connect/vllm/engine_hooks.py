@@ -499,7 +499,7 @@ def _note(read: Callable[[], tuple[Any, ...]]) -> None:
         if config is None or config.kv_transfer_config is not None:
             import_module("kvtier.connect.vllm.checkpoint_reads").note(*read())
     except Exception as error:  # noqa: BLE001 - the engine must load, even if it cannot be identified
-        logger.warning("kvtier cannot note which files vLLM reads: %r", error)
+        logger.warning("kvtier could not record which files vLLM reads: %r", error)
 
 
 def watch_adapter_loads(

@@ -335,7 +335,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
     # ---- what ends the cache ---------------------------------------------------------------------------------------
 
     def _called(self, call: WorkerCall) -> AbstractContextManager[None]:
-        """Note a call to vLLM's workers before vLLM makes it (`engine_hooks.watch_calls`)."""
+        """Record a call to vLLM's workers before vLLM makes it (`engine_hooks.watch_calls`)."""
         if call.method == "add_lora" and call.args:
             self._guarded(lambda: self._keys.loaded(call.args[0]), None)
         else:

@@ -240,7 +240,7 @@ class _Written(Observer):
         self._done = threading.Event()
 
     def completed(self, completion: Completion) -> None:
-        """Note that a command was completed."""
+        """Record that a command was completed."""
         command = completion.command
         if not isinstance(command, Transfer) or command.direction is not Direction.DEMOTE:
             return

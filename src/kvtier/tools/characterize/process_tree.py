@@ -50,7 +50,7 @@ class ProcessTree:
             self._names[process] = name
 
     def born(self, creator: int, thread: int, flags: int) -> None:
-        """Note a new thread, or the first thread of a new process. `creator` and `thread` are thread ids."""
+        """Record a new thread, or the first thread of a new process. `creator` and `thread` are thread ids."""
         process = self.process_of(creator)
         if creator == _KTHREADD:
             self._process[thread] = NO_PROCESS
@@ -76,7 +76,7 @@ class ProcessTree:
         return found
 
     def name(self, process: int, seen: str) -> None:
-        """Note the name of a process. `seen` is the thread's name in an event."""
+        """Record the name of a process. `seen` is the thread's name in an event."""
         if process != NO_PROCESS and process not in self._names:
             with suppress(OSError):
                 seen = (PROC / str(process) / "comm").read_text(errors="replace").strip()

@@ -317,7 +317,7 @@ def _grown_gpus(inputs: Inputs, given: Variant, least: float) -> int | None:
 
 
 def _amounts(arms: Sequence[Variant], *, by_price: bool) -> dict[tuple[str, ...], float]:
-    """What decides for the requested load: the number of GPUs with a reserve, or the price of them and their hosts."""
+    """Return what decides for the requested load: the GPUs with a reserve, or the price of them and their hosts."""
     if not by_price:
         return {it.tiers: it.reserve_gpus for it in arms}
     return {it.tiers: (it.reserve.user_price if it.reserve else None) or math.inf for it in arms}
@@ -431,7 +431,10 @@ def _tiers(
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values: bytes, seconds, tokens, rates per second, shares from 0 to 1. Infinity is null."""
+    """Return the plan as plain values: bytes, seconds, tokens, rates per second, shares from 0 to 1.
+
+    Infinity is null.
+    """
     deployment, load, per_hour = plan.deployment, plan.deployment.workload, plan.tiered.cost.per_hour
     document: dict[str, Any] = {
         "model": deployment.model.name,

@@ -161,7 +161,7 @@ def _choices(plan: Plan) -> Table:
 
 
 def _marks(plan: Plan) -> str:
-    """Say which choices the table marks as worth buying, or why it marks none."""
+    """State which choices the table marks as worth buying, or why it marks none."""
     unit, one, by_price = load_unit(plan), load_unit(plan, one=True), bool(plan.user_prices)
     if why := refusal(plan):
         return f"No row is marked, because {why}."

@@ -116,7 +116,7 @@ class Invalidation:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def step_goes_out(self, step: int, *, is_busy: bool) -> None:
-        """Note that vLLM has scheduled a step, which computes something if `is_busy`."""
+        """Record that vLLM has scheduled a step, which computes something if `is_busy`."""
         self._step, self._own_is_empty = step, False
         self.has_run = self.has_run or is_busy
         self.is_encoder_empty = self.is_encoder_empty and not is_busy

@@ -422,7 +422,7 @@ class Scheduler:
         return self._log.has_news or bool(self.invalidation.wishes) or self._stores.has_pins
 
     def take_events(self, form: Callable[[BlockEvent], Any], *, is_off: bool = False) -> list[Any] | None:
-        """Return KV events for routers, at the end of a step (`RequestEvents.take_events`)."""
+        """Do the requested clears, then return KV events for routers (`RequestEvents.take_events`)."""
         if not is_off:
             self.invalidation.clear_wished()
         return self._log.take_events(form, is_off=is_off)

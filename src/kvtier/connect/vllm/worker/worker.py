@@ -135,4 +135,4 @@ class Worker:
     def _fence(self, requests: Sequence[RequestId]) -> None:
         """Stop copies. A copy that cannot be stopped would overwrite computed KV, so the engine must not continue."""
         if not self._revoke(requests, FENCE_WAIT_S):
-            raise TimeoutError(f"a KV copy has not ended within {FENCE_WAIT_S:g} s; the device hangs")
+            raise TimeoutError(f"a KV copy did not end within {FENCE_WAIT_S:g} s; the device appears to hang")

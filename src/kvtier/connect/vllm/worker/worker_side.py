@@ -93,7 +93,7 @@ class WorkerSide:
         """
         self.worker.is_asleep = True
         if not self._copier.close(FENCE_WAIT_S):
-            raise TimeoutError(f"a KV copy has not ended within {FENCE_WAIT_S:g} s; the device hangs")
+            raise TimeoutError(f"a KV copy did not end within {FENCE_WAIT_S:g} s; the device appears to hang")
 
     def wake_up(self) -> None:
         """Resume copying KV and looking at weights."""
