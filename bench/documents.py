@@ -35,7 +35,8 @@ from kvtier.report.output import write_json
 from kvtier.tools.bench.quality.command import SMOLLM2
 from kvtier.tools.bench.quality.judge import Judge
 from kvtier.tools.bench.quality.texts import PEOPLE, Texts, excerpt, read_texts
-from kvtier.tools.demo.model import PRETRAINED, pretrained_file, read_trace
+from kvtier.tools.demo.model import PRETRAINED, pretrained_file
+from kvtier.tools.demo.request_plan import read_trace
 from kvtier.tools.run_record import make_record
 
 BARS = {"loss": 0.02, "loss_bound": 0.05, "kl_share": 0.05, "top1": 0.95, "nll": 0.02, "answers": 200}
