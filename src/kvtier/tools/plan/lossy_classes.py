@@ -61,7 +61,7 @@ def class_plans(deployment: Deployment) -> list[ClassPlan]:
                 hit_rate=point.hit_rate,
                 hit_tokens_per_s=point.hit_rate * load.input_tokens * load.requests_per_s,
                 life_years=life_years(scaled, written) if written is not None else None,
-                enough_bytes=enough_bytes(scaled)[last] * stored_share if last else None,
+                enough_bytes=enough_bytes(scaled, [scaled])[last] * stored_share if last else None,
             )
         )
     return plans
