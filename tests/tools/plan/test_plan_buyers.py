@@ -311,7 +311,7 @@ def test_full_batches_of_experts_cost_no_more_than_all_weights():
 def test_a_plan_with_its_search_and_sensitivities_computes_few_loads(monkeypatch):
     """Some 0.5 s of processor time; 25,000 loads took 2.3 s, at one size."""
     loads = []
-    for module in ("limits", "plan", "worth"):
+    for module in ("limits", "plan", "tier_selection"):
         monkeypatch.setattr(f"kvtier.tools.plan.{module}.operate", lambda *a, **k: loads.append(a) or operate(*a, **k))
     plan = make_plan(load(options={"model.name": "gpt-oss-120b", "model.weights": "fp4"}))
     assert len(plan.tiered.choice.sizes) == 7

@@ -324,7 +324,8 @@ def test_the_printed_share_of_a_write_budget_gives_the_wanted_years_and_itself(m
         **hardware,
     )
     assert need(plan, "disk").gpus == hardware["gpu__count"]
-    again = drive_load(need(plan, "disk").deployment, need(plan, "disk").point)
+    found = need(plan, "disk")
+    again = drive_load(found.deployment, found.point, found.enough_bytes["disk"])
     assert 5 <= again.life_years < 5.1
     assert again.write_share == pytest.approx(share)
     assert math.floor(again.users) == served

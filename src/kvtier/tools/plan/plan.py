@@ -284,7 +284,7 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
     saved = saving(amounts)
     others = {*saved, *_better(ways, amounts, LEAST_GAIN if any(it.cost for it in found) else 1.0)}
     if prices_load and ways == [alone]:  # compare with the cheapest one
-        others = {min(filter(None, prices), key=prices.__getitem__)} if any(prices) else set()
+        others = {*sorted(filter(None, prices), key=prices.__getitem__)[:1]}
     if not any(it.need_gpus <= inputs.gpu.count for it in (alone, *ways, *(variants[it] for it in others))):
         others |= {*smallest([it.tiers for it in every if it.need_gpus <= inputs.gpu.count])}  # the load fits
     tiered, kept = ways[0], ways[0].deployment
