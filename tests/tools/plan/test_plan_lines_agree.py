@@ -238,7 +238,7 @@ def test_the_price_of_a_user_says_that_it_is_with_a_reserve():
         ({"traffic__users": 1, "traffic__turns": 1}, "8 x h100-sxm have a reserve without one."),
         (
             {"gpu__name": "mi300x", "gpu__count": 1, "traffic__users": 2134, "traffic__history_tokens": 60_000},
-            "tiers save less than 10% of the 56 GPUs that they need with a reserve.",
+            "tiers save none of the 56 GPUs that they need with a reserve.",
         ),
     ],
 )

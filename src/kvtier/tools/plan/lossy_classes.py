@@ -46,7 +46,7 @@ def class_plans(deployment: Deployment, loss: str) -> list[ClassPlan]:
     Raises:
         ConfigError: no class has this name.
     """
-    names: tuple[Loss, ...] = get_args(Loss)
+    names = get_args(Loss)
     if loss not in (EVERY_CLASS, *names):
         raise ConfigError(f"--loss {loss!r}: no such class; allowed: {', '.join(names)}, or nothing for all")
     model, software, load = deployment.inputs.model, deployment.inputs.software, deployment.workload
@@ -55,8 +55,9 @@ def class_plans(deployment: Deployment, loss: str) -> list[ClassPlan]:
     snapshots = load.requests_per_s * software.snapshots * deployment.model.state_bytes
     exact = snapshots / (operate(deployment, load.requests_per_s).new_bytes_per_s or 1)
     plans: list[ClassPlan] = []
-    kept = names if loss == EVERY_CLASS else ("none", loss)
-    for name in (it for it in names if it in kept):
+    for name in names:
+        if name != "none" and loss not in (EVERY_CLASS, name):
+            continue
         share = 1 - (1 - kv.stored_share(name)) * (1 - exact)
         scaled = _scaled(deployment, share) if share < 1 else deployment
         point = operate(scaled, load.requests_per_s)
