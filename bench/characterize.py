@@ -40,7 +40,7 @@ from kvtier.report.table import Table, print_table
 from kvtier.tools.bench.io import HUGE_PAGES
 from kvtier.tools.characterize.capture import CaptureSettings
 from kvtier.tools.characterize.capture import run as capture
-from kvtier.tools.characterize.events import NO_PROCESS, IoLayer, IoTrace, transfers
+from kvtier.tools.characterize.io_trace import NO_PROCESS, IoLayer, IoTrace, transfers
 from kvtier.tools.characterize.io_trace_readers import ObjectLog, WriteAmplification, read_objects, write_amplification
 from kvtier.tools.characterize.measures import IoMeasures, measure
 from kvtier.tools.charts.chart import Axis, Chart, Curve, write_charts

@@ -55,7 +55,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("endless_waits", "src/kvtier/runtime/in_flight_calls.py"): "drops the oldest beyond `EVENTS_MAX`",
     (
         "endless_waits",
-        "src/kvtier/tools/bench/io_workloads.py",
+        "src/kvtier/tools/bench/io_harness.py",
     ): "one answer for each command in flight, which the core limits",
     ("raw_errors", "src/kvtier/runtime/protocol.py"): "an error of our own reading; its reader describes it again",
     ("raw_errors", "src/kvtier/connect/sglang/server_arguments.py"): "runs without kvtier; its reader hides secrets",

@@ -50,7 +50,7 @@ from kvtier.runtime.open import TEXT_TOKENS_MAX, _with_text, open_core, open_ses
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.runtime.session import Session
-from kvtier.runtime.tier_codecs import StoredForm
+from kvtier.runtime.tier_encoding import StoredForm
 from kvtier.testing.tier import frame_of, object_name
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.types import ChunkRecord, Direction, Transfer
@@ -339,7 +339,7 @@ def test_a_tenant_learns_nothing_of_another_and_nothing_without_its_key(tmp_path
 
 
 def test_a_recall_waits_for_the_tenants_key(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvtier.runtime.tier_codecs.open_keys", partial(open_keys, every_s=0.05))
+    monkeypatch.setattr("kvtier.runtime.tier_encoding.open_keys", partial(open_keys, every_s=0.05))
     file = tmp_path / "keys"
     file.write_text(line(1, "two", "2"))
     file.chmod(0o600)

@@ -52,7 +52,7 @@ from kvtier.config.loader import AND, Loaded, load
 from kvtier.config.schema import FILE_BYTES_MAX, short
 from kvtier.config.tier_list import HOST, SettingOrigin
 from kvtier.config.value_types import parse_count, parse_size
-from kvtier.connect.sglang.installed import EXTRA, OWN_KEYS
+from kvtier.connect.sglang.engine_environment import EXTRA, OWN_KEYS
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import redacted
 from kvtier.report import table as report

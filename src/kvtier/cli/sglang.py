@@ -12,7 +12,7 @@ from kvtier.cli.engine_settings import given, notes
 from kvtier.cli.main import Commands
 from kvtier.cli.options import OutputFile, Quantity, is_given, tell_written
 from kvtier.config.sections import Config
-from kvtier.connect.sglang.installed import (
+from kvtier.connect.sglang.engine_environment import (
     BACKEND,
     EXTRA,
     PAGE_TOKENS,

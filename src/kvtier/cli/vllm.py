@@ -12,7 +12,7 @@ from kvtier.cli.options import is_given
 from kvtier.config.loader import Loaded
 from kvtier.config.sections import Config
 from kvtier.connect.vllm import support
-from kvtier.connect.vllm.installed import CONNECTOR, check_release, installed
+from kvtier.connect.vllm.engine_environment import CONNECTOR, check_release, installed
 
 ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
 """vLLM's `kv_role` for each kind of server."""

@@ -24,9 +24,9 @@ from kvtier.config.sections import Config, all_settings
 from kvtier.config.value_types import size_text
 from kvtier.connect.local_files import local_folder
 from kvtier.connect.programs import NotInTimeError, ask_program
-from kvtier.connect.vllm import installed, support
+from kvtier.connect.vllm import engine_environment, support
+from kvtier.connect.vllm.engine_environment import CONNECTOR, engine_config
 from kvtier.connect.vllm.identity import identify, shares_of_ranks
-from kvtier.connect.vllm.installed import CONNECTOR, engine_config
 from kvtier.connect.vllm.tiering import setup as tiering_setup
 from kvtier.connect.vllm.tiering.setup import ORIGIN, TIER
 from kvtier.errors import ConfigError, UnsupportedModelError
@@ -158,7 +158,7 @@ def server_flags(words: Sequence[str]) -> tuple[str | None, str | None, Sequence
 def version() -> DoctorFinding:
     """Check whether the installed vLLM is supported."""
     try:
-        return DoctorFinding("fine", "vLLM", f"{installed.check_release()} is supported")
+        return DoctorFinding("fine", "vLLM", f"{engine_environment.check_release()} is supported")
     except ConfigError as error:
         advice = "run this command in the server's environment, with a supported release of vLLM installed there"
         return DoctorFinding("error", "vLLM", str(error), advice)
@@ -306,7 +306,7 @@ def _asked(
     """Ask vLLM to describe a server's command line with this model (`described`). Also return findings about it."""
     if model is None:
         return {}, []
-    if installed.installed() is None:
+    if engine_environment.installed() is None:
         found = "its fingerprint is unknown, because vLLM is not installed here"
         return {}, [DoctorFinding("note", "model", found, "run this command in the server's environment")]
     try:
@@ -330,7 +330,7 @@ def described(arguments: Sequence[str]) -> dict[str, object]:
         return {"problem": str(error), "advice": 'see "What is supported" in docs/vllm.md'}
     except ConfigError as error:
         return {"problem": str(error), "advice": "correct the server's command line, and give it as --engine-args"}
-    identity = identify(engine, installed.installed() or "")
+    identity = identify(engine, engine_environment.installed() or "")
     private = f"KV is kept in host memory only, and is lost when the server ends: {identity.detail}"
     fields = {name: value for name, value in json.loads(identity.fingerprint.canonical).items() if name != "version"}
     return {

@@ -14,7 +14,7 @@ from functools import cache
 from operator import itemgetter
 
 from kvtier.core.core_output import Output
-from kvtier.core.hints import Hints
+from kvtier.core.hint_scheduler import Hints
 from kvtier.core.host_residency import HOST, PRESENCE, READABLE, WAY_SHARE, HostMemory, Item
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator

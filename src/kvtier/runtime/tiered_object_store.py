@@ -32,9 +32,9 @@ from kvtier.runtime.locked_core import Closed, LockedCore, SessionError
 from kvtier.runtime.mailbox import Mailbox
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.object_arguments import Memory, ObjectArguments, deadline_of
-from kvtier.runtime.observers.counters import CommandCounters, Gauges, start_series
 from kvtier.runtime.observers.guards import Feature, Guards
-from kvtier.runtime.tier_codecs import StoredForm
+from kvtier.runtime.observers.transfer_metrics import CommandCounters, Gauges, start_series
+from kvtier.runtime.tier_encoding import StoredForm
 from kvtier.tier.base import Figures, Tier
 from kvtier.types import (
     Command,

@@ -22,12 +22,12 @@ from tests.programs import program
 from kvtier.cli.main import main
 from kvtier.errors import ConfigError
 from kvtier.tools.bench.serve.arms import Arm, parse_arms, transfer_config
+from kvtier.tools.bench.serve.campaign import Record, RunKey, ServeSettings, known_context, pinned, run_order
 from kvtier.tools.bench.serve.generator import GeneratorResult, find_generator
 from kvtier.tools.bench.serve.machine_limits import drive_of
-from kvtier.tools.bench.serve.run import Record, RunKey, ServeSettings, known_context, pinned, run_order
+from kvtier.tools.bench.serve.offered_load import GeneratedLoad, LoadSettings
 from kvtier.tools.bench.serve.sampler import Processes, Rapl, Sampler, drive_figures, parse_metrics
 from kvtier.tools.bench.serve.server import Server, VllmPython, find_lmcache, find_vllm, free_ports, vllm_environment
-from kvtier.tools.bench.serve.traffic import GeneratedLoad, LoadSettings
 from kvtier.tools.bench.serve.workload import PRESETS
 
 METRICS = """# HELP vllm:prompt_tokens_total Number of prefill tokens.
@@ -253,7 +253,7 @@ def test_the_context_is_in_tokens_of_the_models_tokenizer() -> None:
 
 
 def test_a_server_that_does_not_answer_fails_its_run_alone(url: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("kvtier.tools.bench.serve.run.START_LIMIT_S", 0.3)
+    monkeypatch.setattr("kvtier.tools.bench.serve.campaign.START_LIMIT_S", 0.3)
     found = run_all(Record(settings("http://127.0.0.1:1", url, repeats=1), TwoRequests(), tmp_path))
     assert found == {"s0-0": "failed", "s1-0": "ok"}
 

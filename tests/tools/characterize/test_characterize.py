@@ -11,7 +11,7 @@ from kvtier.errors import BadCallError
 from kvtier.tools.characterize.block_devices import Spans, within
 from kvtier.tools.characterize.block_events import SEEN, _carrier, _maker, _pair
 from kvtier.tools.characterize.calls import joined
-from kvtier.tools.characterize.events import (
+from kvtier.tools.characterize.io_trace import (
     REQUEST,
     IoKind,
     IoLayer,

@@ -25,10 +25,10 @@ from kvtier.tools.characterize import block_devices, tracefs
 from kvtier.tools.characterize.block_devices import SYSFS, BlockDevice, allocation_groups, disks, find_device, spans_of
 from kvtier.tools.characterize.calls import _Files
 from kvtier.tools.characterize.capture import CaptureSettings, _Run, run
-from kvtier.tools.characterize.events import IoLayer, transfers
+from kvtier.tools.characterize.io_trace import IoLayer, transfers
 from kvtier.tools.characterize.measures import Steps, measure
 from kvtier.tools.characterize.process_tree import ProcessTree
-from kvtier.tools.run_record import Mount
+from kvtier.tools.machine_facts import Mount
 
 MIB = 1 << 20
 

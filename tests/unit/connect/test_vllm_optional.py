@@ -35,11 +35,11 @@ from kvtier.core.inventory_schedule import Recalls
 from kvtier.errors import TierError
 from kvtier.observe.metrics import Bound, Metrics
 from kvtier.runtime import locked_core
-from kvtier.runtime.observers.counters import CommandCounters, Gauges, TierGauges
 from kvtier.runtime.observers.fault_record import FaultRecord
 from kvtier.runtime.observers.guards import ENDING, Feature, Guards
 from kvtier.runtime.observers.journal import Journal
 from kvtier.runtime.observers.trace_recorder import Recorder
+from kvtier.runtime.observers.transfer_metrics import CommandCounters, Gauges, TierGauges
 from kvtier.runtime.open_object_store import open_object_store
 from kvtier.runtime.tier_inventory import TierRecall
 from kvtier.tier.directory.kind import DirectorySettings

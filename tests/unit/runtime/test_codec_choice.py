@@ -16,7 +16,7 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.codec_choice import EVERY, TRIED_EVERY, CodecChoice, GroupState
 from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.tier_codecs import StoredForm
+from kvtier.runtime.tier_encoding import StoredForm
 from kvtier.testing.host_copier import HostCopier
 from kvtier.types import ChunkKey, Direction, Outcome, Transfer
 

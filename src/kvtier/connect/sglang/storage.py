@@ -17,9 +17,16 @@ from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
 from kvtier.connect.sglang import checkpoint_reads
 from kvtier.connect.sglang import sglang_imports as sglang
+from kvtier.connect.sglang.engine_environment import (
+    COMPILE_ADVICE,
+    EXTRA,
+    SUPPORTED,
+    check_version,
+    installed,
+    settings_in,
+)
 from kvtier.connect.sglang.host_pools import KV, StoredPool, describe
 from kvtier.connect.sglang.identity import identify, leaves
-from kvtier.connect.sglang.installed import COMPILE_ADVICE, EXTRA, SUPPORTED, check_version, installed, settings_in
 from kvtier.connect.sglang.server_arguments import page_hash_problem
 from kvtier.connect.sglang.sglang_types import (
     ExtraInfo,

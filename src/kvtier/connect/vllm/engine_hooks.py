@@ -296,9 +296,9 @@ def check(*parts: Part) -> None:
             report = logger.warning if hook.without else refused.append
             report(text)
     if refused:
-        from kvtier.connect.vllm import installed  # noqa: PLC0415 - imports settings and tiers
+        from kvtier.connect.vllm import engine_environment  # noqa: PLC0415 - imports settings and tiers
 
-        raise ConfigError(f"{' '.join(refused)} Allowed: vLLM {installed.check_release()} as it was published")
+        raise ConfigError(f"{' '.join(refused)} Allowed: vLLM {engine_environment.check_release()} as it was published")
 
 
 def _lacks(place: str) -> list[str]:

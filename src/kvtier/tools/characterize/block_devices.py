@@ -19,8 +19,8 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.tier.files.safe_open import folder_at, open_file
-from kvtier.tools.characterize.events import SECTOR_BYTES, IoLayer
-from kvtier.tools.run_record import read_mounts
+from kvtier.tools.characterize.io_trace import SECTOR_BYTES, IoLayer
+from kvtier.tools.machine_facts import read_mounts
 
 SYSFS = Path("/sys")
 MINOR_BITS = 20

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 
 from kvtier.tools.characterize.block_devices import BlockDevice
-from kvtier.tools.characterize.events import (
+from kvtier.tools.characterize.io_trace import (
     NESTED_MAX,
     SECTOR_BYTES,
     TIME_BITS,

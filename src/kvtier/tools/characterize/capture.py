@@ -23,7 +23,7 @@ from kvtier.tools.characterize.block_devices import (
 )
 from kvtier.tools.characterize.block_events import BlockEvents
 from kvtier.tools.characterize.calls import CallEvents
-from kvtier.tools.characterize.events import IoLayer, IoTrace, by_time
+from kvtier.tools.characterize.io_trace import IoLayer, IoTrace, by_time
 from kvtier.tools.characterize.process_tree import PROC, ProcessTree, check_process, end_processes, opened
 from kvtier.tools.characterize.tracefs import PageEvents, TraceInstance, mounted, remove_stale
 

@@ -13,7 +13,7 @@ from kvtier.report.format import bytes_text
 from kvtier.tools.options import noted_signals
 
 if TYPE_CHECKING:
-    from kvtier.tools.characterize.events import IoTrace
+    from kvtier.tools.characterize.io_trace import IoTrace
 
 SECONDS = 10.0
 """Length of a capture without a command."""

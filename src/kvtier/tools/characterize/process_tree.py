@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.tools.characterize.events import NO_PROCESS
+from kvtier.tools.characterize.io_trace import NO_PROCESS
 
 PROC = Path("/proc")
 CLONE_THREAD = 0x10000

@@ -48,7 +48,8 @@ from kvtier.tools.demo.request_plan import (
 )
 from kvtier.tools.demo.result import DemoResult, PassResult, RequestResult
 from kvtier.tools.demo.worker import PassJob, pass_events
-from kvtier.tools.run_record import RecordedSetting, cores, machine, make_record, software
+from kvtier.tools.machine_facts import cores
+from kvtier.tools.run_record import RecordedSetting, machine, make_record, software
 
 NEEDED = ("torch", "transformers", "tokenizers")
 

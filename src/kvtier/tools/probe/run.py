@@ -12,10 +12,10 @@ from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
 from kvtier.errors import KvError
 from kvtier.tier.files.direct import can_direct
+from kvtier.tools.machine_facts import Facts, Mount, mount_of, read_facts
 from kvtier.tools.probe import links, tiers
 from kvtier.tools.probe.links import CodecRead, LinkMeasures, MeasureLimits, Tick
 from kvtier.tools.probe.tiers import Effort, TierFacts
-from kvtier.tools.run_record import Facts, Mount, mount_of, read_facts
 
 VERSION = 1
 MEMORY_SIZES = (64 << 10, 1 << 20, 32 << 20)

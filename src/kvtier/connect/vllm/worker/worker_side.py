@@ -17,7 +17,7 @@ from kvtier.device.page_lock import cuda_page_lock
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer
 from kvtier.runtime.shared_memory import Exchange, share
-from kvtier.runtime.tier_codecs import in_class
+from kvtier.runtime.tier_encoding import in_class
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from kvtier.tools.bench.serve.arms import Arm, chunk_tokens, server_command, tra
 from kvtier.tools.bench.serve.generator import REQUESTS_FILE
 from kvtier.tools.bench.serve.join import as_row
 from kvtier.tools.bench.serve.machine_limits import Drive, MachineLimits, drive_of
+from kvtier.tools.bench.serve.offered_load import GeneratedLoad
 from kvtier.tools.bench.serve.sampler import Processes, Sampler, Sensor, first_gpu, parse_metrics
 from kvtier.tools.bench.serve.server import (
     LmcachePackages,
@@ -40,7 +41,6 @@ from kvtier.tools.bench.serve.server import (
     vllm_environment,
     write_packages,
 )
-from kvtier.tools.bench.serve.traffic import GeneratedLoad
 from kvtier.tools.size import of
 
 CALIBRATION = "calibration.json"

@@ -19,7 +19,7 @@ from kvtier.runtime.mover import Threads
 from kvtier.runtime.observers.guards import Observer
 from kvtier.runtime.session import Session
 from kvtier.tier.base import Tier
-from kvtier.tools.bench.io_workloads import (
+from kvtier.tools.bench.io_harness import (
     BLOCKS,
     CHUNK_TOKENS,
     COMPARED_BYTES,
