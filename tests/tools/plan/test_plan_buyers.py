@@ -11,7 +11,7 @@ from tests.tools.plan.plans import deployed, planned
 from kvtier.errors import ConfigError
 from kvtier.report.format import decimal, digits, share_text
 from kvtier.tools.plan.answer import circumstances, conclusion, heading, request, verdict
-from kvtier.tools.plan.lossy_classes import class_plans, loss_table
+from kvtier.tools.plan.lossy_classes import EVERY_CLASS, class_plans, loss_table
 from kvtier.tools.plan.plan import make_plan, to_json
 from kvtier.tools.plan.queueing import decode_token_s, operate
 from kvtier.tools.plan.read_inputs import load
@@ -311,7 +311,7 @@ def test_full_batches_of_experts_cost_no_more_than_all_weights():
 def test_a_plan_with_its_search_and_sensitivities_computes_few_loads(monkeypatch):
     """Some 0.5 s of processor time; 25,000 loads took 2.3 s, at one size."""
     loads = []
-    for module in ("limits", "plan", "worth"):
+    for module in ("limits", "plan", "tier_selection"):
         monkeypatch.setattr(f"kvtier.tools.plan.{module}.operate", lambda *a, **k: loads.append(a) or operate(*a, **k))
     plan = make_plan(load(options={"model.name": "gpt-oss-120b", "model.weights": "fp4"}))
     assert len(plan.tiered.choice.sizes) == 7
@@ -764,7 +764,7 @@ def test_a_line_with_a_share_or_a_price_says_what_it_contains():
 def test_snapshots_of_states_are_no_smaller_in_a_class_with_loss():
     """Drives lasted 6.2 years instead of 2.7 with int4, as if it coded the snapshots, which are half of the writes."""
     hybrid = deployed("qwen3.5-397b-a17b", gpu__name="b200-sxm", gpu__count=8, traffic__users=40)
-    raw, _, int4 = class_plans(hybrid)
+    raw, _, int4 = class_plans(hybrid, EVERY_CLASS)
     new = operate(hybrid, 2.0).new_bytes_per_s
     snapshots = 2.0 * hybrid.model.state_bytes
     assert 0.3 < snapshots / new < 0.9
@@ -775,7 +775,7 @@ def test_snapshots_of_states_are_no_smaller_in_a_class_with_loss():
 def test_a_class_that_codes_nothing_changes_no_answer():
     """An MLA model's classes stored 100 %, and yet a class "changes answers", with a KL up to 4.8 N."""
     plan = planned("deepseek-v3", gpu__name="h200-sxm", gpu__count=8)
-    found = loss_table(plan, class_plans(plan.given.deployment))
+    found = loss_table(plan, class_plans(plan.given.deployment, EVERY_CLASS))
     assert found.note == "A class codes none of this model's KV in this format, so it changes nothing."
     assert [(row[1], row[-1]) for row in found.rows] == [("100%", "exact")] * 3
 

@@ -341,6 +341,11 @@ def test_loss_shows_what_each_class_would_change(capsys):
     assert plan["loss"][0]["users"] == pytest.approx(plan["needs"][-1]["users_at_most"], rel=0.05)
     assert "KV with loss on " in output(capsys, *arguments)
     assert "KV with loss" not in output(capsys, *arguments[:-1])
+    # A class can be named, as in `kvtier replay`, and left out before the model.
+    assert json.loads(output(capsys, *arguments, "int4", "--json"))["loss"] == [none, int4]
+    assert json.loads(output(capsys, "--loss", *arguments[:-1], "--json"))["loss"] == [none, k8v4, int4]
+    assert run(["plan", *arguments, "int3"]) == 2
+    assert "--loss 'int3': no such class; allowed: none, k8v4, int4, or nothing" in capsys.readouterr().err
 
 
 def test_the_quality_of_a_class_is_that_of_the_records():

@@ -324,7 +324,8 @@ def test_the_printed_share_of_a_write_budget_gives_the_wanted_years_and_itself(m
         **hardware,
     )
     assert need(plan, "disk").gpus == hardware["gpu__count"]
-    again = drive_load(need(plan, "disk").deployment, need(plan, "disk").point)
+    found = need(plan, "disk")
+    again = drive_load(found.deployment, found.point, found.enough_bytes["disk"])
     assert 5 <= again.life_years < 5.1
     assert again.write_share == pytest.approx(share)
     assert math.floor(again.users) == served
@@ -419,12 +420,16 @@ def test_the_remedy_of_a_model_that_does_not_fit_names_options_that_help(model, 
     assert ("model.tp = " in text) == ("model__tp" in changes)
     assert not_named not in text
     assert "allowed: larger GPUs (--gpu)" in text
-    option = {"model__weights": "--weights fp4", "model__tp": "a larger --tp", "gpu__count": "up to 8 GPUs"}
+    option = {"model__weights": "--weights fp4", "model__tp": "a larger --tp", "gpu__count": "at least 4 GPUs (--gpu)"}
     assert all(option[it] in text for it in helps)
     assert planned(model, **(changes | helps)).choices
-    # 8 L4 have 160 GB, and a 405B in fp4 has 228 GB: neither more of them nor fp4 was enough.
-    with pytest.raises(ConfigError, match=r"allowed: larger GPUs \(--gpu\)$"):
+    # 8 L4 have 160 GB, and a 405B in fp4 has 228 GB: neither more of them in a host nor fp4 was enough.
+    far = "at least 64 GPUs (--gpu) in engines of several nodes, which kvtier refuses"
+    with pytest.raises(ConfigError, match=re.escape(f"allowed: larger GPUs (--gpu), {far}") + "$"):
         planned("llama-3.1-405b", gpu__name="l4", gpu__count=2)
+    assert planned("llama-3.1-405b", gpu__name="l4", gpu__count=64).choices
+    with pytest.raises(ConfigError, match="for KV next to"):
+        planned("llama-3.1-405b", gpu__name="l4", gpu__count=56)
 
 
 def test_a_gain_that_whole_users_make_large_has_its_figures():

@@ -8,7 +8,8 @@ from tests.tools.plan.plans import planned
 
 from kvtier.errors import ConfigError
 from kvtier.report.format import digits
-from kvtier.tools.plan.answer import conclusion, request, verdict
+from kvtier.tools.plan.answer import circumstances, conclusion, in_words, request, verdict
+from kvtier.tools.plan.plan import to_json
 from kvtier.tools.plan.queueing import operate
 from kvtier.tools.plan.report import needs_table, tables
 from kvtier.tools.plan.settings import settings_toml
@@ -237,7 +238,7 @@ def test_the_price_of_a_user_says_that_it_is_with_a_reserve():
         ({"traffic__users": 1, "traffic__turns": 1}, "8 x h100-sxm have a reserve without one."),
         (
             {"gpu__name": "mi300x", "gpu__count": 1, "traffic__users": 2134, "traffic__history_tokens": 60_000},
-            "tiers save less than 10% of the 56 GPUs that they need with a reserve.",
+            "tiers save none of the 56 GPUs that they need with a reserve.",
         ),
     ],
 )
@@ -317,3 +318,144 @@ def test_reads_are_those_of_the_tokens_that_are_found(name, has_windows):
     assert note is None or float(note[2]) == pytest.approx(deployment.model.token_bytes / 1e3, rel=0.01)
     read = found * load.input_tokens * load.requests_per_s * each
     assert plan.chosen.need.point.read_bytes_per_s["disk"] == pytest.approx(read, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "said"),
+    [
+        (
+            "gpt-oss-120b",
+            {"example": "prices", "gpu__count": 2, "traffic__users": 150, "traffic__history_tokens": 30_000}
+            | {"traffic__interval_s": 90.0},
+            "Worth buying for 150 users by price per user: host memory or local drives, one of them.",
+        ),
+        (
+            "qwen3-next-80b-a3b",
+            {"gpu__count": 4, "traffic__users": 400, "traffic__interval_s": 45.0, "traffic__turns": 20},
+            "Worth buying for 400 users: local drives (they last 3.63 years) or host memory, one of them.",
+        ),
+    ],
+)
+def test_a_tier_that_passes_the_rule_for_the_load_is_named_though_a_full_server_gains_more_from_another(
+    model, changes, said
+):
+    """Host memory cost 768 a user and drives 779, and only drives were worth buying: host memory had no column."""
+    plan = planned(model, **changes)
+    assert said in request(plan)
+    assert [it.tiers for it in plan.ways] == [("disk",)]
+    found = {it.tiers: (it.reserve.gpus, it.reserve.user_price) for it in plan.bought}
+    for tier in ("host=1TiB", "disk=4xpm1753"):
+        (single,) = planned(model, tier, **changes).bought
+        assert found.pop(single.tiers) == (single.reserve.gpus, single.reserve.user_price)
+    assert not found
+    flags = {tuple(it["tiers"]): it["is_worth_buying_for_load"] for it in to_json(plan)["choices"]}
+    assert flags == {(): False, ("host",): True, ("disk",): True, ("host", "disk"): False}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "why"),
+    [
+        (
+            "deepseek-v3.2",
+            {"gpu__name": "h200-sxm", "traffic__users": 100},
+            "kvtier's vLLM connector does not support sparse attention such as sparse MLA yet",
+        ),
+        (
+            "deepseek-r1",
+            {"gpu__count": 16, "model__tp": 16, "traffic__users": 20},
+            "kvtier refuses engines of several nodes",
+        ),
+        ("llama-3.3-70b", {"model__weights": "fp8", "traffic__users": 80}, None),
+    ],
+)
+def test_what_the_page_forbids_is_not_recommended_to_programs(model, changes, why):
+    """The page said "Buy no tier for this plan", and the JSON `is_worth_buying: true`."""
+    plan = planned(model, traffic__interval_s=60.0 if why else 20.0, **changes)
+    document = to_json(plan)
+    assert document["refused"] == why
+    assert ("Buy no tier for this plan: " in request(plan)) == (why is not None)
+    for name in ("is_worth_buying", "is_worth_buying_for_load"):
+        assert any(it[name] for it in document["choices"]) == (why is None)
+    assert any(it["worth_it"] for it in document["tiers"] if it["name"] != "gpu") == (why is None)
+
+
+def test_the_tb_that_are_enough_are_the_least_at_any_size_of_a_copy():
+    """It was 0.265 TB for a copy with data-parallel attention, and 0.24 TB were enough for one of TP 4."""
+    load = {"gpu__count": 4, "traffic__users": 400, "traffic__interval_s": 45.0, "traffic__turns": 20}
+    need = planned("qwen3-next-80b-a3b", "disk=4xpm1753", **load).arms[1].need
+    enough = need.enough_bytes["disk"]
+    assert (need.gpus, need.deployment.inputs.model.dp_attention) == (4, True)
+
+    def gpus(size):
+        again = planned("qwen3-next-80b-a3b", "disk=4xpm1753", disk__capacity_bytes=int(size / 4), **load)
+        return again.given.need.gpus
+
+    assert gpus(enough) == 4 < gpus(0.985 * enough)
+
+
+def test_of_several_tiers_all_that_are_needless_have_0_tb_that_are_enough():
+    """Host memory needed 1.1 TB and drives none, and the same GPUs did without a tier."""
+    changes = {"software__write_share": 0.5, "traffic__day_share": 0.4, "disk__wear": 1.5}
+    plan = planned("llama-4-scout", traffic__users=60, traffic__interval_s=60.0, **changes)
+    alone, both = (it.need for it in plan.arms)
+    assert alone.gpus == both.gpus
+    assert both.enough_bytes == {"host": 0.0, "disk": 0.0}
+    assert "With several tiers the slowest is reduced first, " in needs_table(plan).note
+    for users, needed in ((260, "host"), (280, "disk")):
+        busy = planned("llama-4-scout", traffic__users=users, traffic__interval_s=60.0, **changes).given.need
+        enough, host = busy.enough_bytes, busy.deployment.tiers[0]
+        assert (0 < enough["host"] < host.capacity_bytes, enough["host"] == host.capacity_bytes) == (
+            needed == "host",
+            needed == "disk",
+        )
+        assert (enough["disk"] > 0) == (needed == "disk")
+
+
+def test_without_returns_no_hits_of_conversations_are_counted():
+    """With one query a conversation "98.3% of the reuses" came within 119 s, and 2.45 TB gave 99 % of the hits."""
+    plan = planned("qwen3-32b", traffic__users=60, traffic__turns=1)
+    assert verdict(plan).endswith(", because only the system prompt repeats, and GPU memory holds it.")
+    assert request(plan).endswith("because tiers save none of the 48 GPUs that they need with a reserve.")
+    assert not [it for it in tables(plan) if it.title.startswith("KV for a share of the possible hits")]
+    document = to_json(plan)
+    assert document["capacities"] == []
+    prefix_bytes = plan.deployment.workload.prefix_tokens * plan.deployment.model.token_bytes
+    assert [it["kv_bytes_for_hits"] for it in document["needs"]] == [pytest.approx(prefix_bytes)]
+    held = planned("qwen3-32b", traffic__users=60, traffic__turns=1, software__gpu_reuse=False)
+    assert "Beside GPU memory, host memory adds less than 10%, because only the system prompt repeats." in conclusion(
+        held
+    )
+    assert "only the system prompt" not in " ".join(conclusion(planned("qwen3-32b", "host=64GB", traffic__turns=2)))
+
+
+@pytest.mark.parametrize("reuses", [False, True])
+def test_gpu_memory_that_keeps_nothing_has_no_figures_of_kept_kv(reuses):
+    """GPU memory held 0.253 TB for 8,773 s, with copies of them in tiers, beside the 0.0986 TB that are enough."""
+    tiers = ("s3=50TB", "disk=2x3.84TB?read=10GB/s&write=4GB/s")
+    drive = {"disk__drive_writes_per_day": 1, "disk__watts": 12, "gpu__name": "rtx-pro-6000", "gpu__count": 1}
+    load = {"traffic__users": 200, "traffic__interval_s": 120.0 if reuses else 40.0}
+    plan = planned("gpt-oss-20b", *tiers, software__gpu_reuse=reuses, **load, **drive)
+    found = {row[0]: row[1:] for row in needs_table(plan).rows}
+    for name in ("GPU memory, TB as tiers store it", "GPU memory, s that unused KV stays"):
+        assert ({*found[name]} == {"-"}) != reuses
+    note = needs_table(plan).note
+    assert ("with copies of what GPU memory holds" in note) == ("GPU memory is counted as" in note) == reuses
+    (table,) = (it for it in tables(plan) if it.title.startswith("KV for a share"))
+    assert ("between its queries, 549 MB in GPU memory" in table.note) == reuses
+    assert (to_json(plan)["alone"]["point"]["residence_s"]["gpu"] > 0) == reuses
+
+
+def test_a_load_of_a_trace_has_one_number_of_users(tmp_path):
+    """5.53 queries a second of a trace were 110 users, and in one line 111."""
+    path = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:00:{it * 10 // 26:02}.{it * 1000 // 26 % 100:02},1000,100" for it in range(80)]
+    path.write_text("\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *rows)) + "\n")
+    prices = {"price__gpu": 30_000, "price__server": 60_000}
+    changes = {"gpu__name": "l40s", "gpu__count": 2, "traffic__trace": str(path), "traffic__reuse": 0.6}
+    plan = planned("llama-3.1-8b", "host=100GB", **changes, **prices, price__host_memory_per_gb=5)
+    users = int(plan.requested_users)
+    assert plan.requested_users % 1 > 0.5
+    assert dict(circumstances(plan))["traffic"].endswith(f", as from {users} users")
+    assert in_words(plan, plan.requested_users) == f"{users} users"
+    reserve = plan.alone.reserve
+    assert reserve.user_price * users == pytest.approx(reserve.cost.total)

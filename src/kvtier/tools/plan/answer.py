@@ -23,8 +23,6 @@ from kvtier.tools.plan.queueing import GPU
 from kvtier.tools.plan.resolve import SEARCHED, Deployment, given_totals, of_each_host
 from kvtier.tools.plan.tier_selection import LEAST_GAIN, TIER_NAMES, PlannedSize
 
-SPARSE = frozenset({"indexer", "compressed"})
-"""Kinds of layers whose KV `connect.vllm.support` refuses, because vLLM gives it another role or a model version."""
 _HARDWARE = ("gpu.", "host.", "disk.", "shared.", "software.")
 
 
@@ -79,22 +77,12 @@ def _shared_totals(plan: Plan) -> str:
     return f"The {hosts:,} hosts for {in_words(plan, plan.requested_users)} share them: one host gets {_series(parts)}."
 
 
-def refusal(plan: Plan) -> str:
-    """Explain why kvtier refuses the model, or its engines, on the planned GPUs; empty if it does not."""
-    deployment = plan.chosen.need.deployment if plan.chosen.need else plan.deployment
-    if deployment.server_gpus > deployment.inputs.host.gpus:
-        return "kvtier refuses engines of several nodes"
-    if any(it.kind in SPARSE for it, _ in deployment.basis.model.runs):
-        return "kvtier's vLLM connector does not support sparse attention such as sparse MLA yet"
-    return ""
-
-
 def _conclusion_for_load(plan: Plan) -> str:
     """State which tiers are worth buying for the requested load, with the life of drives that wear out too early."""
     if not plan.given.tiers or not plan.deployment.model.stored_bytes(1):
         return ""
     load, one = in_words(plan, plan.requested_users), load_unit(plan, one=True)
-    if why := refusal(plan):
+    if why := plan.refused:
         return f" Buy no tier for this plan: {why}."
     by_price = f" by price per {one}" if plan.user_prices else ""
     if not plan.bought:
@@ -111,13 +99,13 @@ def _conclusion_for_load(plan: Plan) -> str:
 
 def _why_none(plan: Plan) -> str:
     """Explain why tiers save too few of the GPUs with a reserve."""
-    alone, tiered = plan.alone.reserve_gpus, [it.reserve_gpus for it in plan.arms if it.tiers]
+    alone = plan.alone.reserve_gpus
     if math.isinf(alone):
         return ""
     if alone <= plan.inputs.gpu.count:
         return f", because {gpus_text(plan, int(alone))} {'has' if alone == 1 else 'have'} a reserve without one"
     gpus = f"the {alone:,} GPUs that {_they_need(in_words(plan, plan.requested_users))} with a reserve"
-    saved = "none" if tiered and min(tiered) >= alone else f"less than {LEAST_GAIN - 1:.0%}"
+    saved = f"less than {LEAST_GAIN - 1:.0%}" if plan.saves_gpus else "none"
     return f", because tiers save {saved} of {gpus}"
 
 
@@ -138,7 +126,7 @@ def _worth(plan: Plan, ways: list[Variant]) -> str:
     """State which tiers are worth buying for a full server, and which are not."""
     if not plan.given.tiers:
         return "The plan has no tiers."
-    if refusal(plan):
+    if plan.refused:
         return ""
     currency, one = plan.inputs.price.currency, load_unit(plan, one=True)
     load, gpus = in_words(plan, plan.requested_users), gpus_text(plan, plan.inputs.gpu.count)
@@ -380,7 +368,7 @@ def _traffic(plan: Plan) -> str:
         times = "" if traffic.load == 1 else f", {traffic.load:g} times its load"
         return f"{rate}, as in {traffic.trace}{times}"
     if plan.deployment.basis.trace:
-        return f"{rate} of {traffic.trace}, as from {plan.requested_users:,.0f} users"
+        return f"{rate} of {traffic.trace}, as from {in_words(plan, plan.requested_users)}"
     return f"{in_words(plan, plan.requested_users)}, a query every {seconds_text(traffic.interval_s)} each: {rate}"
 
 

@@ -1,13 +1,17 @@
 """`kvtier plan`: users, capacity, bandwidth, wear, power and cost with and without tiers, and the binding limit."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from kvtier.cli.options import OutputFile, tier_option
+from kvtier.layout import Loss
 from kvtier.tools.options import gpu_option, ignore_option, refuse_beside
 from kvtier.tools.trace.reading import time_unit_option
+
+EVERY_CLASS = "all"
+"""Value of `--loss` without a class."""
 
 
 @click.command()
@@ -58,7 +62,13 @@ from kvtier.tools.trace.reading import time_unit_option
 )
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one input; may be repeated.")
 @click.option("--example", help="Start from an example that ships with kvtier: samsung, or prices (an illustration).")
-@click.option("--loss", is_flag=True, help="Also show what KV with loss (store.loss) would change, and its quality.")
+@click.option(
+    "--loss",
+    metavar="CLASS",
+    is_flag=False,
+    flag_value=EVERY_CLASS,
+    help="Also show what KV with loss (store.loss) would change, and its quality: k8v4, int4, or without a CLASS both.",
+)
 @click.option("--show-inputs", is_flag=True, help="Also print every input in use with its origin, and the sources.")
 @click.option("--report", type=OutputFile("report"), help="Also write an HTML report with charts.")
 @click.option("--picture", type=OutputFile("picture"), help="Also write the charts to a .svg or .png file.")
@@ -79,6 +89,8 @@ def plan(
     Every input has a name, a default and an origin (--show-inputs). Later sources override earlier ones: defaults,
     --example, --file, --probe, options, --set. Without prices, costs are left out.
     """
+    if given["loss"] and not given["model"] and given["loss"] not in (EVERY_CLASS, *get_args(Loss)):
+        given |= {"model": given["loss"], "loss": EVERY_CLASS}  # `--loss MODEL`: the class may be left out
     from kvtier.tools.plan.command_run import list_catalogue, run  # so that help starts quickly
 
     if list_hardware:

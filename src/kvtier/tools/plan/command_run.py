@@ -31,7 +31,7 @@ def run(
     probe: Path | None,
     sets: tuple[str, ...],
     example: str | None,
-    loss: bool,
+    loss: str | None,
     show_inputs: bool,
     report: Path | None,
     picture: Path | None,
@@ -62,7 +62,7 @@ def run(
         if isinstance(note, TraceWarning):
             click.echo(f"kvtier: trace {inputs.traffic.trace}: {note}", err=True)
     texts = {"request": request(result), "verdict": verdict(result), "conclusion": conclusion(result)}
-    classes = class_plans((result.given.need or result.given).deployment) if loss else []
+    classes = class_plans((result.given.need or result.given).deployment, loss) if loss else []
     losses = {"loss": [it._asdict() for it in classes]} if loss else {}
     answer: dict[str, Any] = {**texts, "settings": settings_toml(result), **losses}
     shown = plan_report(result, [loss_table(result, classes)] if loss else [], shows_inputs=show_inputs)

@@ -330,7 +330,9 @@ class Fewest(NamedTuple):
     dp_attention: bool
 
 
-def gpus_for(inputs: Inputs, deployment: Deployment, load: float) -> Fewest | None:
+def gpus_for(
+    inputs: Inputs, deployment: Deployment, load: float, searched: Sequence[tuple[int, bool]]
+) -> Fewest | None:
     """Find the fewest GPUs, in whole copies of any size of one host, that serve `load`; None if no number does.
 
     Each number is checked as a plan of that many GPUs, with the tiers of its hosts. Copies share tiers whose total is
@@ -342,10 +344,11 @@ def gpus_for(inputs: Inputs, deployment: Deployment, load: float) -> Fewest | No
         inputs: the inputs as given, so that totals follow the number of hosts.
         deployment: the same inputs, resolved, with the tiers to count.
         load: requests per second.
+        searched: sizes to try, from `sizes_of_a_host`.
     """
     basis, kept, model = deployment.basis, {it.name for it in deployment.tiers}, deployment.inputs.model
     own = (model.tp, model.dp_attention)
-    sizes = sorted(sizes_of_a_host(inputs, basis), key=lambda it: (it == own, it), reverse=True)
+    sizes = sorted(searched, key=lambda it: (it == own, it), reverse=True)
 
     @cache
     def most(tp: int, dp: bool, copies: int) -> float:  # noqa: FBT001 - a key of the cache

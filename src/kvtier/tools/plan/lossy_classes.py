@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, get_args
 
+from kvtier.errors import ConfigError
 from kvtier.layout import Loss
 from kvtier.report.format import digits
 from kvtier.report.table import Table
 from kvtier.tools.plan.answer import gpus_text, in_words, load_text, load_unit, names_text
+from kvtier.tools.plan.command import EVERY_CLASS
 from kvtier.tools.plan.limits import is_within, life_years, most_users
-from kvtier.tools.plan.needs_report import optional, years_text
+from kvtier.tools.plan.needs_report import optional, size_name, years_text
 from kvtier.tools.plan.plan import Plan
 from kvtier.tools.plan.queueing import operate
 from kvtier.tools.plan.resolve import Deployment, resolve
@@ -38,16 +40,25 @@ class ClassPlan(NamedTuple):
     """Stored bytes of the slowest tier that are enough for the requested load; None if it is beyond the limits."""
 
 
-def class_plans(deployment: Deployment) -> list[ClassPlan]:
-    """Compute a deployment without a class and with each one, at the same size and with the same tiers."""
+def class_plans(deployment: Deployment, loss: str) -> list[ClassPlan]:
+    """Compute a deployment without a class and with `loss`, or with each one, at the same size and with the same tiers.
+
+    Raises:
+        ConfigError: no class has this name.
+    """
+    names = get_args(Loss)
+    if loss not in (EVERY_CLASS, *names):
+        raise ConfigError(f"--loss {loss!r}: no such class; allowed: {', '.join(names)}, or nothing for all")
     model, software, load = deployment.inputs.model, deployment.inputs.software, deployment.workload
     kv = of(deployment.basis.model, dtype=model.kv_dtype, chunk_tokens=software.chunk_tokens)
     # Snapshots of recurrent states stay exact, and are this share of what is written.
     snapshots = load.requests_per_s * software.snapshots * deployment.model.state_bytes
     exact = snapshots / (operate(deployment, load.requests_per_s).new_bytes_per_s or 1)
     plans: list[ClassPlan] = []
-    for loss in get_args(Loss):
-        share = 1 - (1 - kv.stored_share(loss)) * (1 - exact)
+    for name in names:
+        if name != "none" and loss not in (EVERY_CLASS, name):
+            continue
+        share = 1 - (1 - kv.stored_share(name)) * (1 - exact)
         scaled = _scaled(deployment, share) if share < 1 else deployment
         point = operate(scaled, load.requests_per_s)
         written = point.write_bytes_per_s.get("disk")
@@ -55,13 +66,13 @@ def class_plans(deployment: Deployment) -> list[ClassPlan]:
         stored_share = 1 if last == "host" else share
         plans.append(
             ClassPlan(
-                loss=loss,
+                loss=name,
                 share=share,
                 users=most_users(scaled),
                 hit_rate=point.hit_rate,
                 hit_tokens_per_s=point.hit_rate * load.input_tokens * load.requests_per_s,
                 life_years=life_years(scaled, written) if written is not None else None,
-                enough_bytes=enough_bytes(scaled)[last] * stored_share if last else None,
+                enough_bytes=enough_bytes(scaled, [scaled])[last] * stored_share if last else None,
             )
         )
     return plans
@@ -101,7 +112,8 @@ def loss_table(plan: Plan, plans: Sequence[ClassPlan]) -> Table:
         rows,
         numeric=6,
         title=f"KV with loss on {hardware}: most {unit}, and figures for {in_words(plan, plan.requested_users)}",
-        note="A class changes answers. It codes what drives and shared storage keep, and not host memory. KL is the "
+        note=f"The TB are for {size_name(deployment.inputs.model)}. A class changes answers. It codes what drives and "
+        "shared storage keep, and not host memory. KL is the "
         "worst of the records in docs/lossy.md; N is what arithmetic in bf16 changes by itself."
         if any(it.share < 1 for it in plans)
         else "A class codes none of this model's KV in this format, so it changes nothing.",

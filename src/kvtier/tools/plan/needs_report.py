@@ -29,6 +29,7 @@ def needs_table(plan: Plan) -> Table:
     """Build the table of what a buyer needs for the requested load: a column for GPU memory alone, one for each way."""
     inputs, target, used = plan.inputs, plan.inputs.target, plan.inputs.target.gpu_used
     needs = [it.need for it in plan.arms]
+    reuses = inputs.software.gpu_reuse
     names = [it.name for it in plan.given.deployment.tiers if any(it.name in arm.tiers for arm in plan.arms)]
 
     def row(name: str, of: Callable[[Need], str]) -> tuple[str, ...]:
@@ -40,7 +41,9 @@ def needs_table(plan: Plan) -> Table:
 
     def hits(tier: str) -> Iterator[tuple[str, ...]]:
         name = TIER_NAMES[tier]
-        yield row(f"{name}, s that unused KV stays", lambda it: optional(it.point.residence_s.get(tier), digits))
+        keeps = tier != GPU or reuses
+        stays = f"{name}, s that unused KV stays"
+        yield row(stays, lambda it: optional(it.point.residence_s.get(tier) if keeps else None, digits))
         yield row(f"{name}, prompt tokens found", lambda it: optional(it.point.found.get(tier), share_text))
 
     def rows_of(tier: str) -> Iterator[tuple[str, ...]]:
@@ -73,7 +76,10 @@ def needs_table(plan: Plan) -> Table:
             f"GPUs with a reserve ({used:.0%} used)",
             *(_reserve(it) for it in plan.arms),
         ),
-        row("GPU memory, TB as tiers store it", lambda it: _terabytes(it.deployment.gpu_stored_bytes)),
+        row(
+            "GPU memory, TB as tiers store it",
+            lambda it: _terabytes(it.deployment.gpu_stored_bytes) if reuses else NONE,
+        ),
         *hits(GPU),
         *(it for name in names for it in rows_of(name)),
         row("prompt tokens not computed", lambda it: share_text(it.point.hit_rate)),
@@ -124,12 +130,17 @@ def _needs_note(plan: Plan, names: Sequence[str]) -> str:
     notes = {
         "The given hardware where the load fits, else the fewest GPUs; tiers grow with the hosts unless their totals "
         "are given.": True,
-        "The TB that are enough are for the line GPUs, and a size for --tier, with copies of what GPU memory "
-        "holds. More GPUs, such as a reserve, need the TB for KV of their hosts.": names,
+        "The TB that are enough are for the line GPUs at any size of a copy, and a size for --tier"
+        f"{', with copies of what GPU memory holds' * inputs.software.gpu_reuse}. More GPUs, such as a reserve, need "
+        "the TB for KV of their hosts.": names,
+        "With several tiers the slowest is reduced first, and a faster one only if no slower one is needed.": any(
+            len(it.tiers) > 1 for it in plan.arms
+        ),
         "Drives of that size need the rates of the planned ones, and last in proportion to their size.": "disk"
         in names,
         " ".join(slow): slow,
-        "GPU memory is counted as what tiers store of its conversations, with their copies, windows and states.": True,
+        "GPU memory is counted as what tiers store of its conversations, with their copies, windows and "
+        "states.": inputs.software.gpu_reuse,
         "There are fewer drives than hosts, and a host without one has no local drives: give --tier one or more for "
         "each host.": any(
             it and it.life_years and it.deployment.inputs.disk.count < it.deployment.hosts for it in needs

@@ -40,6 +40,8 @@ from kvtier.tools.plan.tier_selection import (
 )
 
 HIT_SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
+_SPARSE = frozenset({"indexer", "compressed"})
+"""Kinds of layers whose KV `connect.vllm.support` refuses, because vLLM gives it another role or a model version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,15 +165,18 @@ class Plan:
     given: Variant
     """The choice of all tiers of the inputs."""
     arms: tuple[Variant, ...]
-    """What to compare for the requested load: GPU memory alone, and each way worth buying.
+    """What to compare for the requested load: GPU memory alone, each way, and then what is worth buying for this load.
 
-    If a reserve needs more than the given GPUs, choices that need fewer or cheaper GPUs with other tiers follow.
+    If no way needs nearly as few GPUs, or as little money, as another choice, that choice follows.
     """
     bought: tuple[Variant, ...]
     """Alternatives worth buying for the requested load, the recommended one first; empty if no tier saves enough.
 
-    They save enough of the GPUs with a reserve, or with all prices enough of the price of that hardware.
+    All choices of tiers compete: these save enough of the GPUs with a reserve, or with all prices enough of the price
+    of that hardware.
     """
+    saves_gpus: bool
+    """Whether any choice of tiers needs fewer GPUs with a reserve than GPU memory alone."""
     chosen: Variant
     """The variant planned for the requested load: the first one worth buying for it.
 
@@ -200,6 +205,16 @@ class Plan:
     def tiered(self) -> Variant:
         """The recommended configuration, with only the tiers that are worth it."""
         return self.ways[0]
+
+    @property
+    def refused(self) -> str:
+        """Why kvtier refuses the model, or its engines, on the planned GPUs; empty if it does not."""
+        deployment = self.chosen.need.deployment if self.chosen.need else self.deployment
+        if deployment.server_gpus > deployment.inputs.host.gpus:
+            return "kvtier refuses engines of several nodes"
+        if any(it.kind in _SPARSE for it, _ in deployment.basis.model.runs):
+            return "kvtier's vLLM connector does not support sparse attention such as sparse MLA yet"
+        return ""
 
     @property
     def serves_any(self) -> bool:
@@ -253,39 +268,34 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
     Raises:
         ConfigError: an input is unknown, not allowed, or contradicts another.
     """
-    found = choices(list(deployments(inputs, basis)))
+    sizes = list(deployments(inputs, basis))
+    found = choices(sizes)
     prices, prices_load = user_prices(found), False
     worth = worth_buying(found, prices)
-    variants = {it.tiers: _variant(inputs, it) for it in (found[0], *worth, found[-1])}
+    searched = sizes_of_a_host(inputs, sizes[0].basis)  # a plan that names fewer tiers searches the same
+    every = [_variant(inputs, it, sizes, searched) for it in found]
+    variants = {it.tiers: it for it in every}
     alone, given = variants[()], variants[found[-1].tiers]
-    others: list[Variant] = []
-    if not any(variants[it.tiers].reserve_gpus <= inputs.gpu.count for it in worth):
-        every = [variants.get(it.tiers) or _variant(inputs, it) for it in found]
-        variants |= {it.tiers: it for it in every}
-        for_load = {it.tiers: it.reserve.user_price for it in every if it.reserve and it.reserve.user_price is not None}
-        fits = any(variants[it.tiers].need_gpus <= inputs.gpu.count for it in worth)
-        if prices and for_load and not fits:
-            prices, prices_load, worth = for_load, True, worth_buying(found, for_load, for_load=True)
-            if worth == [found[0]]:  # compare with the cheapest one
-                others = sorted((it for it in every if it.tiers in prices), key=lambda it: prices[it.tiers])
-                others = [it for it in others if it.tiers][:1]
-        else:
-            amounts = _amounts(every, by_price=bool(prices))
-            others = [it for it in _better([variants[it.tiers] for it in worth], every, amounts) if it.tiers]
-        shown = (alone, *(variants[it.tiers] for it in worth), *others)
-        if not any(it.need_gpus <= inputs.gpu.count for it in shown):
-            fitting = [it.tiers for it in every if it.need_gpus <= inputs.gpu.count]
-            others += [variants[it] for it in smallest(fitting)]  # too little gain to buy, but the load fits
-    ways = [variants[it.tiers] for it in worth]
-    tiered, kept = ways[0], ways[0].deployment
-    arms = [alone, *(it for it in ways if it.tiers), *others]
-    amounts = _amounts(arms, by_price=bool(prices))
+    for_load = {it.tiers: it.reserve.user_price for it in every if it.reserve and it.reserve.user_price is not None}
+    fits = any(variants[it.tiers].need_gpus <= inputs.gpu.count for it in worth)
+    if prices and for_load and not fits:
+        prices, prices_load, worth = for_load, True, worth_buying(found, for_load, for_load=True)
+    ways, amounts = [variants[it.tiers] for it in worth], _amounts(every, by_price=bool(prices))
     saved = saving(amounts)
-    bought = sorted((it for it in arms if it.tiers in saved), key=lambda it: (amounts[it.tiers], it.need_gpus))
+    others = {*saved, *_better(ways, amounts, LEAST_GAIN if any(it.cost for it in found) else 1.0)}
+    if prices_load and ways == [alone]:  # compare with the cheapest one
+        others = {*sorted(filter(None, prices), key=prices.__getitem__)[:1]}
+    if not any(it.need_gpus <= inputs.gpu.count for it in (alone, *ways, *(variants[it] for it in others))):
+        others |= {*smallest([it.tiers for it in every if it.need_gpus <= inputs.gpu.count])}  # the load fits
+    tiered, kept = ways[0], ways[0].deployment
+    others -= {(), *(it.tiers for it in ways)}
+    arms = [alone, *(it for it in ways if it.tiers), *(it for it in every if it.tiers in others)]
+    bought = sorted((variants[it] for it in saved), key=lambda it: (amounts[it.tiers], it.need_gpus, it not in ways))
     fits = any(it.need_gpus <= inputs.gpu.count for it in arms)
     chosen = min(bought[:1] or (ways if fits else [alone]), key=lambda it: it.need_gpus)
     at_load, point = (chosen.need.deployment, chosen.need.point) if chosen.need else (kept, tiered.point)
-    shares = sorted({*HIT_SHARES, kept.inputs.target.hit_share})
+    enough = chosen.need.enough_bytes if chosen.need else enough_bytes(kept, [kept])
+    shares = sorted({*HIT_SHARES, kept.inputs.target.hit_share}) if kept.workload.has_returns else []
     return Plan(
         choices=tuple(found),
         alone=alone,
@@ -293,13 +303,14 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
         given=given,
         arms=tuple(arms),
         bought=tuple(bought),
+        saves_gpus=min(it.reserve_gpus for it in every) < alone.reserve_gpus,
         chosen=chosen,
         grown_gpus=_grown_gpus(inputs, given, min(it.need_gpus for it in arms)),
         user_prices=prices,
         prices_load=prices_load,
         tiers=tuple(_tiers(given, found, worth[0], prices)),
         capacities=tuple(capacity(at_load, share) for share in shares),
-        drives=drive_load(at_load, point) if "disk" in chosen.tiers else None,
+        drives=drive_load(at_load, point, enough["disk"]) if "disk" in chosen.tiers else None,
         break_evens=tuple(break_evens(given.deployment)),
         used=used_shares(kept, operate(kept, kept.workload.requests_per_s)),
         sensitivities=tuple(sensitivities(inputs, kept)) if with_sensitivities else (),
@@ -312,7 +323,8 @@ def _grown_gpus(inputs: Inputs, given: Variant, least: float) -> int | None:
     if least <= deployment.hosts * deployment.inputs.host.gpus or not given_totals(inputs):
         return None
     grown = of_each_host(inputs, deployment.hosts)
-    found = gpus_for(grown, deployment, deployment.workload.requests_per_s)
+    searched = sizes_of_a_host(grown, deployment.basis)
+    found = gpus_for(grown, deployment, deployment.workload.requests_per_s, searched)
     return found.gpus if found is not None and found.gpus < least else None
 
 
@@ -323,27 +335,32 @@ def _amounts(arms: Sequence[Variant], *, by_price: bool) -> dict[tuple[str, ...]
     return {it.tiers: (it.reserve.user_price if it.reserve else None) or math.inf for it in arms}
 
 
-def _better(ways: list[Variant], every: list[Variant], amounts: Mapping[tuple[str, ...], float]) -> list[Variant]:
+def _better(ways: Sequence[Variant], amounts: Mapping[tuple[str, ...], float], gain: float) -> list[tuple[str, ...]]:
     """Find the smallest choices among those with the least of `amounts`, if no way has nearly as little.
 
-    If the given GPUs serve no user, no way is recommended, and even one GPU fewer counts.
+    Args:
+        ways: what is worth buying for a full server.
+        amounts: what each choice of tiers needs.
+        gain: a ratio that counts. If the given GPUs serve no user, no way is recommended, and even one GPU fewer does.
     """
-    gain = LEAST_GAIN if any(it.choice.cost for it in every) else 1.0
     least = min(amounts.values())
     if math.isinf(least) or any(amounts[it.tiers] <= least * gain for it in ways):
         return []
-    enough = smallest([tiers for tiers, amount in amounts.items() if amount == least])
-    return [it for it in every if it.tiers in enough]
+    return smallest([tiers for tiers, amount in amounts.items() if amount == least])
 
 
-def _variant(inputs: Inputs, choice: Choice) -> Variant:
+def _variant(
+    inputs: Inputs, choice: Choice, sizes: Sequence[Deployment], searched: Sequence[tuple[int, bool]]
+) -> Variant:
     deployment = choice.deployment
     requested = deployment.workload.requests_per_s
     top, most = ceiling(deployment), throughput(deployment)
     served = min(requested, most)
     point = operate(deployment, served)
-    least = gpus_for(inputs, deployment, requested)
-    need = _need(inputs, choice, top.binding.users, least.gpus if least else None)
+    least = gpus_for(inputs, deployment, requested, searched)
+    if not is_served(in_users(deployment, requested), top.binding.users):
+        sizes = _sizes_of(inputs, deployment, least.gpus, searched) if least else []
+    need = _need(choice, sizes, requested) if sizes else None
     return Variant(
         choice=choice,
         ceiling=top,
@@ -353,19 +370,19 @@ def _variant(inputs: Inputs, choice: Choice) -> Variant:
         ttft_s=point.ttft_s if served == requested else math.inf,
         output_tokens_per_s=served * deployment.workload.answer_tokens,
         gpus_least=least.gpus if least else None,
-        reserve=_reserve(inputs, choice, need) if need else None,
+        reserve=_reserve(inputs, choice, need, searched) if need else None,
         need=need,
         cost=cost(deployment, point),
     )
 
 
-def _reserve(inputs: Inputs, choice: Choice, need: Need) -> Machine | None:
+def _reserve(inputs: Inputs, choice: Choice, need: Need, searched: Sequence[tuple[int, bool]]) -> Machine | None:
     """Find hardware on which the requested load is `target.gpu_used` of the most users, at least that of the need."""
     deployment, requested = need.deployment, need.point.requests_per_s
     load = requested / inputs.target.gpu_used
     if is_served(in_users(deployment, load), need.users):
         return need
-    found = gpus_for(inputs, deployment, load)
+    found = gpus_for(inputs, deployment, load, searched)
     if found is None:
         return None
     size = {"gpu.count": found.gpus, "model.tp": found.tp, "model.dp_attention": found.dp_attention}
@@ -378,32 +395,37 @@ def _costs(deployment: Deployment, point: OperatingPoint) -> dict[str, Any]:
     has_drives = any(it.name == "disk" for it in deployment.tiers)
     years = life_years(deployment, point.write_bytes_per_s["disk"]) if has_drives else None
     at_load = cost(deployment, point, life_years=years)
-    total = None if at_load.missing else at_load.total
+    total, users = None if at_load.missing else at_load.total, in_users(deployment, point.requests_per_s)
     return {
         "deployment": deployment,
         "point": point,
         "cost": at_load,
-        "user_price": None if total is None else total / in_users(deployment, point.requests_per_s),
+        "user_price": None if total is None else total / (deployment.workload.counted(users) or users),
         "life_years": years,
         "price": None if at_load.missing else at_load.bought,
     }
 
 
-def _need(inputs: Inputs, choice: Choice, users: float, gpus: int | None) -> Need | None:
-    """Find hardware for the requested load: the given hardware if it serves that load, or else `gpus` GPUs."""
-    deployment, requested = choice.deployment, choice.deployment.workload.requests_per_s
-    if not is_served(in_users(deployment, requested), users):
-        if gpus is None:
-            return None
-        changed = inputs.change({"gpu.count": gpus}, "the GPUs for the requested load")
-        searched = sizes_of_a_host(inputs, deployment.basis)  # a plan that names these tiers searches the same
-        sizes = [it.only(choice.tiers) for it in deployments(changed, deployment.basis)]
-        sizes = [it for it in sizes if (it.inputs.model.tp, it.inputs.model.dp_attention) in searched]
+def _sizes_of(
+    inputs: Inputs, deployment: Deployment, gpus: int, searched: Sequence[tuple[int, bool]]
+) -> list[Deployment]:
+    """List the deployments of that many GPUs at each size of `searched`."""
+    changed = inputs.change({"gpu.count": gpus}, "the GPUs for the requested load")
+    found = deployments(changed, deployment.basis)
+    return [it for it in found if (it.inputs.model.tp, it.inputs.model.dp_attention) in searched]
+
+
+def _need(choice: Choice, sizes: Sequence[Deployment], requested: float) -> Need:
+    """Describe the hardware for the requested load, at the best of its sizes."""
+    sizes = [it.only(choice.tiers) for it in sizes]
+    if sizes[0].inputs.gpu.count == choice.deployment.inputs.gpu.count:
+        deployment, users = choice.deployment, choice.users
+    else:
         found = [most_users(it) for it in sizes]
         deployment = best(sizes, found)
         users = found[sizes.index(deployment)]
     costs = _costs(deployment, operate(deployment, requested))
-    return Need(users=users, enough_bytes=enough_bytes(deployment), **costs)
+    return Need(users=users, enough_bytes=enough_bytes(deployment, sizes), **costs)
 
 
 def _tiers(
@@ -442,6 +464,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "users_without_tiers": plan.alone.users,
         "users_with_all_tiers": plan.given.users,
         "is_overloaded": plan.is_overloaded,
+        "refused": plan.refused or None,
         "gpus_if_totals_grow": plan.grown_gpus,
         "choices": [
             {
@@ -451,8 +474,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
                 "drive_life_years": it.life_years,
                 "price": it.price,
                 "user_price": it.user_price,
-                "is_worth_buying": it in [way.choice for way in plan.ways],
-                "is_worth_buying_for_load": it in [each.choice for each in plan.bought],
+                "is_worth_buying": not plan.refused and it in [way.choice for way in plan.ways],
+                "is_worth_buying_for_load": not plan.refused and it in [each.choice for each in plan.bought],
             }
             for it in plan.choices
         ],
@@ -483,7 +506,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "tiered": _variant_json(plan.tiered),
         "next": plan.tiered.ceiling.next.name if plan.tiered.ceiling.next else None,
         "used": plan.used,
-        "tiers": [asdict(it) for it in plan.tiers],
+        "tiers": [
+            {**asdict(it), "worth_it": it.worth_it and (it.name == GPU or not plan.refused)} for it in plan.tiers
+        ],
         "capacities": [asdict(it) for it in plan.capacities],
         "drives": asdict(plan.drives) if plan.drives else None,
         "break_evens": [asdict(it) for it in plan.break_evens],

@@ -238,6 +238,7 @@ def _residences(deployment: Deployment, requests_per_s: float) -> dict[str, floa
     load = deployment.workload
     # Users stay with their replica, so GPU memories add up; each has its own copy of the common prefix.
     held = deployment.replicas * max(deployment.gpu_tokens - load.prefix_tokens, 0.0)
+    held *= deployment.inputs.software.gpu_reuse
     found = {GPU: load.curve.residence(held, requests_per_s)}
     for tier in deployment.tiers:
         held = max(tier.capacity_bytes - load.prefix_tokens * deployment.model.token_bytes, 0.0)
@@ -296,8 +297,6 @@ def _request_classes(
     reached = 0.0
     rest = later
     for place, seconds in residence_s.items():
-        if place == GPU and not gpu_reuse:
-            continue
         gain = max(load.curve.found_within(seconds) - reached, 0.0) * kept.get(place, 1.0)
         share = later * gain
         reached += gain

@@ -26,7 +26,6 @@ from kvtier.tools.plan.answer import (
     load_text,
     load_unit,
     names_text,
-    refusal,
     request,
     verdict,
     with_energy,
@@ -105,7 +104,8 @@ def tables(plan: Plan) -> Iterator[Table]:
         yield _gains(plan)
     if plan.drives is not None:
         yield drives_table(plan, plan.drives)
-    yield _capacities(plan)
+    if plan.capacities:
+        yield _capacities(plan)
     yield _limits(plan)
     if plan.break_evens:
         yield _break_evens(plan)
@@ -132,7 +132,7 @@ def _choices(plan: Plan) -> Table:
             names_text(it.tiers),
             load_text(plan, it.users),
             optional(it.life_years, years_text),
-            ("or this" if ways.index(it.tiers) else "this") if it.tiers in ways and not refusal(plan) else "",
+            ("or this" if ways.index(it.tiers) else "this") if it.tiers in ways and not plan.refused else "",
             optional(it.price, digits),
             optional(plan.user_prices.get(it.tiers), digits),
         )[: len(columns)]
@@ -163,7 +163,7 @@ def _choices(plan: Plan) -> Table:
 def _marks(plan: Plan) -> str:
     """State which choices the table marks as worth buying, or why it marks none."""
     unit, one, by_price = load_unit(plan), load_unit(plan, one=True), bool(plan.user_prices)
-    if why := refusal(plan):
+    if why := plan.refused:
         return f"No row is marked, because {why}."
     near = f"{LEAST_GAIN - 1:.0%} of the {f'least per {one}' if by_price else f'most {unit}'}"
     if not plan.ways[0].tiers:
@@ -251,10 +251,12 @@ def _capacities(plan: Plan) -> Table:
     deployment = plan.chosen.need.deployment if plan.chosen.need else plan.deployment
     tokens = deployment.workload.session_tokens
     stored, held = deployment.model.stored_bytes(tokens), deployment.model.gpu_bytes(tokens)
+    reuses = plan.inputs.software.gpu_reuse
     kept = "GPU memory keeps a part of it, so this is no size to buy. Reads are as if it had no hits. "
     counted = (
         f" KV is as {'tiers store' if deployment.tiers else 'GPU memory holds'} it: a conversation takes "
-        f"{bytes_text(stored)} in tiers and, between its queries, {bytes_text(held)} in GPU memory."
+        f"{bytes_text(stored)} in tiers"
+        + (f" and, between its queries, {bytes_text(held)} in GPU memory." if reuses else ".")
     )
     rows = [
         (
@@ -273,7 +275,7 @@ def _capacities(plan: Plan) -> Table:
         rows,
         numeric=6,
         title=f"KV for a share of the possible hits, at {in_words(plan, plan.requested_users)}",
-        note=f"{kept if plan.inputs.software.gpu_reuse else ''}The hit rate counts the shared system prompt of every "
+        note=f"{kept if reuses else ''}The hit rate counts the shared system prompt of every "
         "query, the reads only that of hits."
         f"{'' if math.isclose(stored, held, rel_tol=0.01) else counted}",
     )

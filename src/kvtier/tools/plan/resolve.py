@@ -206,7 +206,8 @@ def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployme
     experts = Experts(
         inputs.model.experts or basis.experts.routed, inputs.model.experts_per_token or basis.experts.used
     )
-    refused, remedy, fits = "", "", False
+    refused, fits = "", False
+    remedy: list[str] = []
     for tp, dp in _sizes(inputs, experts):
         if fits and tp > inputs.host.gpus:
             return
@@ -227,7 +228,28 @@ def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployme
         elif not (dp and refused):  # data-parallel attention needs more memory per GPU
             refused, remedy = why, _remedy(deployment, named=bool(given))
     if not fits:
-        raise ConfigError(f"{refused}; allowed: {remedy}")
+        remedy[1:1] = _more_gpus(as_given, load, experts, basis)
+        raise ConfigError(f"{refused}; allowed: {', '.join(remedy)}")
+
+
+def _more_gpus(as_given: Inputs, load: Workload, experts: Experts, basis: Basis) -> list[str]:
+    """Name the fewest GPUs of one host, or of whole hosts, that hold the model; a given size is not changed."""
+    host = as_given.host.gpus
+    if as_given.model.tp:
+        return []
+    for count in (*range(1, host), *range(host, TP_MAX + 1, host)):
+        inputs = _completed(as_given.change({"gpu.count": count}), count, basis.model)[0]
+        for tp, dp in _sizes(inputs, experts):
+            if tp == count:
+                sized = _with_exchange(inputs.change({"model.tp": tp, "model.dp_attention": dp}, SEARCHED))[0]
+                try:
+                    found = _deployment(sized, _model_cost(sized, basis), load, experts, basis, ())
+                except ConfigError:  # this number of ranks cannot share the heads
+                    continue
+                if not _does_not_fit(found, named=False):
+                    far = " in engines of several nodes, which kvtier refuses" if count > host else ""
+                    return [f"at least {count} GPUs (--gpu){far}"]
+    return []
 
 
 def _sizes(inputs: Inputs, experts: Experts) -> Iterator[tuple[int, bool]]:
@@ -342,7 +364,7 @@ def _does_not_fit(deployment: Deployment, *, named: bool) -> str:
     )
 
 
-def _remedy(deployment: Deployment, *, named: bool) -> str:
+def _remedy(deployment: Deployment, *, named: bool) -> list[str]:
     """Name the options that make room for the model and its longest conversation."""
     inputs, options = deployment.inputs, ["larger GPUs (--gpu)"]
     gpu, weight, most = inputs.gpu, WEIGHT_BYTES[inputs.model.weights], max(inputs.host.gpus, inputs.gpu.count)
@@ -350,8 +372,6 @@ def _remedy(deployment: Deployment, *, named: bool) -> str:
     room, room_now = most * room_each, (inputs.model.tp if named else inputs.gpu.count) * room_each
     if named and inputs.model.tp < inputs.host.gpus:
         options.append("a larger --tp")
-    elif inputs.gpu.count < inputs.host.gpus and room > 1:
-        options.append(f"up to {inputs.host.gpus} GPUs (--gpu)")
     smaller = [it for it, size in WEIGHT_BYTES.items() if size < weight and size < weight * room]
     more = "a larger --tp" if named else f"up to {most} GPUs"
     for beside, fits in (("", True), (f" with {more}", False)):
@@ -359,7 +379,7 @@ def _remedy(deployment: Deployment, *, named: bool) -> str:
         options += [f"--weights {' or '.join(formats)}{beside}"] if formats else []
     if deployment.kv_bytes > 0:
         options.append("shorter conversations (--history, --turns) or a smaller --dtype")
-    return ", ".join(options)
+    return options
 
 
 def _completed(inputs: Inputs, used_gpus: int, found: size.Model) -> tuple[Inputs, tuple[tuple[str, str, str], ...]]:

@@ -7,7 +7,7 @@ share. Paths are examples.
 from collections.abc import Collection, Iterator
 
 from kvtier.report.format import bytes_text, counted
-from kvtier.tools.plan.answer import in_words, load_text, refusal, shown_load, size_text
+from kvtier.tools.plan.answer import in_words, load_text, shown_load, size_text
 from kvtier.tools.plan.limits import is_served
 from kvtier.tools.plan.plan import Plan
 from kvtier.tools.plan.resolve import Deployment
@@ -30,7 +30,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     engines = "the engine" if replicas == 1 else f"each of {replicas:,} engines"
     yield f"# kvtier settings of {engines} ({size_text(deployment)})"
     if deployment.server_gpus > inputs.host.gpus:
-        yield f"# none: {refusal(plan)}"
+        yield f"# none: {plan.refused}"
         return
     if inputs.model.dp_attention:
         local = f"--data-parallel-size-local {min(inputs.model.tp, inputs.host.gpus)}"
@@ -86,7 +86,7 @@ def _budget(plan: Plan, drives: DriveLoad, deployment: Deployment) -> Iterator[s
 
 
 def _remarks(plan: Plan) -> Iterator[str]:
-    if why := refusal(plan):
+    if why := plan.refused:
         yield f"# {why}: for when it does"
     if not plan.chosen.tiers:
         yield f"# no tier is worth buying for {in_words(plan, plan.requested_users)}"

@@ -1,7 +1,7 @@
 """Compute what a load demands of tiers: capacity, reads and writes, and the time and life of drives."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -69,7 +69,7 @@ class DriveLoad:
 def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
     """Compute the capacity and reads that a share of the possible hits needs at the requested load."""
     load, model = deployment.workload, deployment.model
-    residence_s = load.curve.residence_for(hit_share)
+    residence_s = load.curve.residence_for(hit_share) if load.has_returns else 0.0
     tokens = load.curve.tokens_held(residence_s, load.requests_per_s) + load.prefix_tokens
     size = tokens * model.gpu_bytes(load.session_tokens) / load.session_tokens
     if deployment.tiers:
@@ -90,35 +90,53 @@ def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
     )
 
 
-def enough_bytes(deployment: Deployment) -> dict[str, float]:
-    """Find the capacity of each tier with which the requested load stays within the limits; the slowest tier shrinks.
+def enough_bytes(deployment: Deployment, sizes: Sequence[Deployment]) -> dict[str, float]:
+    """Find the least capacity of each tier with which the GPUs serve the requested load, at any of the sizes.
 
+    Tiers are reduced one after the other, the slowest first; the next one only if the load needs none of the slower.
     Tiers are inclusive, so this is a whole size: it has copies of what GPU memory and faster tiers hold. Drives are
     counted before they are filled to `disk.filled`, with the rates that they have in the deployment.
+
+    Args:
+        deployment: the GPUs and tiers, at a size that serves the load if any does.
+        sizes: the same hardware at each size that the plan searched.
     """
-    filled = {"disk": deployment.inputs.disk.filled}
+    requested, filled = deployment.workload.requests_per_s, {"disk": deployment.inputs.disk.filled}
     found = {it.name: it.capacity_bytes / filled.get(it.name, 1.0) for it in deployment.tiers}
-    if not found:
-        return found
-    *others, last = deployment.tiers
 
-    def serves(capacity_bytes: float) -> bool:
-        kept = (replace(last, capacity_bytes=capacity_bytes),) if capacity_bytes else ()
-        return is_within(replace(deployment, tiers=(*others, *kept)), deployment.workload.requests_per_s)
+    def serves(it: Deployment, place: int, capacity_bytes: float) -> bool:
+        kept = (replace(it.tiers[place], capacity_bytes=capacity_bytes),) if capacity_bytes else ()
+        return is_within(replace(it, tiers=(*it.tiers[:place], *kept)), requested)
 
-    low, high = 0.0, last.capacity_bytes
-    if serves(low):
-        return found | {last.name: 0.0}
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if serves(middle) else (middle, high)
-    high /= filled.get(last.name, 1.0)
-    step = 10.0 ** (math.floor(math.log10(high)) + 1 - _FIGURES)
-    return found | {last.name: math.ceil(high / step) * step}
+    for place, tier in reversed([*enumerate(deployment.tiers)]):
+        least = tier.capacity_bytes
+        for it in (deployment, *(size for size in sizes if size is not deployment)):
+            if serves(it, place, 0.0):
+                least = 0.0
+                break
+            low, high = 0.0, least
+            if it is not deployment and not serves(it, place, least * (1 - 0.1**_FIGURES)):
+                continue  # no smaller than what another size needs
+            for _ in range(_HALVINGS):
+                middle = (low + high) / 2
+                low, high = (low, middle) if serves(it, place, middle) else (middle, high)
+            least = high
+        if least:
+            least /= filled.get(tier.name, 1.0)
+            step = 10.0 ** (math.floor(math.log10(least)) + 1 - _FIGURES)
+            return found | {tier.name: math.ceil(least / step) * step}
+        found[tier.name] = 0.0
+    return found
 
 
-def drive_load(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
-    """Compute the load on the drives at one operating point, and the write policy with which they last."""
+def drive_load(deployment: Deployment, point: OperatingPoint, enough_bytes: float) -> DriveLoad:
+    """Compute the load on the drives at one operating point, and the write policy with which they last.
+
+    Args:
+        deployment: the hardware, with drives.
+        point: its operating point.
+        enough_bytes: capacity of drives that is enough for that load.
+    """
     inputs = deployment.inputs
     disk, software, target = inputs.disk, inputs.software, inputs.target
     policy: Literal["through", "selective", "budget"]
@@ -155,7 +173,7 @@ def drive_load(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
         write_policy=policy,
         write_share=share,
         users=users,
-        drives_for_capacity=max(math.ceil(enough_bytes(deployment)["disk"] / disk.capacity_bytes), 1),
+        drives_for_capacity=max(math.ceil(enough_bytes / disk.capacity_bytes), 1),
         drives_for_bandwidth=max(math.ceil(time_used - 1e-9), 1),
         drives_for_life=max(math.ceil(disk.count * target.life_years / years - 1e-9), 1),
     )

@@ -178,7 +178,7 @@ def smallest(found: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def why_not(deployment: Deployment, name: str) -> str:
     """Explain why the tier `name` brings nothing beside the others of `deployment` at the most users they serve."""
     load, names = deployment.workload, [it.name for it in deployment.tiers]
-    most, place = highest_load(deployment), names.index(name)
+    most, place, gpu_reuse = highest_load(deployment), names.index(name), deployment.inputs.software.gpu_reuse
     tier = deployment.tiers[place]
     holds = (
         f"{TIER_NAMES[tier.name]} hold{'' if tier.name == 'disk' else 's'} {decimal(tier.capacity_bytes)}, less than"
@@ -186,10 +186,15 @@ def why_not(deployment: Deployment, name: str) -> str:
     above, above_bytes = (
         (names[place - 1], deployment.tiers[place - 1].capacity_bytes)
         if place
-        else (GPU, deployment.gpu_stored_bytes * deployment.inputs.software.gpu_reuse)
+        else (GPU, deployment.gpu_stored_bytes * gpu_reuse)
     )
     if not load.reuse:
         return "no prompt repeats tokens of an earlier one"
+    holder, held_bytes = (GPU, deployment.gpu_stored_bytes) if gpu_reuse else (above, above_bytes)
+    if not load.has_returns:
+        is_held = held_bytes >= deployment.model.stored_bytes(load.prefix_tokens)
+        held = f", and {TIER_NAMES[holder]} hold{'s' * (holder != 'disk')} it" * is_held
+        return f"only the system prompt repeats{held}"
     if not load.is_any(most * load.interval_s):
         return "no load is within the limits, with it or without"
     if tier.capacity_bytes < deployment.model.stored_bytes(load.session_tokens):
@@ -218,7 +223,7 @@ def why_not(deployment: Deployment, name: str) -> str:
 def pays_from(deployment: Deployment, name: str) -> float | None:
     """Estimate the shortest interval between two queries at which the tier `name` brings users beside the others."""
     load, inputs = deployment.workload, deployment.inputs
-    if not load.has_users or not load.reuse:
+    if not load.has_users or not load.has_returns:
         return None
     near, names = 0.0, {it.name for it in deployment.tiers}
 

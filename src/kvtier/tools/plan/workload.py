@@ -138,6 +138,11 @@ class Workload:
         later = (1 - self.first_share) * self.reusable_tokens
         return (self.first_share * self.prefix_tokens + later) / self.input_tokens
 
+    @property
+    def has_returns(self) -> bool:
+        """Whether requests reuse more than the system prompt, which GPU memory or the fastest tier always has."""
+        return self.first_share < 1 and self.reusable_tokens > self.prefix_tokens
+
     def counted(self, load: float) -> float:
         """Round a load as people count it: to whole users. Queries per second stay as they are."""
         return float(math.floor(load + 1e-6)) if self.has_users and math.isfinite(load) else load
