@@ -81,6 +81,8 @@ class DirectoryTier(FileTier):
         TierError: the storage failed while the tier was opened.
     """
 
+    takes_batches = True
+
     def __init__(
         self,
         root: str | Path,
