@@ -68,7 +68,7 @@ class ByteCap:
         self._effective_cap = effective_cap
         self._cap_file = cap_file
         self._index = index
-        self._temp_files = TempFiles(paths.temp_files)
+        self._temp_files = TempFiles(paths)
         self._on_replaced = on_replaced
         self._undeleted: list[TempFile] = []  # their removal failed and is retried
         self._is_replaced = False
@@ -232,7 +232,8 @@ class ByteCap:
             if self._is_replaced:
                 self._on_replaced()
                 self._is_replaced = False
-            yield
+            with self._paths.kept():
+                yield
 
     # The methods below run under the lock.
 
