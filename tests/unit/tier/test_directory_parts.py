@@ -118,7 +118,7 @@ def test_what_is_being_written_is_not_visible_and_keeps_its_room(tier):
     assert list(tier.scan()) == []
     assert not tier.write(object_name(1), frame_of(1))  # nothing to evict: dropped, not waited for
     assert tier.write(object_name(2), frame_of(2, BLOCK_BYTES))
-    tier._byte_cap.discard(draft)
+    tier._byte_cap.discard([draft])
     os.close(draft.descriptor)
     assert tier.used_bytes == BLOCK_BYTES
     assert tier.write(object_name(1), frame_of(1))
@@ -130,7 +130,7 @@ def test_a_draft_that_could_not_be_removed_is_removed_later(tmp_path, open_direc
     draft = tier._byte_cap.reserve(BLOCK_BYTES, direct_io=False)
     os.close(draft.descriptor)
     with tier._cap_file.locked():
-        tier._byte_cap.discard(draft)
+        tier._byte_cap.discard([draft])
     assert tier.used_bytes == BLOCK_BYTES
     assert tier.write(object_name(1), frame_of(1))
     assert tier.used_bytes == 2 * BLOCK_BYTES

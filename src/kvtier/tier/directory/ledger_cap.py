@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from kvtier.errors import TierError
@@ -33,6 +33,8 @@ _EXAMINED_MAX = 64
 """Maximum number of victims examined per hold of the lock. Other processes get it in between."""
 _EVICTED_MAX = 16
 """Maximum number of files removed per hold of the lock."""
+_TOGETHER_MAX = 64
+"""Maximum number of files removed per hold of the lock for a batch."""
 _UNLINK_FAILURES_MAX = 8
 _FOREIGN_SHARE = 16
 """The directory is walked when objects missing from the index take more than 1/16 of the cap."""
@@ -72,6 +74,10 @@ class ByteCap:
         self._on_replaced = on_replaced
         self._undeleted: list[TempFile] = []  # their removal failed and is retried
         self._is_replaced = False
+        self._holder = 0
+        """The thread that is in `together`, or 0."""
+        self._together_stop = 0
+        """Number of evictions at which that thread should leave the lock to others."""
         self._walking = threading.Lock()
         self._walk_again_s = self._count_again_s = 0.0
         self.evictions = 0
@@ -101,14 +107,36 @@ class ByteCap:
                 if not has_victims:
                     return  # the rest is being written or not indexed; a write will recount
 
-    def reserve(self, charge: int, *, direct_io: bool) -> TempFile | None:
-        """Return a temporary file with `charge` bytes reserved; None if there is no space.
+    @contextmanager
+    def together(self, charge: int = 0) -> Generator[None]:
+        """Hold the lock for the calls of a `with` block of this thread, which together reserve `charge` bytes.
 
         Raises:
             TierError: the lock is not free.
             OSError: the file system fails.
         """
-        self._index_foreign_objects(charge)
+        self.index_foreign_objects(charge)
+        with self._locked():
+            self._holder, self._together_stop = threading.get_ident(), self.evictions + _TOGETHER_MAX
+            try:
+                yield
+            finally:
+                self._holder = 0
+
+    def reserve(self, charge: int, *, direct_io: bool) -> TempFile | None:
+        """Return a temporary file with `charge` bytes reserved; None if there is no space.
+
+        In `together`, None may also mean that the space is not found quickly.
+
+        Raises:
+            TierError: the lock is not free.
+            OSError: the file system fails.
+        """
+        is_together = self._holder == threading.get_ident()
+        if is_together and self.evictions >= self._together_stop:
+            return None
+        if not is_together:
+            self.index_foreign_objects(charge)
         end_s = time.monotonic() + self._cap_file.deadline_s
         while True:
             with self._locked():
@@ -123,7 +151,9 @@ class ByteCap:
                     return draft
                 if used_bytes <= target_bytes:
                     return self._create(used_bytes, charge, direct_io=direct_io)
-                if has_victims:
+                if is_together:
+                    may_go_on = False
+                elif has_victims:
                     may_go_on = most > 1 and time.monotonic() < end_s
                 else:  # other processes wrote the rest, or a crash left too high a count
                     may_go_on = self._may_recount()
@@ -153,18 +183,21 @@ class ByteCap:
             held = there or written
             self._index.add(name, held.st_size, held.st_mtime_ns, about)
 
-    def discard(self, draft: TempFile, error: BaseException | None = None) -> None:
-        """Remove a temporary file and release its bytes, now or under the next lock. Raises nothing.
+    def discard(self, drafts: Iterable[TempFile], error: BaseException | None = None) -> None:
+        """Remove temporary files and release their bytes, now or under the next lock. Raises nothing.
 
         If `error` is ENOSPC or EDQUOT, the bytes now in use become the cap.
         """
+        left = list(drafts)
         try:
             with self._locked():
-                self._release(self._temp_files.remove(draft))
+                while left:
+                    self._release(self._temp_files.remove(left[-1]))
+                    left.pop()
                 if is_full_error(error):
                     self._effective_cap.record_full(self._cap_file.read() or self._cap_file.peek(), error)
         except (TierError, OSError):
-            self._undeleted.append(draft)
+            self._undeleted += left
 
     def remove(self, name: ObjectName) -> None:
         """Remove the object's file, if it exists."""
@@ -183,7 +216,7 @@ class ByteCap:
         with suppress(TierError, OSError), self._locked():
             self._retry_removal()
 
-    def _index_foreign_objects(self, charge: int) -> None:
+    def index_foreign_objects(self, charge: int) -> None:
         """Index other processes' objects if space is needed and they take much of it. Else only ours would be evicted.
 
         This needs no lock, because changes during the walk are detected on use.
@@ -227,6 +260,9 @@ class ByteCap:
 
     @contextmanager
     def _locked(self) -> Generator[None]:
+        if self._holder == threading.get_ident():
+            yield
+            return
         with self._cap_file.locked() as is_replaced:
             self._is_replaced |= is_replaced
             if self._is_replaced:
