@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from kvtier.errors import TierError
 from kvtier.tier.base import About
@@ -115,7 +115,7 @@ class ByteCap:
             TierError: the lock is not free.
             OSError: the file system fails.
         """
-        self.index_foreign_objects(charge)
+        self._index_foreign_objects(charge)
         with self._locked():
             self._holder, self._together_stop = threading.get_ident(), self.evictions + _TOGETHER_MAX
             try:
@@ -126,41 +126,39 @@ class ByteCap:
     def reserve(self, charge: int, *, direct_io: bool) -> TempFile | None:
         """Return a temporary file with `charge` bytes reserved; None if there is no space.
 
-        In `together`, None may also mean that the space is not found quickly.
+        In `together`, None may also mean that space is not found quickly.
 
         Raises:
             TierError: the lock is not free.
             OSError: the file system fails.
         """
-        is_together = self._holder == threading.get_ident()
-        if is_together and self.evictions >= self._together_stop:
-            return None
-        if not is_together:
-            self.index_foreign_objects(charge)
+        if self._holder == threading.get_ident():
+            return None if self.evictions >= self._together_stop else self._reserve(charge, direct_io, 0.0)[0]
+        self._index_foreign_objects(charge)
         end_s = time.monotonic() + self._cap_file.deadline_s
         while True:
             with self._locked():
-                self._retry_removal()
-                used_bytes = self._count()
-                target_bytes = self._effective_cap.allows(used_bytes) - charge
-                if target_bytes < 0:
-                    return None
-                most = 1 if self._effective_cap.is_reduced else _EVICTED_MAX  # the next write may also fail
-                used_bytes, draft, has_victims = self._evict_down(used_bytes, target_bytes, (charge, direct_io), most)
-                if draft is not None:
-                    return draft
-                if used_bytes <= target_bytes:
-                    return self._create(used_bytes, charge, direct_io=direct_io)
-                if is_together:
-                    may_go_on = False
-                elif has_victims:
-                    may_go_on = most > 1 and time.monotonic() < end_s
-                else:  # other processes wrote the rest, or a crash left too high a count
-                    may_go_on = self._may_recount()
-                    if may_go_on:
-                        self._recount()
-                if not may_go_on:
-                    return None
+                draft, may_go_on = self._reserve(charge, direct_io, end_s)
+            if draft is not None or not may_go_on:
+                return draft
+
+    def _reserve(self, charge: int, direct_io: bool, end_s: float) -> tuple[TempFile | None, bool]:  # noqa: FBT001
+        """Return a temporary file, or None and whether another try before `end_s` may find space."""
+        self._retry_removal()
+        used_bytes = self._count()
+        target_bytes = self._effective_cap.allows(used_bytes) - charge
+        if target_bytes < 0:
+            return None, False
+        most = 1 if self._effective_cap.is_reduced else _EVICTED_MAX  # the next write may also fail
+        used_bytes, draft, has_victims = self._evict_down(used_bytes, target_bytes, (charge, direct_io), most)
+        if draft is None and used_bytes <= target_bytes:
+            draft = self._create(used_bytes, charge, direct_io=direct_io)
+        if draft is not None or has_victims:
+            return draft, most > 1 and time.monotonic() < end_s
+        may_recount = self._may_recount()  # other processes wrote the rest, or a crash left too high a count
+        if may_recount:
+            self._recount()
+        return None, may_recount
 
     def _create(self, used_bytes: int, charge: int, *, direct_io: bool) -> TempFile:
         self._cap_file.write(used_bytes + charge)
@@ -216,7 +214,7 @@ class ByteCap:
         with suppress(TierError, OSError), self._locked():
             self._retry_removal()
 
-    def index_foreign_objects(self, charge: int) -> None:
+    def _index_foreign_objects(self, charge: int) -> None:
         """Index other processes' objects if space is needed and they take much of it. Else only ours would be evicted.
 
         This needs no lock, because changes during the walk are detected on use.
@@ -258,11 +256,11 @@ class ByteCap:
         self._walk_again_s = time.monotonic() + max(1.0, _WALK_EVERY * (time.monotonic() - start_s))
         return used_bytes, oversized
 
+    def _locked(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._holder == threading.get_ident() else self._taken()
+
     @contextmanager
-    def _locked(self) -> Generator[None]:
-        if self._holder == threading.get_ident():
-            yield
-            return
+    def _taken(self) -> Generator[None]:
         with self._cap_file.locked() as is_replaced:
             self._is_replaced |= is_replaced
             if self._is_replaced:
@@ -355,7 +353,7 @@ class ByteCap:
                 return None
             raise
         try:
-            draft = self._temp_files.adopt(name, fan, descriptor, charge)
+            draft = self._temp_files.adopt(name, fan, descriptor, charge, min(size_bytes, charge))
             if size_bytes > charge:
                 os.ftruncate(descriptor, charge)
         except OSError:

@@ -206,13 +206,15 @@ class DirectoryTier(FileTier):
         return count
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """Write frames, evicting others if needed. The lock is taken once to reserve their bytes, and once to name them.
+        """Write frames, evicting others if needed. The lock is taken once to reserve bytes and once to publish names.
 
         The result is False for a frame that is larger than the cap, or if nothing can be evicted.
         """
+        answers: list[bool | TierError | None] = [None] * len(writes)
         with self._operation("write"):
             self._publish_uses(USES_AT_ONCE)
-            answers = self._write(writes) if len(writes) > 1 else [None] * len(writes)
+            if len(writes) > 1:
+                answers = self._write(writes)
             for at, answer in enumerate(answers):
                 if answer is None:
                     try:
@@ -231,38 +233,23 @@ class DirectoryTier(FileTier):
             TierError: the lock is not free.
         """
         answers: list[bool | TierError | None] = [None] * len(writes)
-        charges = [charge_bytes(write.frame.nbytes) for write in writes]
         together = self._byte_cap.together if len(writes) > 1 else nullcontext
         drafts: dict[int, TempFile] = {}
         written: dict[int, tuple[TempFile, os.stat_result]] = {}
         try:
-            with together(sum(charges)):
-                for at, (write, charge) in enumerate(zip(writes, charges, strict=True)):
-                    try:
-                        answers[at] = self._is_settled(write, charge)
-                        if answers[at] is None:
-                            is_direct = self.direct_io and is_aligned(write.frame.cast("B"), 0)
-                            draft = self._byte_cap.reserve(charge, direct_io=is_direct)
-                            if draft is None:
-                                break
-                            drafts[at] = draft
-                    except OSError as error:
-                        answers[at] = self._failed("write", write.name, error)
+            with together(sum(charge_bytes(write.frame.nbytes) for write in writes)):
+                self._reserve(writes, answers, drafts)
             for at in list(drafts):
                 draft = drafts.pop(at)
-                try:
+                with self._giving_up(draft, answers, at, writes[at].name):
                     written[at] = draft, _fill(draft, writes[at].frame.cast("B"))
-                except BaseException as error:
-                    answers[at] = self._given_up(draft, writes[at].name, error)
             if written:
                 with together():
                     for at in list(written):
                         draft, status = written.pop(at)
-                        try:
+                        with self._giving_up(draft, answers, at, writes[at].name):
                             self._byte_cap.publish(draft, status, writes[at].name, writes[at].about)
                             answers[at] = True
-                        except BaseException as error:
-                            answers[at] = self._given_up(draft, writes[at].name, error)
         finally:
             for draft in drafts.values():
                 os.close(draft.descriptor)
@@ -270,22 +257,48 @@ class DirectoryTier(FileTier):
                 self._byte_cap.discard([*drafts.values(), *(draft for draft, _ in written.values())])
         return answers
 
+    def _reserve(
+        self, writes: Sequence[Write], answers: list[bool | TierError | None], drafts: dict[int, TempFile]
+    ) -> None:
+        """Add temporary files for frames that must be written, and answers for the others, until there is no room."""
+        for at, write in enumerate(writes):
+            try:
+                charge = charge_bytes(write.frame.nbytes)
+                answers[at] = self._is_settled(write, charge)
+                if answers[at] is None:
+                    is_direct = self.direct_io and is_aligned(write.frame.cast("B"), 0)
+                    draft = self._byte_cap.reserve(charge, direct_io=is_direct)
+                    if draft is None:
+                        return
+                    drafts[at] = draft
+            except OSError as error:
+                answers[at] = self._failed("write", write.name, error)
+
     def _is_settled(self, write: Write, charge: int) -> bool | None:
         """Return the answer for a frame that is not written: it exists, or it is larger than the cap. Else None."""
         if charge > self.capacity_bytes:
             return False
+        if not self._paths.may_exist(write.name):
+            return None
         there = self._byte_cap.usable(self._paths.stat_object(write.name))
         if there is None:
             return None
         self._index.add(write.name, there.st_size, there.st_mtime_ns, write.about)
         return True
 
-    def _given_up(self, draft: TempFile, name: ObjectName, error: BaseException) -> TierError:
-        """Discard the temporary file of an object that `error` ended, and return the answer. Other errors are raised."""
-        self._byte_cap.discard([draft], error)
-        if not isinstance(error, OSError):
-            raise error
-        return self._failed("write", name, error)
+    @contextmanager
+    def _giving_up(
+        self, draft: TempFile, answers: list[bool | TierError | None], at: int, name: ObjectName
+    ) -> Generator[None]:
+        """Discard the temporary file if the `with` block fails, and answer an OSError."""
+        try:
+            yield
+        except OSError as error:
+            self._byte_cap.discard([draft], error)
+            answers[at] = self._failed("write", name, error)
+        except BaseException:
+            self._byte_cap.discard([draft])
+            raise
 
     def delete(self, name: ObjectName) -> None:
         """Delete `name` and its file."""
@@ -408,7 +421,7 @@ def _open_for_reading(paths: Paths, name: ObjectName, *, is_direct: bool) -> tup
 def _fill(draft: TempFile, frame: memoryview) -> os.stat_result:
     """Write and close the temporary file, and return its status."""
     try:
-        write_all(draft.descriptor, frame)
+        write_all(draft.descriptor, frame, is_sized=draft.size_bytes == frame.nbytes)
         return os.fstat(draft.descriptor)
     finally:
         # A reused file is locked, and a child forked meanwhile would keep the lock.

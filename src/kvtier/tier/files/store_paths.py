@@ -203,6 +203,18 @@ class Paths:
         with self.found_fan(name) as fan:
             return None if fan is None else stat_in(fan, name)
 
+    def may_exist(self, name: bytes) -> bool:
+        """Whether the object may have a file, with one system call. `stat_object` can still find none, such as a link.
+
+        Raises:
+            OSError: the store is gone.
+        """
+        spelled = name.hex()
+        with self._objects_open() as objects:
+            return objects is not None and os.access(
+                f"{spelled[:2]}/{spelled}", os.F_OK, dir_fd=objects, follow_symlinks=False
+            )
+
     def remove_object(self, name: bytes) -> os.stat_result | None:
         """Remove the object's file. Return its status, or None if there was no regular file.
 

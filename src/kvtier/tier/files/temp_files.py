@@ -39,6 +39,7 @@ class TempFile(NamedTuple):
     name: str
     descriptor: int
     reserved_bytes: int
+    size_bytes: int = 0
 
 
 class TempFiles:
@@ -61,13 +62,13 @@ class TempFiles:
         with self._made() as directory:
             return TempFile(name, open_file(name, flags, directory)[0], reserved_bytes)
 
-    def adopt(self, name: str, fan: int, descriptor: int, reserved_bytes: int) -> TempFile:
-        """Rename the file `name` in the directory `fan`, open as `descriptor`, into a temporary file.
+    def adopt(self, name: str, fan: int, descriptor: int, reserved_bytes: int, size_bytes: int) -> TempFile:
+        """Rename the file `name` of `size_bytes` in the directory `fan`, open as `descriptor`, into a temporary file.
 
         Raises:
             OSError: it cannot be renamed.
         """
-        draft = TempFile(self._next_name(reserved_bytes), descriptor, reserved_bytes)
+        draft = TempFile(self._next_name(reserved_bytes), descriptor, reserved_bytes, size_bytes)
         os.utime(descriptor)  # otherwise it would count as old
         with self._made() as directory:
             os.rename(name, draft.name, src_dir_fd=fan, dst_dir_fd=directory)

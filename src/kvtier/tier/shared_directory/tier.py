@@ -199,7 +199,7 @@ class SharedDirectoryTier(FileTier, OneByOneTier):
         descriptor, _ = open_file(draft, flags, fan)
         try:
             try:
-                write_all(descriptor, frame, is_new=True)
+                write_all(descriptor, frame, is_sized=True)
                 # Otherwise a reader elsewhere would wait until this node has sent the bytes, for ever if it is gone.
                 os.fsync(descriptor)
             finally:
