@@ -115,7 +115,8 @@ class ByteCap:
             TierError: the lock is not free.
             OSError: the file system fails.
         """
-        self._index_foreign_objects(charge)
+        if charge:
+            self._index_foreign_objects(charge)
         with self._locked():
             self._holder, self._together_stop = threading.get_ident(), self.evictions + _TOGETHER_MAX
             try:
