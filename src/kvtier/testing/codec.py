@@ -225,7 +225,7 @@ def _cuts() -> Iterator[Cut]:
 
 
 def _kv(cut: Cut, seed: int = 1) -> bytes:
-    """Return numbers like those of a model: channels differ in size, and some have a large mean."""
+    """Return random KV like a model's: channels differ in magnitude, and some have a large mean."""
     assert cut.axes is not None
     draw = np.random.default_rng(seed)
     channels = cut.axes.size("channel")
