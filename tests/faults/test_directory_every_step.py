@@ -7,10 +7,12 @@ import pytest
 from test_directory_shared import used_exactly
 
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.tier.base import Write
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.files.store_paths import charge_bytes
 
 CAPACITY = 12 * BLOCK_BYTES
+BATCH = {54: 2, 1: 2, 55: 1, 56: 3}
 STEPS = ("open", "rename", "unlink", "pwrite", "pwritev", "ftruncate")
 
 
@@ -49,6 +51,9 @@ ACTS = {
     "write smaller than its victim": lambda tier: tier.write(object_name(51), frame(51, 1)),
     "write as large as its victim": lambda tier: tier.write(object_name(52), frame(52, 2)),
     "write with several victims": lambda tier: tier.write(object_name(53), frame(53, 7)),
+    "write a batch": lambda tier: tier.write_many(
+        [Write(object_name(number), frame(number, blocks)) for number, blocks in BATCH.items()]
+    ),
     "write what is there": lambda tier: tier.write(object_name(1), frame(1, 2)),
     "delete": lambda tier: tier.delete(object_name(1)),
 }
@@ -93,7 +98,7 @@ def test_dying_at_any_step_leaves_the_count_high_enough(tmp_path, monkeypatch, a
         for name, size in newcomer.scan():
             assert newcomer.read(name, into) == size
             assert into[:size] in [frame(number, blocks) for number, blocks in enumerate(held)] + [
-                frame(50, 3), frame(51, 1), frame(52, 2), frame(53, 7)
+                frame(50, 3), frame(51, 1), frame(52, 2), frame(53, 7), frame(54, 2), frame(55, 1), frame(56, 3)
             ]  # fmt: skip
         for number in range(20, 32):
             assert newcomer.write(object_name(number), frame(number, 1))

@@ -259,7 +259,7 @@ def test_the_count_is_never_below_the_bytes_in_use(root, seed):
             cap.publish(draft, path.stat(), object_name(number), UNKNOWN)
         elif kind == 1 and drafts:
             cap, draft = ended()
-            cap.discard(draft)
+            cap.discard([draft])
         elif kind == 2 and len(drafts) < 8:
             draft = tier._byte_cap.reserve(BLOCK_BYTES, direct_io=False)
             drafts += [] if draft is None else [(tier, draft)]
@@ -278,7 +278,7 @@ def test_the_count_is_never_below_the_bytes_in_use(root, seed):
         assert read_ledger(str(root / "ledger")) == drafted(root)
     while drafts:
         cap, draft = ended()
-        cap.discard(draft)
+        cap.discard([draft])
     for tier in tiers:
         tier.close()
 

@@ -429,13 +429,13 @@ def test_a_child_of_a_write_keeps_no_object_from_being_read(tmp_path, monkeypatc
     tier = filled(tmp_path / "store", 24)
     children = []
 
-    def fork_and_write(descriptor, frame):
+    def fork_and_write(descriptor, frame, **sized):
         child = os.fork()
         if child == 0:
             time.sleep(DEADLINE_S)
             os._exit(0)
         children.append(child)
-        write_all(descriptor, frame)
+        write_all(descriptor, frame, **sized)
 
     monkeypatch.setattr(directory, "write_all", fork_and_write)
     try:

@@ -3,16 +3,18 @@
 import os
 import random
 import threading
+from collections import Counter
 
 import pytest
 
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier.base import UNKNOWN
+from kvtier.tier.base import UNKNOWN, Read, Write
 from kvtier.tier.directory import tier as directory
 from kvtier.tier.directory.snapshot import SnapshotRow, load_snapshot, pack_snapshot, save_snapshot, unpack_snapshot
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.files.direct import aligned_buffer, is_aligned
+from kvtier.tier.files.ledger import Ledger
 from kvtier.tier.operation_guard import OperationGuard
 
 CAPACITY = 64 * BLOCK_BYTES
@@ -118,7 +120,7 @@ def test_what_is_being_written_is_not_visible_and_keeps_its_room(tier):
     assert list(tier.scan()) == []
     assert not tier.write(object_name(1), frame_of(1))  # nothing to evict: dropped, not waited for
     assert tier.write(object_name(2), frame_of(2, BLOCK_BYTES))
-    tier._byte_cap.discard(draft)
+    tier._byte_cap.discard([draft])
     os.close(draft.descriptor)
     assert tier.used_bytes == BLOCK_BYTES
     assert tier.write(object_name(1), frame_of(1))
@@ -130,7 +132,7 @@ def test_a_draft_that_could_not_be_removed_is_removed_later(tmp_path, open_direc
     draft = tier._byte_cap.reserve(BLOCK_BYTES, direct_io=False)
     os.close(draft.descriptor)
     with tier._cap_file.locked():
-        tier._byte_cap.discard(draft)
+        tier._byte_cap.discard([draft])
     assert tier.used_bytes == BLOCK_BYTES
     assert tier.write(object_name(1), frame_of(1))
     assert tier.used_bytes == 2 * BLOCK_BYTES
@@ -156,6 +158,70 @@ def test_a_known_name_costs_no_look_at_the_directory_and_a_private_store_none_at
     assert tier.contains([object_name(1)]) == [False]
     assert tier.read(object_name(1), empty_frame(BLOCK_BYTES)) == BLOCK_BYTES
     assert tier.contains([object_name(1)]) == [True]
+
+
+def test_a_batch_takes_the_lock_twice_and_opens_few_directories(tmp_path, open_directory, monkeypatch):
+    """Every object of the batch replaces a victim; alone, each would take the lock twice and open eight directories."""
+    tier = open_directory(tmp_path / "s", capacity_bytes=CAPACITY)
+    for number in (*range(100, 108), *range(32)):  # the first ones leave their directories
+        assert tier.write(object_name(number), frame_of(number))
+    called, evictions = Counter(), tier.evictions
+
+    def counted(owner, name):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **named: called.update([name]) or call(*given, **named))
+
+    counted(Ledger, "locked")
+    counted(os, "open")
+    counted(os, "pwrite")
+    batch = [Write(object_name(number), frame_of(number)) for number in range(100, 108)]
+    assert tier.write_many(batch) == [True] * 8
+    assert tier.evictions == evictions + 8
+    assert called["locked"] == 2
+    assert called["pwrite"] == 0, "a victim and its successor are as large, so the count is the same"
+    assert called["open"] <= 8 * 3 + 4
+    called.clear()
+    reads = [Read(object_name(number), empty_frame(2 * BLOCK_BYTES)) for number in range(100, 108)]
+    assert tier.read_many(reads) == [2 * BLOCK_BYTES] * 8
+    assert [read.into for read in reads] == [write.frame for write in batch]
+    assert called["open"] <= 8 * 2 + 1
+
+
+@pytest.mark.parametrize("step", ["rename", "pwritev", "ftruncate"])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_an_object_of_a_batch_that_fails_costs_no_other(tmp_path, open_directory, monkeypatch, step, is_full):
+    tier = open_directory(tmp_path / "s", capacity_bytes=CAPACITY)
+    for number in range(32 * is_full):
+        assert tier.write(object_name(number), frame_of(number, BLOCK_BYTES))
+        assert tier.write(object_name(number + 50), frame_of(number + 50, BLOCK_BYTES))
+    call, calls = getattr(os, step), []
+
+    def failing(*given, **named):
+        calls.append(given)
+        if len(calls) == 3:
+            raise OSError(5, "Input/output error")
+        return call(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, failing)
+        answers = tier.write_many([Write(object_name(number), frame_of(number)) for number in range(100, 106)])
+    assert len(calls) > 3
+    assert sum(answer is True for answer in answers) >= 5
+    assert all(answer is True or "Input/output error" in str(answer) for answer in answers)
+    into = empty_frame(2 * BLOCK_BYTES)
+    for number, answer in zip(range(100, 106), answers, strict=True):
+        assert tier.read(object_name(number), into) == (2 * BLOCK_BYTES if answer is True else None)
+        assert answer is not True or into == frame_of(number)
+    assert tier.used_bytes == sum(2 * BLOCK_BYTES if size > BLOCK_BYTES else BLOCK_BYTES for _, size in tier.scan())
+    assert os.listdir(tmp_path / "s" / "drafts") == []
+
+
+def test_a_batch_larger_than_the_store_is_written_object_by_object(tmp_path, open_directory):
+    tier = open_directory(tmp_path / "s", capacity_bytes=4 * BLOCK_BYTES)
+    batch = [Write(object_name(number), frame_of(number)) for number in range(6)]
+    assert tier.write_many(batch) == [True] * 6
+    assert tier.used_bytes == 4 * BLOCK_BYTES
+    assert tier.object_count == 2
 
 
 def test_closing_waits_for_who_is_inside():

@@ -14,8 +14,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from kvtier.errors import TierError
 from kvtier.tier.base import About
@@ -33,6 +33,8 @@ _EXAMINED_MAX = 64
 """Maximum number of victims examined per hold of the lock. Other processes get it in between."""
 _EVICTED_MAX = 16
 """Maximum number of files removed per hold of the lock."""
+_TOGETHER_MAX = 64
+"""Maximum number of files removed per hold of the lock for a batch."""
 _UNLINK_FAILURES_MAX = 8
 _FOREIGN_SHARE = 16
 """The directory is walked when objects missing from the index take more than 1/16 of the cap."""
@@ -68,10 +70,14 @@ class ByteCap:
         self._effective_cap = effective_cap
         self._cap_file = cap_file
         self._index = index
-        self._temp_files = TempFiles(paths.temp_files)
+        self._temp_files = TempFiles(paths)
         self._on_replaced = on_replaced
         self._undeleted: list[TempFile] = []  # their removal failed and is retried
         self._is_replaced = False
+        self._holder = 0
+        """The thread that is in `together`, or 0."""
+        self._together_stop = 0
+        """Number of evictions at which that thread should leave the lock to others."""
         self._walking = threading.Lock()
         self._walk_again_s = self._count_again_s = 0.0
         self.evictions = 0
@@ -101,36 +107,59 @@ class ByteCap:
                 if not has_victims:
                     return  # the rest is being written or not indexed; a write will recount
 
-    def reserve(self, charge: int, *, direct_io: bool) -> TempFile | None:
-        """Return a temporary file with `charge` bytes reserved; None if there is no space.
+    @contextmanager
+    def together(self, charge: int = 0) -> Generator[None]:
+        """Hold the lock for the calls of a `with` block of this thread, which together reserve `charge` bytes.
 
         Raises:
             TierError: the lock is not free.
             OSError: the file system fails.
         """
+        if charge:
+            self._index_foreign_objects(charge)
+        with self._locked():
+            self._holder, self._together_stop = threading.get_ident(), self.evictions + _TOGETHER_MAX
+            try:
+                yield
+            finally:
+                self._holder = 0
+
+    def reserve(self, charge: int, *, direct_io: bool) -> TempFile | None:
+        """Return a temporary file with `charge` bytes reserved; None if there is no space.
+
+        In `together`, None may also mean that space is not found quickly.
+
+        Raises:
+            TierError: the lock is not free.
+            OSError: the file system fails.
+        """
+        if self._holder == threading.get_ident():
+            return None if self.evictions >= self._together_stop else self._reserve(charge, direct_io, 0.0)[0]
         self._index_foreign_objects(charge)
         end_s = time.monotonic() + self._cap_file.deadline_s
         while True:
             with self._locked():
-                self._retry_removal()
-                used_bytes = self._count()
-                target_bytes = self._effective_cap.allows(used_bytes) - charge
-                if target_bytes < 0:
-                    return None
-                most = 1 if self._effective_cap.is_reduced else _EVICTED_MAX  # the next write may also fail
-                used_bytes, draft, has_victims = self._evict_down(used_bytes, target_bytes, (charge, direct_io), most)
-                if draft is not None:
-                    return draft
-                if used_bytes <= target_bytes:
-                    return self._create(used_bytes, charge, direct_io=direct_io)
-                if has_victims:
-                    may_go_on = most > 1 and time.monotonic() < end_s
-                else:  # other processes wrote the rest, or a crash left too high a count
-                    may_go_on = self._may_recount()
-                    if may_go_on:
-                        self._recount()
-                if not may_go_on:
-                    return None
+                draft, may_go_on = self._reserve(charge, direct_io, end_s)
+            if draft is not None or not may_go_on:
+                return draft
+
+    def _reserve(self, charge: int, direct_io: bool, end_s: float) -> tuple[TempFile | None, bool]:  # noqa: FBT001
+        """Return a temporary file, or None and whether another try before `end_s` may find space."""
+        self._retry_removal()
+        used_bytes = self._count()
+        target_bytes = self._effective_cap.allows(used_bytes) - charge
+        if target_bytes < 0:
+            return None, False
+        most = 1 if self._effective_cap.is_reduced else _EVICTED_MAX  # the next write may also fail
+        used_bytes, draft, has_victims = self._evict_down(used_bytes, target_bytes, (charge, direct_io), most)
+        if draft is None and used_bytes <= target_bytes:
+            draft = self._create(used_bytes, charge, direct_io=direct_io)
+        if draft is not None or has_victims:
+            return draft, most > 1 and time.monotonic() < end_s
+        may_recount = self._may_recount()  # other processes wrote the rest, or a crash left too high a count
+        if may_recount:
+            self._recount()
+        return None, may_recount
 
     def _create(self, used_bytes: int, charge: int, *, direct_io: bool) -> TempFile:
         self._cap_file.write(used_bytes + charge)
@@ -153,18 +182,21 @@ class ByteCap:
             held = there or written
             self._index.add(name, held.st_size, held.st_mtime_ns, about)
 
-    def discard(self, draft: TempFile, error: BaseException | None = None) -> None:
-        """Remove a temporary file and release its bytes, now or under the next lock. Raises nothing.
+    def discard(self, drafts: Iterable[TempFile], error: BaseException | None = None) -> None:
+        """Remove temporary files and release their bytes, now or under the next lock. Raises nothing.
 
         If `error` is ENOSPC or EDQUOT, the bytes now in use become the cap.
         """
+        left = list(drafts)
         try:
             with self._locked():
-                self._release(self._temp_files.remove(draft))
+                while left:
+                    self._release(self._temp_files.remove(left[-1]))
+                    left.pop()
                 if is_full_error(error):
                     self._effective_cap.record_full(self._cap_file.read() or self._cap_file.peek(), error)
         except (TierError, OSError):
-            self._undeleted.append(draft)
+            self._undeleted += left
 
     def remove(self, name: ObjectName) -> None:
         """Remove the object's file, if it exists."""
@@ -225,14 +257,18 @@ class ByteCap:
         self._walk_again_s = time.monotonic() + max(1.0, _WALK_EVERY * (time.monotonic() - start_s))
         return used_bytes, oversized
 
+    def _locked(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._holder == threading.get_ident() else self._taken()
+
     @contextmanager
-    def _locked(self) -> Generator[None]:
+    def _taken(self) -> Generator[None]:
         with self._cap_file.locked() as is_replaced:
             self._is_replaced |= is_replaced
             if self._is_replaced:
                 self._on_replaced()
                 self._is_replaced = False
-            yield
+            with self._paths.kept():
+                yield
 
     # The methods below run under the lock.
 
@@ -318,7 +354,7 @@ class ByteCap:
                 return None
             raise
         try:
-            draft = self._temp_files.adopt(name, fan, descriptor, charge)
+            draft = self._temp_files.adopt(name, fan, descriptor, charge, min(size_bytes, charge))
             if size_bytes > charge:
                 os.ftruncate(descriptor, charge)
         except OSError:

@@ -20,13 +20,14 @@ import re
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from heapq import nlargest
 from pathlib import Path
 
+from kvtier.errors import TierError
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
-from kvtier.tier.base import About, Figures
+from kvtier.tier.base import Read, Write, clear_frames
 from kvtier.tier.directory.index import DirectoryIndex
 from kvtier.tier.directory.ledger_cap import ByteCap
 from kvtier.tier.directory.snapshot import load_snapshot, save_snapshot
@@ -39,7 +40,7 @@ from kvtier.tier.files.safe_open import MISSING, SuppressErrno, open_file
 from kvtier.tier.files.store_lock import StoreLock
 from kvtier.tier.files.store_paths import Paths, charge_bytes, stat_in
 from kvtier.tier.files.temp_files import TempFile
-from kvtier.types import NextTurn, ObjectName
+from kvtier.types import Figures, NextTurn, ObjectName
 
 logger = logging.getLogger(__name__)
 
@@ -167,52 +168,137 @@ class DirectoryTier(FileTier):
             rows = nlargest(most, self._index.rows(), key=lambda row: row.used_ns)
             return [ObjectName(row.name) for row in rows]
 
+    def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        """Read frames. A batch opens each directory once."""
+        return self._read_many(reads, is_use=True)
+
+    def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        """Read the starts of frames, without counting as a use."""
+        return self._read_many(reads, is_use=False)
+
+    def _read_many(self, reads: Sequence[Read], *, is_use: bool) -> list[int | TierError | None]:
+        answers: list[int | TierError | None] = []
+        with self._operation("read"), self._paths.kept():
+            for read in reads:
+                try:
+                    answers.append(self._read(*read, is_use=is_use))
+                except OSError as error:
+                    answers.append(self._failed("read", read.name, error))
+        return answers
+
     def _read(self, name: ObjectName, into: memoryview, offset: int, *, is_use: bool) -> int | None:
-        with self._operation("read", name):
-            view = into.cast("B")
-            is_direct = self.direct_io and is_aligned(view, offset)
-            opened = _open_for_reading(self._paths, name, is_direct=is_direct)
-            if opened is None:
-                self._index.forget(name)
-                return None
-            descriptor, status = opened
-            try:
-                count = read_part(descriptor, view, offset)
-                if not is_direct:
-                    forget_cached(descriptor, offset, count)
-                recency_ns = self._index.use(name, status.st_size, status.st_mtime_ns) if is_use else None
-                if recency_ns is not None and status.st_nlink == 1:
-                    self._uses.append((name, recency_ns))
-            finally:
-                os.close(descriptor)
-            return count
+        view = into.cast("B")
+        is_direct = self.direct_io and is_aligned(view, offset)
+        opened = _open_for_reading(self._paths, name, is_direct=is_direct)
+        if opened is None:
+            self._index.forget(name)
+            return None
+        descriptor, status = opened
+        try:
+            count = read_part(descriptor, view, offset)
+            if not is_direct:
+                forget_cached(descriptor, offset, count)
+            recency_ns = self._index.use(name, status.st_size, status.st_mtime_ns) if is_use else None
+            if recency_ns is not None and status.st_nlink == 1:
+                self._uses.append((name, recency_ns))
+        finally:
+            os.close(descriptor)
+        return count
 
-    def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
-        """Write `frame` under `name`, evicting others if needed. Return whether the name now exists.
+    def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
+        """Write frames, evicting others if needed. The lock is taken once to reserve bytes and once to publish names.
 
-        The result is False if the frame is larger than the cap or nothing can be evicted.
+        The result is False for a frame that is larger than the cap, or if nothing can be evicted.
         """
-        with self._operation("write", name):
-            charge = charge_bytes(frame.nbytes)
-            if charge > self.capacity_bytes:
-                return False
-            there = self._byte_cap.usable(self._paths.stat_object(name))
-            if there is not None:
-                self._index.add(name, there.st_size, there.st_mtime_ns, about)
-                return True
+        answers: list[bool | TierError | None] = [None] * len(writes)
+        with self._operation("write"):
             self._publish_uses(USES_AT_ONCE)
-            view = frame.cast("B")
-            draft = self._byte_cap.reserve(charge, direct_io=self.direct_io and is_aligned(view, 0))
-            if draft is None:
-                return False
+            if len(writes) > 1:
+                answers = self._write(writes)
+            for at, answer in enumerate(answers):
+                if answer is None:
+                    try:
+                        answers[at] = self._write(writes[at : at + 1])[0]
+                    except TierError as error:
+                        clear_frames(error)  # its stack frames refer to the buffers
+                        answers[at] = error.with_traceback(None)
+        if True in answers:
+            self._save_snapshot_later()
+        return [answer or False for answer in answers]
+
+    def _write(self, writes: Sequence[Write]) -> list[bool | TierError | None]:
+        """Write frames. The result is None if there is no room, which among several may be found for one alone.
+
+        Raises:
+            TierError: the lock is not free.
+        """
+        answers: list[bool | TierError | None] = [None] * len(writes)
+        together = self._byte_cap.together if len(writes) > 1 else nullcontext
+        drafts: dict[int, TempFile] = {}
+        written: dict[int, tuple[TempFile, os.stat_result]] = {}
+        try:
+            with together(sum(charge_bytes(write.frame.nbytes) for write in writes)):
+                self._reserve(writes, answers, drafts)
+            for at in list(drafts):
+                draft = drafts.pop(at)
+                with self._giving_up(draft, answers, at, writes[at].name):
+                    written[at] = draft, _fill(draft, writes[at].frame.cast("B"))
+            if written:
+                with together():
+                    for at in list(written):
+                        draft, status = written.pop(at)
+                        with self._giving_up(draft, answers, at, writes[at].name):
+                            self._byte_cap.publish(draft, status, writes[at].name, writes[at].about)
+                            answers[at] = True
+        finally:
+            for draft in drafts.values():
+                os.close(draft.descriptor)
+            if drafts or written:
+                self._byte_cap.discard([*drafts.values(), *(draft for draft, _ in written.values())])
+        return answers
+
+    def _reserve(
+        self, writes: Sequence[Write], answers: list[bool | TierError | None], drafts: dict[int, TempFile]
+    ) -> None:
+        """Add temporary files for frames that must be written, and answers for the others, until there is no room."""
+        for at, write in enumerate(writes):
             try:
-                written = _fill(draft, view)
-                self._byte_cap.publish(draft, written, name, about)
-            except BaseException as error:
-                self._byte_cap.discard(draft, error)
-                raise
-        self._save_snapshot_later()
+                charge = charge_bytes(write.frame.nbytes)
+                answers[at] = self._is_settled(write, charge)
+                if answers[at] is None:
+                    is_direct = self.direct_io and is_aligned(write.frame.cast("B"), 0)
+                    draft = self._byte_cap.reserve(charge, direct_io=is_direct)
+                    if draft is None:
+                        return
+                    drafts[at] = draft
+            except OSError as error:
+                answers[at] = self._failed("write", write.name, error)
+
+    def _is_settled(self, write: Write, charge: int) -> bool | None:
+        """Return the answer for a frame that is not written: it exists, or it is larger than the cap. Else None."""
+        if charge > self.capacity_bytes:
+            return False
+        if not self._paths.may_exist(write.name):
+            return None
+        there = self._byte_cap.usable(self._paths.stat_object(write.name))
+        if there is None:
+            return None
+        self._index.add(write.name, there.st_size, there.st_mtime_ns, write.about)
         return True
+
+    @contextmanager
+    def _giving_up(
+        self, draft: TempFile, answers: list[bool | TierError | None], at: int, name: ObjectName
+    ) -> Generator[None]:
+        """Discard the temporary file if the `with` block fails, and answer an OSError."""
+        try:
+            yield
+        except OSError as error:
+            self._byte_cap.discard([draft], error)
+            answers[at] = self._failed("write", name, error)
+        except BaseException:
+            self._byte_cap.discard([draft])
+            raise
 
     def delete(self, name: ObjectName) -> None:
         """Delete `name` and its file."""
@@ -335,7 +421,7 @@ def _open_for_reading(paths: Paths, name: ObjectName, *, is_direct: bool) -> tup
 def _fill(draft: TempFile, frame: memoryview) -> os.stat_result:
     """Write and close the temporary file, and return its status."""
     try:
-        write_all(draft.descriptor, frame)
+        write_all(draft.descriptor, frame, is_sized=draft.size_bytes == frame.nbytes)
         return os.fstat(draft.descriptor)
     finally:
         # A reused file is locked, and a child forked meanwhile would keep the lock.

@@ -87,18 +87,19 @@ def aligned_buffer(byte_count: int) -> memoryview:
     return memoryview(mmap.mmap(-1, max(byte_count, 1)))[:byte_count]
 
 
-def write_all(descriptor: int, frame: memoryview, *, is_new: bool = False) -> None:
+def write_all(descriptor: int, frame: memoryview, *, is_sized: bool = False) -> None:
     """Make `frame` the whole content of the file `descriptor`, which may be open with O_DIRECT.
 
     Args:
         descriptor: descriptor of the file.
         frame: all bytes of the file.
-        is_new: whether the file is empty and on a network file system, where setting its length costs a round trip.
+        is_sized: whether the file has this length, or is empty and on a network file system, where setting its length
+            costs a round trip.
 
     Raises:
         OSError: the write fails, for example because the disk is full.
     """
-    if not is_new:  # set the length first, so that the file system allocates the file at once
+    if not is_sized:  # set the length first, so that the file system allocates the file at once
         os.ftruncate(descriptor, frame.nbytes)
     done = 0
     while done < frame.nbytes:

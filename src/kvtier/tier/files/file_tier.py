@@ -5,7 +5,6 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtier.tier.base import OneByOneTier
 from kvtier.tier.files.direct import DirectIo, choose_direct
 from kvtier.tier.files.directory_marker import ALLOWED, open_store
 from kvtier.tier.files.file_system_tier import CLOSE_DEADLINE_S, FileSystemTier
@@ -17,7 +16,7 @@ from kvtier.types import ObjectName
 logger = logging.getLogger(__name__)
 
 
-class FileTier(FileSystemTier, OneByOneTier):
+class FileTier(FileSystemTier):
     """Base of tiers that keep a file per object below `root`.
 
     Args:
@@ -33,18 +32,6 @@ class FileTier(FileSystemTier, OneByOneTier):
     ) -> None:
         super().__init__(root, name, capacity_bytes, any_owner=any_owner)
         self._paths = Paths(str(self.root), objects)
-
-    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """Read the frame from `offset` into `into`; None if it is absent or vanishes meanwhile."""
-        return self._read(name, into, offset, is_use=True)
-
-    def peek_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """Read the start of one frame, without counting as a use."""
-        return self._read(name, into, offset, is_use=False)
-
-    def _read(self, name: ObjectName, into: memoryview, offset: int, *, is_use: bool) -> int | None:
-        """Implement `read_one`, or `peek_one` if it is not a use."""
-        raise NotImplementedError
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Return the names and frame bytes of all files in the objects' directory, whoever wrote them."""

@@ -47,6 +47,8 @@ class Ledger:
         self._threads = threading.Lock()  # a flock belongs to the open file, so it does not exclude threads
         self._descriptor = self._open(makes=True)
         self._last_bytes = 0
+        self._written_bytes: int | None = None
+        """What the file says, if this hold of the lock has read or written it."""
 
     @contextmanager
     def locked(self) -> Generator[bool]:
@@ -72,15 +74,17 @@ class Ledger:
 
     def read(self) -> int | None:
         """Return the bytes in use; None if the file is new or damaged. Call this only under the lock."""
-        used_bytes = _unpacked(os.pread(self._descriptor.fileno(), _COUNT.size, 0))
+        self._written_bytes = used_bytes = _unpacked(os.pread(self._descriptor.fileno(), _COUNT.size, 0))
         if used_bytes is not None:
             self._last_bytes = used_bytes
         return used_bytes
 
     def write(self, used_bytes: int) -> None:
         """Set the bytes in use. Call this only under the lock."""
-        os.pwrite(self._descriptor.fileno(), _COUNT.pack(_MAGIC, used_bytes, used_bytes ^ _ALL_BITS), 0)
-        self._last_bytes = used_bytes
+        if used_bytes != self._written_bytes:  # a victim and what replaces it are often as large
+            self._written_bytes = None
+            os.pwrite(self._descriptor.fileno(), _COUNT.pack(_MAGIC, used_bytes, used_bytes ^ _ALL_BITS), 0)
+            self._last_bytes = self._written_bytes = used_bytes
 
     def peek(self) -> int:
         """Return the bytes in use, possibly stale. This never waits."""
@@ -105,6 +109,7 @@ class Ledger:
     def _take(self) -> bool:
         """Lock the file that is now at the path. Return whether it is a different file than last time."""
         is_replaced = False
+        self._written_bytes = None
         for _ in range(_REPLACED_MAX):
             descriptor = self._descriptor.fileno()
             if not lock_file(descriptor, fcntl.LOCK_EX, self.deadline_s):

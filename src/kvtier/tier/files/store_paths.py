@@ -13,6 +13,7 @@ root/objects/<2 hex>/<64 hex> one file per object, named by the object's name
 import os
 import re
 import stat
+import threading
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -28,6 +29,10 @@ OBJECT = re.compile(r"[0-9a-f]{64}")
 """Name of an object's file. Its directory is named by the first two digits."""
 
 
+_KEPT_MAX = 64
+"""At most this many directories stay open at once (`Paths.kept`)."""
+
+
 class Found(NamedTuple):
     """One object's file, found by a walk."""
 
@@ -39,7 +44,8 @@ class Found(NamedTuple):
 class Paths:
     """The paths of the store at `root`, and access to its objects' files below its directory `objects`.
 
-    Each operation opens the object's directory again, so that it notices a replacement. It follows no link.
+    Each operation opens the object's directory again, so that it notices a replacement. It follows no link. Inside
+    `kept`, the calls of a thread are one operation.
     """
 
     def __init__(self, root: str, objects: str = "objects") -> None:
@@ -51,6 +57,7 @@ class Paths:
         self.objects = os.path.join(root, objects)
         """Used in messages; `_open_objects` opens it."""
         self._steps = objects.split("/")
+        self._kept = _Kept()
 
     def object(self, name: bytes) -> str:
         """Return the path of the object `name`, for messages."""
@@ -73,6 +80,26 @@ class Paths:
             directory = _step("", directory, name, is_made=True)
         os.close(directory)
 
+    @contextmanager
+    def kept(self) -> Generator[None]:
+        """Leave directories open in the `with` block, so that later calls of this thread need not open them again."""
+        descriptors: dict[str, int] = {}
+        self._kept.descriptors = descriptors
+        try:
+            yield
+        finally:
+            self._kept.descriptors = None
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+
+    def drafts(self) -> "Closing":
+        """Open the directory of the temporary files for a `with` block.
+
+        Raises:
+            OSError: it cannot be opened, as in `open_directory`.
+        """
+        return self._kept.found(self.temp_files) or self._kept.keep(self.temp_files, open_directory(self.temp_files))
+
     def _open_objects(self, *, is_listed: bool = False) -> int:
         """Open the objects' directory and return its descriptor. No link below the root is followed.
 
@@ -92,7 +119,7 @@ class Paths:
         """
         with self._objects_open() as objects:
             for prefix, together in groupby(sorted(names), _prefix):
-                with _Closing(None if objects is None else _open_fan_in(objects, prefix)) as fan:
+                with Closing(None if objects is None else _open_fan_in(objects, prefix)) as fan:
                     if fan is not None:
                         yield from ((name, fan) for name in together)
 
@@ -115,7 +142,7 @@ class Paths:
             if objects is None:
                 return
             for prefix in filter(_PREFIX.fullmatch, os.listdir(objects)):
-                with _Closing(_open_fan_in(objects, prefix, is_listed=True)) as fan:
+                with Closing(_open_fan_in(objects, prefix, is_listed=True)) as fan:
                     if fan is None:
                         continue
                     with os.scandir(fan) as entries:
@@ -125,21 +152,29 @@ class Paths:
                                 if stat.S_ISREG(status.st_mode):
                                     yield prefix, fan, entry.name, status
 
-    def _objects_open(self, *, is_listed: bool = False) -> "_Closing":
+    def _objects_open(self, *, is_listed: bool = False) -> "Closing":
         """Open the objects' directory for a `with` block; None if it does not exist."""
+        kept = None if is_listed else self._kept.found("")
+        if kept is not None:
+            return kept
         with SuppressErrno(MISSING):
-            return _Closing(self._open_objects(is_listed=is_listed))
+            opened = self._open_objects(is_listed=is_listed)
+            return Closing(opened) if is_listed else self._kept.keep("", opened)
         os.lstat(self.marker)
-        return _Closing(None)
+        return Closing(None)
 
-    def found_fan(self, name: bytes) -> "_Closing":
+    def found_fan(self, name: bytes) -> "Closing":
         """Open the directory of object `name` for a `with` block; None if it does not exist.
 
         Raises:
             OSError: the file system fails, or the store is gone.
         """
+        prefix = _prefix(name)
+        found = self._kept.found(prefix)
+        if found is not None:
+            return found
         with self._objects_open() as objects:
-            return _Closing(None if objects is None else _open_fan_in(objects, _prefix(name)))
+            return self._kept.keep(prefix, None if objects is None else _open_fan_in(objects, prefix))
 
     @contextmanager
     def fan(self, name: bytes) -> Generator[int]:
@@ -153,10 +188,10 @@ class Paths:
                 yield fan
                 return
         self.make_objects()
-        with _Closing(self._open_objects()) as objects:
+        with Closing(self._open_objects()) as objects:
             make_directory(_prefix(name), objects, replace=True)
             fan = open_directory(_prefix(name), objects)
-        with _Closing(fan):
+        with self._kept.keep(_prefix(name), fan):
             yield fan
 
     def stat_object(self, name: bytes) -> os.stat_result | None:
@@ -167,6 +202,18 @@ class Paths:
         """
         with self.found_fan(name) as fan:
             return None if fan is None else stat_in(fan, name)
+
+    def may_exist(self, name: bytes) -> bool:
+        """Whether the object may have a file, with one system call. `stat_object` can still find none, such as a link.
+
+        Raises:
+            OSError: the store is gone.
+        """
+        spelled = name.hex()
+        with self._objects_open() as objects:
+            return objects is not None and os.access(
+                f"{spelled[:2]}/{spelled}", os.F_OK, dir_fd=objects, follow_symlinks=False
+            )
 
     def remove_object(self, name: bytes) -> os.stat_result | None:
         """Remove the object's file. Return its status, or None if there was no regular file.
@@ -193,20 +240,40 @@ def _step(root: str, directory: int | None, name: str, *, is_made: bool = False,
             os.close(directory)
 
 
-class _Closing:
-    """Closes a directory's descriptor, if there is one, at the end of the `with` block."""
+class Closing:
+    """Closes a directory's descriptor, if there is one, at the end of the `with` block, unless it is kept open."""
 
-    __slots__ = ("_descriptor",)
+    __slots__ = ("_descriptor", "_is_kept")
 
-    def __init__(self, descriptor: int | None) -> None:
+    def __init__(self, descriptor: int | None, *, is_kept: bool = False) -> None:
         self._descriptor = descriptor
+        self._is_kept = is_kept
 
     def __enter__(self) -> int | None:
         return self._descriptor
 
     def __exit__(self, *_: object) -> None:
-        if self._descriptor is not None:
+        if self._descriptor is not None and not self._is_kept:
             os.close(self._descriptor)
+
+
+class _Kept(threading.local):
+    """One thread's directories that stay open, by prefix; the objects' directory has the prefix ``""``."""
+
+    descriptors: dict[str, int] | None = None
+
+    def found(self, prefix: str) -> Closing | None:
+        """Return the directory, if it is kept open."""
+        if self.descriptors is None or prefix not in self.descriptors:
+            return None
+        return Closing(self.descriptors[prefix], is_kept=True)
+
+    def keep(self, prefix: str, descriptor: int | None) -> Closing:
+        """Return the directory `descriptor`, which is kept open if the thread keeps directories."""
+        if self.descriptors is None or descriptor is None or len(self.descriptors) >= _KEPT_MAX:
+            return Closing(descriptor)
+        self.descriptors[prefix] = descriptor
+        return Closing(descriptor, is_kept=True)
 
 
 def _prefix(name: bytes) -> str:

@@ -20,12 +20,12 @@ from kvtier.layout import align_up
 from kvtier.tier.files.safe_open import (
     MISSING,
     SuppressErrno,
-    directory_at,
     make_directory,
     open_directory,
     open_file,
     rename_file,
 )
+from kvtier.tier.files.store_paths import Closing, Paths
 
 NAMES = re.compile(r"[0-9a-f]{16}(-[0-9]{1,20}-[0-9]{1,15}|\.lock)|probe_[0-9a-f]{16}")
 """Names of files that a store creates there. Others are not counted or removed. Earlier versions made the locks."""
@@ -39,13 +39,15 @@ class TempFile(NamedTuple):
     name: str
     descriptor: int
     reserved_bytes: int
+    size_bytes: int = 0
 
 
 class TempFiles:
-    """The temporary files of one owner in the directory `path`."""
+    """The temporary files of one owner in the store at `paths`."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+        self._path = paths.temp_files
         self.owner = os.urandom(8).hex()
         self._numbers = itertools.count()
 
@@ -60,13 +62,13 @@ class TempFiles:
         with self._made() as directory:
             return TempFile(name, open_file(name, flags, directory)[0], reserved_bytes)
 
-    def adopt(self, name: str, fan: int, descriptor: int, reserved_bytes: int) -> TempFile:
-        """Rename the file `name` in the directory `fan`, open as `descriptor`, into a temporary file.
+    def adopt(self, name: str, fan: int, descriptor: int, reserved_bytes: int, size_bytes: int) -> TempFile:
+        """Rename the file `name` of `size_bytes` in the directory `fan`, open as `descriptor`, into a temporary file.
 
         Raises:
             OSError: it cannot be renamed.
         """
-        draft = TempFile(self._next_name(reserved_bytes), descriptor, reserved_bytes)
+        draft = TempFile(self._next_name(reserved_bytes), descriptor, reserved_bytes, size_bytes)
         os.utime(descriptor)  # otherwise it would count as old
         with self._made() as directory:
             os.rename(name, draft.name, src_dir_fd=fan, dst_dir_fd=directory)
@@ -78,7 +80,7 @@ class TempFiles:
         Raises:
             OSError: it cannot be renamed.
         """
-        with directory_at(self._path) as directory:
+        with self._paths.drafts() as directory:
             rename_file(draft.name, name, directory, fan)
 
     def remove(self, draft: TempFile) -> int:
@@ -87,7 +89,7 @@ class TempFiles:
         Raises:
             OSError: it cannot be removed.
         """
-        with SuppressErrno(MISSING), directory_at(self._path) as directory:
+        with SuppressErrno(MISSING), self._paths.drafts() as directory:
             os.unlink(draft.name, dir_fd=directory)
             return draft.reserved_bytes
         return 0
@@ -113,20 +115,15 @@ class TempFiles:
     def _next_name(self, reserved_bytes: int) -> str:
         return f"{self.owner}-{next(self._numbers)}-{reserved_bytes}"
 
-    @contextmanager
-    def _made(self) -> Generator[int]:
-        """Open the directory for the `with` block, and create it if it is missing."""
+    def _made(self) -> Closing:
+        """Open the directory for a `with` block, and create it if it is missing."""
         try:
-            directory = open_directory(self._path)
+            return self._paths.drafts()
         except OSError as error:
             if error.errno not in MISSING:
                 raise
             make_directory(self._path, replace=True)
-            directory = open_directory(self._path)
-        try:
-            yield directory
-        finally:
-            os.close(directory)
+            return self._paths.drafts()
 
 
 def reserved(path: str) -> list[int]:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from heapq import nlargest
 from pathlib import Path
 
-from kvtier.tier.base import About, Figures, within
+from kvtier.tier.base import About, Figures, OneByOneTier, within
 from kvtier.tier.files.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.files.directory_marker import SHARED_VERSION
 from kvtier.tier.files.file_tier import FileTier
@@ -34,7 +34,7 @@ from kvtier.types import ObjectName
 logger = logging.getLogger(__name__)
 
 
-class SharedDirectoryTier(FileTier):
+class SharedDirectoryTier(FileTier, OneByOneTier):
     """Keeps frames as files below `root`, written by any number of nodes.
 
     Args:
@@ -105,6 +105,14 @@ class SharedDirectoryTier(FileTier):
         with self._operation("list the newest"):
             files = nlargest(most, within(until_s, walk(self._paths)), key=lambda file: file.mtime_ns)
             return [ObjectName(file.name) for file in files]
+
+    def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """Read the frame from `offset` into `into`; None if it is absent or vanishes meanwhile."""
+        return self._read(name, into, offset, is_use=True)
+
+    def peek_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        """Read the start of one frame, without counting as a use."""
+        return self._read(name, into, offset, is_use=False)
 
     def _read(self, name: ObjectName, into: memoryview, offset: int, *, is_use: bool) -> int | None:
         with self._operation("read", name):
@@ -191,7 +199,7 @@ class SharedDirectoryTier(FileTier):
         descriptor, _ = open_file(draft, flags, fan)
         try:
             try:
-                write_all(descriptor, frame, is_new=True)
+                write_all(descriptor, frame, is_sized=True)
                 # Otherwise a reader elsewhere would wait until this node has sent the bytes, for ever if it is gone.
                 os.fsync(descriptor)
             finally:
