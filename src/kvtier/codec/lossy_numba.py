@@ -278,7 +278,7 @@ def _scales(stored: Array, shape: _Shape) -> Array:
 
 
 @_kernel([types.void(it, types.Array(types.uint8, 1, "C"), _PLACES, _SHAPE) for it in _NUMBERS])
-def _choose(numbers: Array, stored: Array, places: Array, shape: _Shape) -> None:
+def _choose(numbers: Array, stored: Array, places: Array, shape: _Shape) -> None:  # noqa: C901
     """Write the exponents of the tokens' scales, as `lossy_torch` does."""
     tokens, channels, largest = shape.tokens, shape.channels, np.zeros(shape.tokens, i32)
     for head in range(shape.heads):
@@ -300,14 +300,15 @@ def _choose(numbers: Array, stored: Array, places: Array, shape: _Shape) -> None
             for shift in (0, near - 1, near, near + 1):
                 inverse = i32((BIAS - shift) << 23).view(f32)
                 is_found[:] = 0
-                for distance in range(1, OTHERS):
-                    other = min(token ^ distance, tokens - 1)
+                for number in range(1, OTHERS):
+                    other = min(token ^ number, tokens - 1)
                     if abs(largest[other]) <= OCTAVE:
                         its = numbers[shape.origin + places[other] : shape.origin + places[other] + channels]
                         for c in range(channels):
-                            number = _number(row[c])
-                            is_found[c] |= u8(number * inverse == _number(its[c])) & u8(number != f32(0))
-                found = int(np.sum(is_found))
+                            is_found[c] |= u8(_number(row[c]) * inverse == _number(its[c]))
+                found = 0
+                for c in range(channels):
+                    found += i32(is_found[c]) & i32(_number(row[c]) != f32(0))
                 if found > most:
                     chosen, most = shift, found
         stored[shape.exponents_at + token] = BIAS + chosen

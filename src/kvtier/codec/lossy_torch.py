@@ -99,6 +99,7 @@ def _exponents(largest: Array, head: Array, form: Form) -> Array:
     Args:
         largest: the bits, in float32, of each token's largest magnitude.
         head: numbers of one head, of shape (tokens, channels).
+        form: has their element.
     """
     octaves = largest - np.sort(largest)[len(largest) // 2]
     near = np.clip((octaves + OCTAVE // 2) >> 23, -SHIFT_MAX, SHIFT_MAX)
