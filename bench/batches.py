@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.report.output import write_json
-from kvtier.tools.bench.io_workloads import FullTier
+from kvtier.tools.bench.io_harness import FullTier
 from kvtier.tools.run_record import RecordedSetting, make_record
 
 TOP = Path(__file__).parents[1]

@@ -40,9 +40,9 @@ from kvtier.report.table import Table, print_table
 from kvtier.tools.bench.io import HUGE_PAGES
 from kvtier.tools.characterize.capture import CaptureSettings
 from kvtier.tools.characterize.capture import run as capture
-from kvtier.tools.characterize.events import NO_PROCESS, IoLayer, IoTrace, transfers
+from kvtier.tools.characterize.io_trace import NO_PROCESS, IoLayer, IoTrace, transfers
+from kvtier.tools.characterize.io_trace_readers import ObjectLog, WriteAmplification, read_objects, write_amplification
 from kvtier.tools.characterize.measures import IoMeasures, measure
-from kvtier.tools.characterize.recordings import ObjectLog, WriteAmplification, read_objects, write_amplification
 from kvtier.tools.charts.chart import Axis, Chart, Curve, write_charts
 from kvtier.tools.options import Bytes, WorkDirectory, ended_by_signals
 from kvtier.tools.run_record import make_record

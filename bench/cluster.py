@@ -35,8 +35,8 @@ from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.report.output import progress, write_json
 from kvtier.report.table import Table, print_table
+from kvtier.tools.bench.data_paths import SESSION_NAMES, SMALL_BYTES, ClientPath, new_names
 from kvtier.tools.bench.repeats import Span, ratio, ratio_text, repeated
-from kvtier.tools.bench.tier_paths import SESSION_NAMES, SMALL_BYTES, ClientPath, new_names
 from kvtier.tools.options import Bytes, ended_by_signals
 from kvtier.tools.run_record import make_record
 

@@ -36,10 +36,11 @@ from kvtier.runtime.codec_choice import CodecChoice
 from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.tier_codecs import StoredForm
+from kvtier.runtime.tier_encoding import StoredForm
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tools.bench.codec import CHUNK_TOKENS, Frame, kv_frames
-from kvtier.tools.demo.model import PRETRAINED, choose_sessions, pretrained_kv, read_trace
+from kvtier.tools.demo.model import PRETRAINED, pretrained_kv
+from kvtier.tools.demo.request_plan import choose_sessions, read_trace
 from kvtier.tools.run_record import make_record
 from kvtier.types import ChunkKey, Direction, Outcome, Transfer
 

@@ -28,7 +28,7 @@ if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
 import click
 from bench.parts.command import run as run_script
 
-from kvtier.tools.bench.io_workloads import FullTier
+from kvtier.tools.bench.io_harness import FullTier
 from kvtier.tools.options import WorkDirectory
 
 STEP_S = 0.5e-3

@@ -34,7 +34,7 @@ from kvtier.report.output import print_json, progress, write_json
 from kvtier.report.table import Table, print_table
 from kvtier.tier.files.direct import can_direct
 from kvtier.tools.bench.io import Fio, has_fio
-from kvtier.tools.bench.io_workloads import FullTier
+from kvtier.tools.bench.io_harness import FullTier
 from kvtier.tools.bench.repeats import Span, ratio, ratio_text
 from kvtier.tools.options import Bytes, WorkDirectory, ended_by_signals
 from kvtier.tools.run_record import make_record

@@ -4,7 +4,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from kvtier.runtime.executor import Completion
-from kvtier.tools.bench.io_workloads import taken
+from kvtier.tools.bench.io_harness import taken
 
 RETRY_S = 0.005
 

@@ -119,7 +119,7 @@ class SmallEngine:
                 adapters=SimpleNamespace(mixed=set(), read=lambda _: set(), named=lambda _: ()),
             ),
             planner=Planner(is_on=False),
-            own_cache=SimpleNamespace(
+            engine_cache=SimpleNamespace(
                 tables=lambda name: self.requests[name].block_ids,
                 resident=self._resident if is_protected else None,
                 open_pins=lambda on_reuse: BlockPins(self.pool, on_reuse),

@@ -25,7 +25,7 @@ from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.executor import Completion
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.testing.host_copier import HostCopier
-from kvtier.tools.bench.io_workloads import FINGERPRINT, chunk_key, layout_of, open_trial, taken
+from kvtier.tools.bench.io_harness import FINGERPRINT, chunk_key, layout_of, open_trial, taken
 from kvtier.types import Direction, Outcome, Transfer
 
 DIRECTIONS = {"read": Direction.PROMOTE, "write": Direction.DEMOTE}

@@ -210,7 +210,7 @@ def check_interface(made: object, interface: type, subject: str) -> None:
 
 
 def takes(function: Any, arguments: int, named: Iterable[str] = ()) -> bool:  # noqa: ANN401 - an extension's function
-    """Whether `function` takes this many positional arguments and these keywords, as far as Python knows."""
+    """Return whether `function` takes this many positional arguments and these keywords, as far as Python knows."""
     try:
         signature(function).bind(*range(arguments), **dict.fromkeys(named))
     except (TypeError, ValueError) as error:

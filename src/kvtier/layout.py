@@ -144,6 +144,10 @@ class Cut(NamedTuple):
 Loss = Literal["none", "k8v4", "int4"]
 """The class of an engine: the lossy codec that its stored KV may go through, or ``none``."""
 
+EXACT_SALT = "exact:"
+"""Prefix of a `cache_salt` whose requests an engine with a lossy class computes without stored KV. vLLM's own cache
+keeps their blocks apart by the salt. In other engines it is a salt like any other."""
+
 LOSSY_ELEMENTS = frozenset[Element]({"bf16", "fp16", "fp32"})
 LOSSY_KINDS = frozenset[RunKind]({"keys", "values", "kv"})
 """Runs to which a class applies. Latents, indexes and states stay exact."""
@@ -340,7 +344,7 @@ class GroupLayout:
 
 
 def _is_coded(group: GroupLayout, kind: RunKind, element: Element) -> bool:
-    """Whether the group's class applies to its runs of this kind and element."""
+    """Return whether the group's class applies to its runs of this kind and element."""
     is_lossy = group.loss != "none" and isinstance(group.validity, History)
     return is_lossy and kind in LOSSY_KINDS and element in LOSSY_ELEMENTS
 
@@ -391,7 +395,7 @@ class KvLayout:
         """Return this layout with a part and copy for each group.
 
         Raises:
-            ValueError: a part is impossible, or `parts` does not have one entry for each group.
+            ValueError: a part is invalid, or `parts` does not have one entry for each group.
         """
         groups = zip(self.groups, parts, strict=True)
         return KvLayout(

@@ -17,7 +17,7 @@ from kvtier.errors import TierError
 from kvtier.tier.base import Read, Write
 from kvtier.tier.mooncake.client import _idle
 from kvtier.tier.mooncake.kind import KIND, MooncakeSettings, _raw
-from kvtier.tier.mooncake.plain_client import RawMooncake
+from kvtier.tier.mooncake.raw_client import RawMooncake
 from kvtier.tier.registry import TierContext
 from kvtier.types import ObjectName
 

@@ -13,7 +13,7 @@ from kvtier.config.sections import Config, HostConfig
 from kvtier.core.limits import TierRules
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.open_object_store import open_object_store
-from kvtier.runtime.tier_codecs import StoredForm
+from kvtier.runtime.tier_encoding import StoredForm
 from kvtier.runtime.tiered_object_store import ObjectBytes, ObjectStore
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.disk.kind import DiskSettings

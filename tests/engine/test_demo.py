@@ -15,7 +15,8 @@ import pytest
 from kvtier.cli.main import run
 from kvtier.tools.demo import run as demo_run
 from kvtier.tools.demo import worker
-from kvtier.tools.demo.model import SHAPES, build_prompt, choose_sessions, missing_packages, plan_requests, read_trace
+from kvtier.tools.demo.model import SHAPES, missing_packages
+from kvtier.tools.demo.request_plan import build_prompt, choose_sessions, plan_requests, read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -14,8 +14,8 @@ from tiny_transformers import batch, gemma3, llama, mistral, tokens
 from transformers import LlamaForCausalLM
 
 from kvtier.connect.transformers import identity
-from kvtier.connect.transformers.checkpoint import difference
 from kvtier.connect.transformers.identity import ModelWatch, fingerprint, fixed_rope_tokens, weights_digest
+from kvtier.connect.transformers.weight_comparison import difference
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.keys.weights import checkpoint_files, digest_files
 

@@ -21,7 +21,7 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.executor import Completion, Threads, Work
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.tier_codecs import StoredForm
+from kvtier.runtime.tier_encoding import StoredForm
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import About, Figures, OneByOneTier, Tier
 from kvtier.types import ChunkKey, Direction, Drop, ObjectName, Outcome, Probe, RequestId, Transfer

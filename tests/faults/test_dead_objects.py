@@ -25,7 +25,7 @@ from tests.system import until
 
 from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.value_types import PrivateText
-from kvtier.connect.vllm.tiering.calls import Calls
+from kvtier.connect.vllm.tiering.async_jobs import Calls
 from kvtier.core.limits import TierRules
 from kvtier.errors import TierError
 from kvtier.keys.secret import Secret

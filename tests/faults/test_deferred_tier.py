@@ -33,7 +33,7 @@ from kvtier.config.sections import Config
 from kvtier.core.tier_state import RETRY_SECONDS_MAX
 from kvtier.errors import ConfigError, KvError, TierError
 from kvtier.observe import metric_definitions as table
-from kvtier.runtime import deferred_tier, secret
+from kvtier.runtime import deferred_tier, secret_source
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.rank import open_rank
@@ -211,7 +211,7 @@ def test_a_new_store_opens_after_a_failed_attempt(root: Path, kind: str, monkeyp
 def test_a_store_that_opens_just_before_its_secret_is_read_gets_one(tmp_path: Path, kind: str) -> None:
     opened(kind, tmp_path, Engine(64)).session.close()
     (tmp_path / "secret").unlink()
-    found = secret.store_secret(settings(kind, tmp_path), {kind}, None, "")  # its tier counts as down still
+    found = secret_source.store_secret(settings(kind, tmp_path), {kind}, None, "")  # its tier counts as down still
     assert (tmp_path / "secret").read_bytes() == found
 
 
@@ -294,7 +294,7 @@ def test_a_secret_that_hangs_is_one_of_this_process(
 ) -> None:
     filled(kind, tmp_path / "kv", Engine(64))
     go_on = threading.Event()
-    monkeypatch.setattr(secret, "load_or_create", lambda _path, **_: go_on.wait(DEADLINE_S))
+    monkeypatch.setattr(secret_source, "load_or_create", lambda _path, **_: go_on.wait(DEADLINE_S))
     opens = DeferredTier.opened  # which the deadline below is not meant for
     monkeypatch.setattr(DeferredTier, "opened", lambda tier, _deadline_s, **more: opens(tier, DEADLINE_S, **more))
     try:
@@ -315,7 +315,7 @@ def test_a_secret_that_cannot_be_read(tmp_path: Path, trouble: OSError, monkeypa
     def fail(*_given: Any, **_: object) -> int:
         raise trouble
 
-    monkeypatch.setattr(secret, "load_or_create", fail)
+    monkeypatch.setattr(secret_source, "load_or_create", fail)
     session = opened("directory", tmp_path / "kv", Engine(64))
     assert is_useful_without(session)
     session.session.close()

@@ -9,7 +9,7 @@ from tests.rig import CHUNK_TOKENS, Engine, load_places, local, looked_up, place
 from kvtier.core.limits import Limits
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.mover import Threads
-from kvtier.runtime.observers.counters import Gauges
+from kvtier.runtime.observers.transfer_metrics import Gauges
 from kvtier.types import LoadDone, Presence, RequestId
 
 TOKENS = 3 * CHUNK_TOKENS

@@ -33,7 +33,7 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime import local_sockets, rank_server
 from kvtier.runtime.local_sockets import set_timeout
 from kvtier.runtime.mover import CLOSED, Mover
-from kvtier.runtime.observers.counters import TierGauges
+from kvtier.runtime.observers.transfer_metrics import TierGauges
 from kvtier.runtime.open import open_core
 from kvtier.runtime.protocol import MessageReader, Note, Ping, ProtocolError, TierReport, decode, encode
 from kvtier.runtime.rank_group import RankGroup

@@ -22,7 +22,7 @@ from kvtier.observe.metric_definitions import REFUSED_OBJECTS
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.codec_choice import CodecChoice
 from kvtier.runtime.open import open_session
-from kvtier.runtime.tier_codecs import StoredForm
+from kvtier.runtime.tier_encoding import StoredForm
 from kvtier.runtime.tiered_object_store import ObjectStore
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.types import Outcome, RequestId

@@ -17,8 +17,8 @@ from kvtier.layout import GroupLayout, History, KvLayout, Window
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.executor import Completion
-from kvtier.runtime.observers.counters import CommandCounters, Gauges
 from kvtier.runtime.observers.guards import Feature, Guards
+from kvtier.runtime.observers.transfer_metrics import CommandCounters, Gauges
 from kvtier.runtime.session import Session, SessionError
 from kvtier.types import (
     Cancel,

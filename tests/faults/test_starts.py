@@ -27,7 +27,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.keys.secret import BYTES_MAX, read_private
 from kvtier.policy import registry as evictors
 from kvtier.runtime import rank as rank_module
-from kvtier.runtime import secret as secret_module
+from kvtier.runtime import secret_source as secret_module
 from kvtier.runtime.control_socket import ControlSocket
 from kvtier.runtime.executor import Completion
 from kvtier.runtime.observers import line_file

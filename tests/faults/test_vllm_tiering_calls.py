@@ -11,7 +11,7 @@ from tests.memory_tier import GatedTier
 from tests.object_store_contract import LAYOUT, STAGED, empty_pieces, got, object_id, pieces_of, put
 from tests.system import until
 
-from kvtier.connect.vllm.tiering.calls import JOBS_MAX, Calls
+from kvtier.connect.vllm.tiering.async_jobs import JOBS_MAX, Calls
 from kvtier.core.limits import TierRules
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.tiered_object_store import ObjectBytes, ObjectStore

@@ -268,7 +268,7 @@ class Model(Schedules):
         for number, request in enumerate(new.requests):
             if request.status == "L" and self.on("Loads.void"):
                 self._void(new, number)
-            if not self.on("OwnCache.restart"):
+            if not self.on("EngineCache.restart"):
                 continue
             if request.status == "L":
                 table = () if request.reported else request.table
@@ -292,7 +292,7 @@ class Model(Schedules):
         for request in new.requests:
             if request.status == "A" or (request.failed and not request.computed):
                 leaving.update(request.table)
-        is_empty = not held - (leaving if self.on("OwnCache.watch_resets") else set())
+        is_empty = not held - (leaving if self.on("EngineCache.watch_resets") else set())
         if not is_empty and not is_running:
             raise Violation(f"a reset fails because of blocks {sorted(held)}, and no request runs")
         if is_empty:

@@ -39,8 +39,8 @@ RULES = {
     "invalidation:Invalidation.reset": "Other weights are used again only when vLLM's own cache is empty.",
     "invalidation:Invalidation.weights_change": "After a change of weights nothing is stored or loaded until a reset.",
     "worker:Worker.results": "The worker looks at its weights in each step.",
-    "own_cache:OwnCache.restart": "Requests that wait for loads start anew when vLLM resets its cache.",
-    "own_cache:OwnCache.watch_resets": "A reset does not count blocks that come free without being used again.",
+    "engine_cache:EngineCache.restart": "Requests that wait for loads start anew when vLLM resets its cache.",
+    "engine_cache:EngineCache.watch_resets": "A reset does not count blocks that come free without being used again.",
     "invalidation:Invalidation.own_reset_begins": "vLLM's reset gets the blocks that only stores hold.",
 }
 
@@ -48,7 +48,7 @@ SECOND_LINES = {
     "loads:Loads.void": "A load that is open when the weights change, or at a reset, is void.",
     "step_metadata:StepOrders": "After a change of weights the workers report every load as failed.",
 }
-"""No promise needs these while `OwnCache.restart` holds. They spare a load's bandwidth, and guard against its loss."""
+"""No promise needs these while `EngineCache.restart` holds. They save a load's bandwidth, and guard against loss."""
 
 
 def named(rule: str) -> str:

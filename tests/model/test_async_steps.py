@@ -63,8 +63,8 @@ WEAKEST: dict[str, dict[str, Any]] = {
     "Invalidation.reset": CORE["resets"],
     "Invalidation.weights_change": ALONE,
     "Worker.results": ALONE | {"is_silent": True},
-    "OwnCache.restart": CORE["weights"],
-    "OwnCache.watch_resets": ALONE,
+    "EngineCache.restart": CORE["weights"],
+    "EngineCache.watch_resets": ALONE,
     "Invalidation.own_reset_begins": ALONE,
 }
 """For each rule a small model that needs it."""

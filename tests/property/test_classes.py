@@ -25,7 +25,7 @@ from kvtier.codec.registry import lossy_names
 from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.keys.secret import Secret
 from kvtier.layout import Axes, GroupLayout, History, KvLayout, Run, Window
-from kvtier.runtime import rank, tier_codecs
+from kvtier.runtime import rank, tier_encoding
 from kvtier.runtime.open import open_session
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.directory.kind import DirectorySettings
@@ -290,7 +290,7 @@ def test_engines_that_run_at_once_on_one_directory_find_their_own():
 @pytest.mark.parametrize("is_in_layout", [True, False], ids=["layout", "neither"])
 def test_a_class_that_is_not_in_the_fingerprint_is_noticed(monkeypatch, is_in_layout):
     """The negative control. The layout alone keeps names apart, and without either, an exact engine reads lossy KV."""
-    monkeypatch.setattr(tier_codecs, "class_of", lambda _loss: {})
+    monkeypatch.setattr(tier_encoding, "class_of", lambda _loss: {})
     if not is_in_layout:
         digest = layout_module._digest
         monkeypatch.setattr(layout_module, "_digest", lambda tokens, group: digest(tokens, replace(group, loss="none")))

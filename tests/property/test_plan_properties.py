@@ -9,7 +9,6 @@ from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
 from kvtier.tools.plan.answer import conclusion, heading, names_text, request, verdict
-from kvtier.tools.plan.cost import capacity
 from kvtier.tools.plan.inputs import Inputs
 from kvtier.tools.plan.limits import ceiling, used_shares
 from kvtier.tools.plan.plan import make_plan, to_json
@@ -18,7 +17,8 @@ from kvtier.tools.plan.read_inputs import load
 from kvtier.tools.plan.report import needs_table, tables
 from kvtier.tools.plan.resolve import deployments, resolve
 from kvtier.tools.plan.settings import settings_toml
-from kvtier.tools.plan.worth import choices
+from kvtier.tools.plan.tier_demand import capacity
+from kvtier.tools.plan.tier_selection import choices
 
 # Shrinking an example of thirty inputs takes minutes and tells nothing that the inputs themselves do not.
 checked = settings(max_examples=25, phases=[Phase.generate])

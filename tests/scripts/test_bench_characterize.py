@@ -14,9 +14,9 @@ from bench.parts.tier_objects import TierBackend
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.errors import KvError
-from kvtier.tools.characterize.events import IoLayer, IoTrace, by_time, rows_of
+from kvtier.tools.characterize.io_trace import IoLayer, IoTrace, by_time, rows_of
+from kvtier.tools.characterize.io_trace_readers import read_objects
 from kvtier.tools.characterize.measures import IoMeasures, measure
-from kvtier.tools.characterize.recordings import read_objects
 
 KIB = 1 << 10
 SMALL = ObjectLoad(size=64 * KIB, streams=2, turns=6, conversations=2)

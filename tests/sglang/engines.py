@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.runtime_context import SpawnRanks, get_context, publish, reset_context
 from sglang.srt.server_args import ServerArgs
 
-from kvtier.connect.sglang import model_files
+from kvtier.connect.sglang import checkpoint_reads
 
 PAGE = 16
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -80,7 +80,7 @@ def published(model: str | Path, ranks: tuple[int, int] = (0, 1), **arguments: A
     reset_context()
     args = ServerArgs(model_path=str(model), device="cpu", tp_size=ranks[1], **arguments)
     publish(args, role="test", ranks=SpawnRanks(world_rank=ranks[0], dp_rank=None))
-    model_files.look(get_context())  # as SGLang's own plug-in call does
+    checkpoint_reads.look(get_context())  # as SGLang's own plug-in call does
     try:
         yield
     finally:
@@ -90,7 +90,7 @@ def published(model: str | Path, ranks: tuple[int, int] = (0, 1), **arguments: A
 def resolved(**values: object) -> None:
     """Change server arguments after SGLang's resolution, and before it reads the model."""
     get_context().override("test", **values)
-    model_files.look(get_context())
+    checkpoint_reads.look(get_context())
 
 
 def small(make: Callable[..., Any]) -> Callable[..., Any]:

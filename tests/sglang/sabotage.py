@@ -34,9 +34,9 @@ def repeat_pages() -> None:
 
 def borrow_identity() -> None:
     """kvtier identifies the model in the folder that the file names, in place of this one."""
-    from kvtier.connect.sglang import identity, model_files
+    from kvtier.connect.sglang import checkpoint_reads, identity
 
-    model_files.doubt = lambda *_: ""
+    checkpoint_reads.doubt = lambda *_: ""
     inner = identity._folder
 
     def folder(*given: Any) -> Path:

@@ -14,7 +14,7 @@ from engines import PAGE, Engine, checkpoint, engine, mha, mla, published, resol
 from sglang.srt.runtime_context import get_context
 from tests.refusals import refuses
 
-from kvtier.connect.sglang import identity, model_files, weight_updates
+from kvtier.connect.sglang import checkpoint_reads, identity, weight_updates
 from kvtier.connect.sglang.identity import SETTINGS, identify, leaves
 from kvtier.errors import ConfigError
 
@@ -215,7 +215,7 @@ def test_without_the_plug_in_nothing_is_stored(
     server: None, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody has looked at the files before SGLang read them."""
-    monkeypatch.setattr(model_files, "_before", [])
+    monkeypatch.setattr(checkpoint_reads, "_before", [])
     engine = start()
     assert (engine.backup(PROMPT)[0], engine.prefetch(PROMPT).hit) == (0, 0)
     assert "has not loaded kvtier's plug-in" in caplog.text

@@ -22,7 +22,7 @@ from tests.sim.trace import RecordKind
 from tests.sim.world import Condition, Item, Violation
 
 from kvtier.core.limits import TierRules
-from kvtier.core.object_cache import ObjectCache
+from kvtier.core.staging_core import ObjectCache
 from kvtier.types import (
     ChunkKey,
     Command,

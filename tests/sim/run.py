@@ -19,7 +19,7 @@ from tests.sim.world import Violation, World
 
 from kvtier.core import operations, tier_searches, tier_state
 from kvtier.core.cache import Cache
-from kvtier.core.object_cache import ObjectCache
+from kvtier.core.staging_core import ObjectCache
 from kvtier.core.survey import Survey
 from kvtier.policy.base import Evictor, Hinted, Use
 from kvtier.policy.registry import make_evictor

@@ -8,7 +8,7 @@ import pytest
 from kvtier.cli.main import cli
 from kvtier.config import machine_checks
 from kvtier.errors import ConfigError
-from kvtier.tier.files import machine
+from kvtier.tier.files import path_checks
 
 
 @pytest.fixture
@@ -34,5 +34,5 @@ def refusal(capsys):
 @pytest.fixture
 def large_machine(monkeypatch):
     """The default settings need more than a small machine has; `check` is tested elsewhere."""
-    monkeypatch.setattr(machine, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
+    monkeypatch.setattr(path_checks, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
     monkeypatch.setattr(machine_checks, "_memory", lambda: (2**40, "the memory of this machine"))

@@ -459,9 +459,9 @@ def unwatched() -> None:
 
 def keep_loads() -> None:
     """Requests that wait for loads go on waiting."""
-    from kvtier.connect.vllm.scheduler.own_cache import OwnCache
+    from kvtier.connect.vllm.scheduler.engine_cache import EngineCache
 
-    OwnCache.restart = lambda self, names: None  # type: ignore[method-assign]
+    EngineCache.restart = lambda self, names: None  # type: ignore[method-assign]
 
 
 def forget_mixing() -> None:

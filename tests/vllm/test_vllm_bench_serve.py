@@ -15,12 +15,12 @@ from server import Client
 
 from kvtier.errors import ConfigError
 from kvtier.tools.bench.serve.arms import Arm, parse_arms
+from kvtier.tools.bench.serve.campaign import Record, ServeSettings
 from kvtier.tools.bench.serve.checkpoint import WORDS, kv_bytes_per_token
 from kvtier.tools.bench.serve.generator import GeneratorResult, served_model
-from kvtier.tools.bench.serve.load import tokens_per_word
+from kvtier.tools.bench.serve.offered_load import tokens_per_word
 from kvtier.tools.bench.serve.regret import join_runs
 from kvtier.tools.bench.serve.results import arm_result
-from kvtier.tools.bench.serve.run import Record, ServeSettings
 from kvtier.tools.bench.serve.server import find_lmcache, find_vllm, session_pids
 
 pytestmark = pytest.mark.engine

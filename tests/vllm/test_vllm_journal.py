@@ -12,7 +12,7 @@ from server import Server
 from settings import CHUNK, connector, whole
 from tests.waiting import wait_until
 
-from kvtier.tools.bench.serve.run import STATISTICS, STATISTICS_PATH
+from kvtier.tools.bench.serve.campaign import STATISTICS, STATISTICS_PATH
 from kvtier.tools.bench.serve.server import write_packages
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm_core]

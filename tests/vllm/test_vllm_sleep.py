@@ -89,7 +89,7 @@ def test_new_weights_in_flight_name_kv_that_engines_with_them_share(
     old, new = expected("llama")["long"], wanted("reload")["long"]
     engine.do("changes:begin", SHORT)
     engine.do("sleepers:transfer", str(other), drains=False)
-    assert engine.printed().count("KV stored before is not found") == 1
+    assert engine.printed().count("KV stored with the previous weights is not used") == 1
     # The running request goes on with KV of both, and so does the next one of the same prompt.
     engine.ask(SHORT)
     assert engine.forget()
@@ -200,7 +200,7 @@ def test_two_ranks_sleep(
     assert hits(engine, old) == WHOLE
     nap(engine, 2, other)
     assert [hits(engine, new), engine.forget(), hits(engine, new)] == [0, True, WHOLE]
-    assert "sleep() has failed on rank 0: TimeoutError: a KV copy has not ended" in engine.do("sleepers:hang")
+    assert "sleep() has failed on rank 0: TimeoutError: a KV copy did not end" in engine.do("sleepers:hang")
     for number in (1, 2):
         assert engine.do("sleepers:ask_ranks", number) == [(number, 0), (number, 1)], "each answer is of its own call"
     assert hits(engine, new) == 0, "it is off until a restart"

@@ -94,7 +94,7 @@ def empty_host_memory(engine: Any) -> None:
 
 def fail() -> None:
     """A bug in kvtier where a key is looked up."""
-    from kvtier.connect.vllm.tiering.calls import Calls
+    from kvtier.connect.vllm.tiering.async_jobs import Calls
 
     def ask(*arguments: Any, **fields: Any) -> Any:
         raise RuntimeError("a mistake of ours")
@@ -104,7 +104,7 @@ def fail() -> None:
 
 def split_loads() -> None:
     """A lookup is answered while vLLM asks again, key by key: it loads the last keys first, and they take a second."""
-    from kvtier.connect.vllm.tiering.calls import Calls
+    from kvtier.connect.vllm.tiering.async_jobs import Calls
     from kvtier.runtime.tiered_object_store import ObjectStore
 
     ask, find, get_into = Calls.ask, Calls._find, ObjectStore.get_into

@@ -83,7 +83,9 @@ def _socket(given: Path | None, file: Path | None, flags: tuple[str, ...]) -> Pa
     """
     path = given or load(file, flags=flags).config.control.socket
     if path is None:
-        raise ConfigError(f"no engine is named; set {SETTING} = PATH for the engine and here, or give --socket PATH")
+        raise ConfigError(
+            f"no engine is named; set {SETTING} = PATH for both the engine and this command, or give --socket PATH"
+        )
     if PID not in str(path):
         return path
     found = sockets(path)

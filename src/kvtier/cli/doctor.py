@@ -24,8 +24,8 @@ from kvtier.cli.main import Commands
 from kvtier.cli.options import Duration, Quantity
 from kvtier.cli.sglang import python_option
 from kvtier.connect.programs import installed_version
-from kvtier.connect.sglang import installed as sglang_installed
-from kvtier.connect.vllm import installed as vllm_installed
+from kvtier.connect.sglang import engine_environment as sglang_environment
+from kvtier.connect.vllm import engine_environment as vllm_environment
 from kvtier.errors import ConfigError, install_hint
 from kvtier.keys.secret import redacted
 
@@ -152,9 +152,9 @@ def transformers(tiers: tuple[str, ...], timeout_s: float, as_json: bool) -> int
 def _examine(tiers: tuple[str, ...], limit: TimeLimit) -> Iterator[DoctorFinding]:
     """Yield the findings if no engine is named."""
     engines: dict[str, tuple[str | None, Callable[[], Any]]] = {
-        "vLLM": (vllm_installed.installed(), lambda: [vllm_doctor.version()]),
+        "vLLM": (vllm_environment.installed(), lambda: [vllm_doctor.version()]),
         "SGLang": (
-            sglang_installed.installed(),
+            sglang_environment.installed(),
             lambda: sglang_doctor.release(sglang_doctor.looked(None, limit), None, "refuse", limit),
         ),
     }
@@ -162,7 +162,7 @@ def _examine(tiers: tuple[str, ...], limit: TimeLimit) -> Iterator[DoctorFinding
     if not has_engine:  # an engine depends on Transformers and installs it
         engines["Transformers"] = (installed_version("transformers"), _transformers)
     found = [f"{name} {version}" for name, (version, _) in engines.items() if version]
-    looked = f"looked for {', '.join((*vllm_installed.DISTRIBUTIONS, 'sglang', 'transformers'))} in {sys.prefix}"
+    looked = f"looked for {', '.join((*vllm_environment.DISTRIBUTIONS, 'sglang', 'transformers'))} in {sys.prefix}"
     advice = "for its model and flags: `kvtier doctor vllm|sglang -h`" if has_engine else ""
     advice = advice if found else "run this command in the environment of the server"
     yield DoctorFinding("fine" if found else "note", "engines", f"{', '.join(found) or 'none'}; {looked}", advice)
@@ -183,7 +183,7 @@ def _transformers() -> Iterator[DoctorFinding]:
     """Check that the packages are installed in supported releases, and say how to see hits."""
     for package, least in TRANSFORMERS.items():
         version = installed_version(package)
-        if version is not None and vllm_installed.release_of(version) >= least:
+        if version is not None and vllm_environment.release_of(version) >= least:
             yield DoctorFinding("fine", package, f"{version} is supported")
         else:
             found = f"{version or 'is not installed'}; allowed: {'.'.join(map(str, least))} or later"

@@ -37,7 +37,7 @@ from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
 from kvtier.runtime.control_socket import FORMS, HEALTH, SETTING, ControlError, ask
 from kvtier.tier.files import store_notes as notes
-from kvtier.tier.files.machine import nearest_existing, path_problem
+from kvtier.tier.files.path_checks import nearest_existing, path_problem
 from kvtier.tier.registry import TierKind, TierSettings, kind_of
 
 Level = Literal["error", "warning", "unchecked", "note", "fine"]

@@ -327,7 +327,7 @@ def reseal_command(where: Store, keys_file: Path | None, tenant: str | None, pla
     keyring = keys_of(keys_file, where.settings)
     if keyring is None or (keyring.sealing(tenant or "") is None and (plain_too or tenant is not None)):
         raise ConfigError(
-            f"there is no key{f' of tenant {tenant}' if tenant else ''}; give --keys FILE and --tenant NAME, or set "
+            f"there is no key{f' for tenant {tenant}' if tenant else ''}; give --keys FILE and --tenant NAME, or set "
             "store.keys_file"
         )
     store = where.open()

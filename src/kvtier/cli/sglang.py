@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from kvtier.cli import coming_from
+from kvtier.cli import migrate
 from kvtier.cli.config import set_option, tier_option
 from kvtier.cli.engine_settings import given, notes
 from kvtier.cli.main import Commands
 from kvtier.cli.options import OutputFile, Quantity, is_given, tell_written
 from kvtier.config.sections import Config
-from kvtier.connect.sglang.installed import (
+from kvtier.connect.sglang.engine_environment import (
     BACKEND,
     EXTRA,
     PAGE_TOKENS,
@@ -39,7 +39,7 @@ def sglang() -> None:
 @sglang.command(name="config")
 @tier_option
 @set_option
-@coming_from.workers_option
+@migrate.workers_option
 @click.option(
     "--from-flags",
     "given_flags",
@@ -68,7 +68,7 @@ def config_command(
     python -m sglang.launch_server --model-path MODEL \\
         $(kvtier sglang config --file kv.json --tier disk:/mnt/nvme/kv)
     """  # noqa: D301 - \b is click's mark for lines that are kept
-    found = coming_from.Conversion(workers)
+    found = migrate.Conversion(workers)
     if given_flags is not None:
         found.hicache(given_flags)
     loaded = found.load(tiers, flags)

@@ -21,8 +21,7 @@ from kvtier.cli.doctor_checks import (
 )
 from kvtier.connect.local_files import local_folder
 from kvtier.connect.programs import NotInTimeError
-from kvtier.connect.sglang.host_pools import POOLS
-from kvtier.connect.sglang.installed import (
+from kvtier.connect.sglang.engine_environment import (
     BACKEND,
     COMPILE_ADVICE,
     EXTRA,
@@ -36,6 +35,7 @@ from kvtier.connect.sglang.installed import (
     read_extra,
     settings_in,
 )
+from kvtier.connect.sglang.host_pools import POOLS
 from kvtier.errors import ConfigError
 from kvtier.keys.weights import checkpoint_files
 from kvtier.report.output import progress

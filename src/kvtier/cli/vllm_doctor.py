@@ -24,21 +24,20 @@ from kvtier.config.sections import Config, all_settings
 from kvtier.config.value_types import size_text
 from kvtier.connect.local_files import local_folder
 from kvtier.connect.programs import NotInTimeError, ask_program
-from kvtier.connect.vllm import installed, support
+from kvtier.connect.vllm import engine_environment, support
+from kvtier.connect.vllm.engine_environment import CONNECTOR, engine_config
 from kvtier.connect.vllm.identity import identify, shares_of_ranks
-from kvtier.connect.vllm.installed import CONNECTOR, engine_config
-from kvtier.connect.vllm.requests.keys import EXACT
 from kvtier.connect.vllm.tiering import setup as tiering_setup
 from kvtier.connect.vllm.tiering.setup import ORIGIN, TIER
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
-from kvtier.layout import Loss
+from kvtier.layout import EXACT_SALT, Loss
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.tier.registry import kind_of
 
 HOST_CHUNKS_FEW = 16
-"""Host memory with fewer chunks is reported, because each prompt evicts the previous one."""
+"""Host memory with fewer chunks is reported, because one prompt may evict another."""
 
 TERMS = EngineTerms(
     naming="name one: `kvtier vllm config --tier disk:DIR`",
@@ -46,7 +45,7 @@ TERMS = EngineTerms(
     setting="store.chunk_tokens",
     equal="weights, configuration, dtype, --kv-cache-dtype, tensor parallel size and release of vLLM; give --model and "
     "the rest of the server's command line as --engine-args",
-    exact=f"expected with this setting; a request with a cache_salt that begins with {EXACT!r} gets no stored KV",
+    exact=f"expected with this setting; a request with a cache_salt that begins with {EXACT_SALT!r} gets no stored KV",
 )
 
 TIER_TERMS = TERMS._replace(
@@ -159,7 +158,7 @@ def server_flags(words: Sequence[str]) -> tuple[str | None, str | None, Sequence
 def version() -> DoctorFinding:
     """Check whether the installed vLLM is supported."""
     try:
-        return DoctorFinding("fine", "vLLM", f"{installed.check_release()} is supported")
+        return DoctorFinding("fine", "vLLM", f"{engine_environment.check_release()} is supported")
     except ConfigError as error:
         advice = "run this command in the server's environment, with a supported release of vLLM installed there"
         return DoctorFinding("error", "vLLM", str(error), advice)
@@ -307,7 +306,7 @@ def _asked(
     """Ask vLLM to describe a server's command line with this model (`described`). Also return findings about it."""
     if model is None:
         return {}, []
-    if installed.installed() is None:
+    if engine_environment.installed() is None:
         found = "its fingerprint is unknown, because vLLM is not installed here"
         return {}, [DoctorFinding("note", "model", found, "run this command in the server's environment")]
     try:
@@ -331,7 +330,7 @@ def described(arguments: Sequence[str]) -> dict[str, object]:
         return {"problem": str(error), "advice": 'see "What is supported" in docs/vllm.md'}
     except ConfigError as error:
         return {"problem": str(error), "advice": "correct the server's command line, and give it as --engine-args"}
-    identity = identify(engine, installed.installed() or "")
+    identity = identify(engine, engine_environment.installed() or "")
     private = f"KV is kept in host memory only, and is lost when the server ends: {identity.detail}"
     fields = {name: value for name, value in json.loads(identity.fingerprint.canonical).items() if name != "version"}
     return {
@@ -391,6 +390,6 @@ def _host(config: Config, place: _Place, model: str | None, ranks: int, chunk_to
         if chunks < SLOTS_MIN:
             yield DoctorFinding("error", about, f"{holds}; too few, so the server does not start", advice)
         elif chunks < HOST_CHUNKS_FEW and about != "host.staging_bytes":
-            yield DoctorFinding("warning", about, f"{holds}; each prompt evicts the previous one", advice)
+            yield DoctorFinding("warning", about, f"{holds}; one prompt may evict another", advice)
         else:
             yield DoctorFinding("fine", about, holds)

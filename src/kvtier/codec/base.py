@@ -19,7 +19,7 @@ class Codec(Protocol):
     """Whether decoding restores every byte of every section. A codec for which it is not True is refused."""
 
     def bound(self, raw_bytes: int) -> int:
-        """The most bytes that `encode` may need for a section of `raw_bytes`."""
+        """Return the most bytes that `encode` may need for a section of `raw_bytes`."""
         ...
 
     def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:
@@ -81,7 +81,7 @@ class LossyCodec(Protocol):
         ...
 
     def error(self, raw: memoryview, stored: memoryview, decoded: memoryview, cut: Cut) -> str:
-        """Say how `decoded` exceeds the error that `stored` allows. Return an empty string if it does not.
+        """Explain how `decoded` exceeds the error that `stored` allows. Return an empty string if it does not.
 
         Args:
             raw: the section.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 import xxhash
 
-from kvtier.codec import proof, registry
+from kvtier.codec import registry, roundtrip
 from kvtier.codec.base import Codec, LossyCodec
 from kvtier.codec.frame_header import (
     ENTRY,
@@ -69,7 +69,7 @@ class Seals(NamedTuple):
 
 
 def head_bytes(group: GroupLayout) -> int:
-    """Bytes of head room in a slot of `group`; a multiple of `ALIGNMENT`.
+    """Return the bytes of head room in a slot of `group`; a multiple of `ALIGNMENT`.
 
     Raises:
         ValueError: the group has too many sections for a frame.
@@ -78,12 +78,15 @@ def head_bytes(group: GroupLayout) -> int:
 
 
 def frame_bytes(group: GroupLayout) -> int:
-    """Bytes of a slot of `group`: the raw frame, which is the longest frame."""
+    """Return the bytes of a slot of `group`: the raw frame, which is the longest frame."""
     return frame_layout(group).frame_bytes
 
 
 def pack_scratch_bytes(group: GroupLayout, codec: Codec, *, is_sealed: bool = False) -> int:
-    """Bytes of scratch memory that `pack` needs; 0 for raw without a seal. Direct I/O needs it page-aligned."""
+    """Return the bytes of scratch memory that `pack` needs; 0 for raw without a seal.
+
+    Direct I/O needs it page-aligned.
+    """
     if codec.id == RAW_ID:
         return frame_bytes(group) if is_sealed else 0
     # Each section is encoded right after the previous one, with room for the codec's bound, and decoded at the end.
@@ -148,7 +151,7 @@ def pack(
     if needed and (scratch is None or len(scratch) < needed):
         raise ValueError(f"scratch must have at least {needed} bytes, has {0 if scratch is None else len(scratch)}")
     room = slot[:0] if scratch is None else scratch
-    is_raw = codec.id == RAW_ID or proof.is_refused(codec) or (lossy is not None and proof.is_refused(lossy))
+    is_raw = codec.id == RAW_ID or roundtrip.is_refused(codec) or (lossy is not None and roundtrip.is_refused(lossy))
     is_first = identity.depth == 0
     packed = None if is_raw else _packed(slot, group, codec, lossy, room[:needed], is_first=is_first)
     if packed is None and key is None:
@@ -294,7 +297,7 @@ def decoders_of(head: Head) -> dict[int, Decoder]:
         except ConfigError as error:
             detail = f"codec {number} is not installed here: {error}"
             raise UnreadableChunkError(head.identity.name, detail, "codec") from error
-        if proof.is_refused(codec):
+        if roundtrip.is_refused(codec):
             raise UnreadableChunkError(head.identity.name, f"codec {number} has changed bytes or failed", "codec")
         found[number] = partial(decode_section, codec)
     return found
@@ -435,11 +438,11 @@ def _packed(
         try:
             if lossy is not None and cut.axes is not None:
                 begins = is_first and cut.first_token == 0
-                stored_bytes = proof.encoded_lossy(lossy, raw, into, back[:raw_bytes], cut, is_first=begins)
+                stored_bytes = roundtrip.encoded_lossy(lossy, raw, into, back[:raw_bytes], cut, is_first=begins)
                 codec_id = lossy.id
             if stored_bytes >= raw_bytes:
-                stored_bytes, codec_id = proof.encoded(codec, raw, into, back[:raw_bytes], cut.element), codec.id
-        except proof.InexactError:
+                stored_bytes, codec_id = roundtrip.encoded(codec, raw, into, back[:raw_bytes], cut.element), codec.id
+        except roundtrip.InexactError:
             return None
         if stored_bytes >= raw_bytes:
             stored_bytes, codec_id = raw_bytes, RAW_ID

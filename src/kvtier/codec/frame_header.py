@@ -178,7 +178,7 @@ class FrameLayout(NamedTuple):
 
 @lru_cache(maxsize=256)
 def frame_layout(group: GroupLayout) -> FrameLayout:
-    """The raw frame of `group`.
+    """Return the raw frame of `group`.
 
     Raises:
         ValueError: the group has more than `SECTIONS_MAX` sections, or a chunk more than `TOKENS_MAX` tokens.
@@ -213,7 +213,7 @@ def _metadata_stop(sections: int, ids: int) -> int:
 
 
 def _blank_head(table: Table, sizes: tuple[int, int, int, int]) -> bytes:
-    """A head without identity, metadata and checksum."""
+    """Return a head without identity, metadata and checksum."""
     header_bytes, frame_bytes, raw_bytes, metadata_bytes = sizes
     fixed = _FIXED.pack(
         MAGIC, VERSION, header_bytes, 0, frame_bytes, raw_bytes, metadata_bytes, len(table),
@@ -253,7 +253,7 @@ def pack_raw_head(identity: Identity, layout: FrameLayout, checksums: Sequence[i
 
 
 def is_raw_head(front: memoryview, layout: FrameLayout, identity: Identity, checksums: Sequence[int]) -> bool:
-    """Whether `front` begins with the head that `pack_raw_head` would make for the object of `identity`.
+    """Return whether `front` begins with the head that `pack_raw_head` would make for the object of `identity`.
 
     Model and metadata are not compared; they are taken from `front`.
     """

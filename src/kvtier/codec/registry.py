@@ -38,7 +38,7 @@ _LOSSY: dict[str, tuple[int, str, str]] = {
 
 
 def lossy_names() -> list[str]:
-    """Names of the lossy codecs."""
+    """Return the names of the lossy codecs."""
     return [*_LOSSY]
 
 
@@ -75,7 +75,7 @@ def own_name(number: int) -> str:
 
 
 def names() -> list[str]:
-    """Names of all known exact codecs, including those whose packages are missing."""
+    """Return the names of all known exact codecs, including those whose packages are missing."""
     return [*_BUILT_IN, *sorted(_outside_points())]
 
 

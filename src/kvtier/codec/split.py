@@ -58,7 +58,7 @@ class Split:
     is_exact: bool = True
 
     def bound(self, raw_bytes: int) -> int:
-        """The raw section, plus the fields before it."""
+        """Return the raw section, plus the fields before it."""
         return _HEAD.size + raw_bytes
 
     def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:

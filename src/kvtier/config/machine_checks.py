@@ -17,7 +17,7 @@ from kvtier.device.control_groups import memory_limit
 from kvtier.errors import ConfigError, UnusablePathError, described
 from kvtier.keys.key_source import read_file
 from kvtier.keys.secret import load
-from kvtier.tier.files.machine import nearest_existing, path_problem, tier_file
+from kvtier.tier.files.path_checks import nearest_existing, path_problem, tier_file
 from kvtier.tier.registry import Problem, TierSettings, is_sealed, kind_of
 
 _DEFAULT = SettingOrigin("default")
@@ -40,7 +40,7 @@ class Finding:
 def check(
     config: Config, origins: Mapping[str, SettingOrigin] | None = None, file: Path | None = None
 ) -> list[Finding]:
-    """Return the problems of `config` on this machine.
+    """Return the problems that `config` has on this machine.
 
     Args:
         config: the settings.

@@ -365,7 +365,8 @@ def _values(parts: _Parts, known: Mapping[str, Setting], where: str, own: Mappin
         key = next((word + unit for unit in _UNITS if word + unit in known), word)
         if key not in own and any(isinstance(value, PrivateText) for value in values.values()):
             raise parts.error(
-                "what follows a secret is not a setting (hidden); write '&' in the secret as %26, and figures before it"
+                "the text after a secret is not a setting of this tier (hidden); write '&' in the secret as %26, and "
+                "planning figures before the secret"
             )
         if not equals or not word:
             shown = repr(word) if not word or key in known else "(hidden)"

@@ -58,7 +58,7 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def parse_number(
     text: str, units: Mapping[str, int | Decimal] = COUNT_UNITS, problem: str = f"not a number; {COUNT_FORMS}"
 ) -> Decimal:
-    """Read a number such as ``4096``, ``131,072``, ``1.5k`` (1,500) or ``128Ki`` (131,072), with units in any case.
+    """Read a number such as ``4096``, ``131,072``, ``1.5k`` (1,500) or ``128Ki`` (131,072). Units are case-insensitive.
 
     This is the grammar of every count, size, time and speed. The keys of `units` are in lower case.
 
@@ -154,10 +154,10 @@ class Kind(Protocol):
         ...
 
     def read(self, raw: object, *, is_text: bool) -> object:
-        """Return the value of `raw`. `is_text` means that its source has no types (environment, flags).
+        """Convert `raw` to a value of this type. `is_text` means that its source has no types (environment, flags).
 
         Raises:
-            ValueError: the problem, in a few words.
+            ValueError: `raw` is not allowed. The message says why in a few words.
         """
         ...
 

@@ -17,7 +17,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint, digest_of_class, ingredients
 from kvtier.keys.secret import model_id
 from kvtier.keys.weights import FileVersion, WeightsDigest, checkpoint_files, digest_files, file_versions, home_cache
-from kvtier.runtime.secret import configured_secret
+from kvtier.runtime.secret_source import configured_secret
 from kvtier.tier.files import store_notes as notes
 from kvtier.tier.registry import is_sealed, kind_of
 

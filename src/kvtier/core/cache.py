@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from operator import itemgetter
 
-from kvtier.core.hints import Hints
+from kvtier.core.core_output import Output
+from kvtier.core.hint_scheduler import Hints
 from kvtier.core.host_residency import HOST, PRESENCE, READABLE, WAY_SHARE, HostMemory, Item
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.load_budget import LoadBudget
-from kvtier.core.load_options import CostModel, LookupQuery
+from kvtier.core.load_costs import CostModel, LookupQuery
 from kvtier.core.operations import LoadOperation, OpenOperations, StoreOperation
-from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import Present, history_run, longest_boundary, lookup_sources, needed_chunks
 from kvtier.core.survey import Survey
@@ -275,7 +275,7 @@ class Cache:
         return tuple(self._tiers.by_name)
 
     def is_up(self, tier: str, direction: Direction = Direction.PROMOTE) -> bool:
-        """Whether reads of `tier` (writes, if `direction` is DEMOTE) are allowed, and not stopped after failures."""
+        """Return whether failures of `tier` have not stopped its reads, or its writes if `direction` is DEMOTE."""
         return self._tiers.by_name[tier].breakers[direction].is_up()
 
     def check_tiers(self, now_s: float, watched: Callable[[str], tuple[Item, ...]] = lambda _tier: ()) -> None:
@@ -374,7 +374,7 @@ class Cache:
         self._transfers.advance(now_s)
 
     def flush(self, now_s: float) -> None:
-        """Queue every pending write under any write policy, and the writes that tiers missed while they were away."""
+        """Queue all pending writes, whatever the write policy, and those that tiers missed while they were down."""
         self._pending_writes.flush(now_s)
         self._transfers.advance(now_s)
 

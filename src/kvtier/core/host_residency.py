@@ -14,7 +14,7 @@ whose thread may still write to the slot. The object cannot be found, and the sl
 a tier that hangs causes a miss and never wrong bytes. RELAYING and STAGED objects are in the staging area, on their way
 from one lower tier to another, and cannot be found.
 
-If objects only pass through host memory (`object_cache`), each is LEAVING as soon as it has arrived. It is evicted when
+If objects only pass through host memory (`staging_core`), each is LEAVING as soon as it has arrived. It is evicted when
 its last pin and its last write have ended.
 
 An object also has a state for its write to each lower tier (`WRITE_STEPS`), which `pending_writes` changes:
@@ -424,11 +424,11 @@ class HostMemory:
             self._count(entry, 1)
 
     def has_room(self, group: int) -> bool:
-        """Whether a slot of `group` is free or can be freed."""
+        """Return whether a slot of `group` is free or can be freed."""
         return bool(self._free[group] or self._idle_clean[group])
 
     def has_share(self, group: int, *, is_read: bool) -> bool:
-        """Whether reads, or writes, may take one more slot of `group`, if objects only pass through."""
+        """Return whether reads, or writes, may take one more slot of `group`, if objects only pass through."""
         return self._slots_of_way[is_read][group] < self._most[group]
 
     def read_becomes_write(self, entry: HostEntry) -> bool:

@@ -9,7 +9,7 @@ module starts no transfers; it fills the queues that `transfer_scheduler` takes 
 
 A prefetch is a load without places. Its object is DELIVERED as soon as it is readable. It ends without an event.
 
-If objects only pass through host memory (`object_cache`), a store's object is KEEPING until a tier has it, and then
+If objects only pass through host memory (`staging_core`), a store's object is KEEPING until a tier has it, and then
 STORED.
 """
 
@@ -21,9 +21,9 @@ from itertools import islice
 from math import inf
 from typing import ClassVar
 
+from kvtier.core.core_output import Output
 from kvtier.core.host_residency import COMING, HOST, READABLE, HostEntry, HostMemory
 from kvtier.core.load_budget import LoadBudget
-from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import load_sources, longest_boundary
 from kvtier.layout import KvLayout
@@ -295,7 +295,10 @@ class OpenOperations:
                 self._pending_writes.use(item.entry, now_s, work.conversation)
 
     def must_write(self, work: LoadOperation | StoreOperation) -> bool:
-        """Whether `work` is a put. A put writes even what a get is reading, because the tier may have lost it."""
+        """Return whether `work` is a put.
+
+        A put writes even what a get is reading, because the tier may have lost it.
+        """
         return self._host.stages_only and isinstance(work, StoreOperation)
 
     # ---- steps of an item ------------------------------------------------------------------------------------------

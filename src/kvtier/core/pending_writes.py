@@ -10,6 +10,7 @@ faster ones at its second use.
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
+from kvtier.core.core_output import Output
 from kvtier.core.host_residency import (
     CLOSED,
     HOST,
@@ -26,7 +27,6 @@ from kvtier.core.host_residency import (
     Item,
 )
 from kvtier.core.limits import Limits, WritePolicy
-from kvtier.core.output import Output
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.types import Direction
 
@@ -288,7 +288,7 @@ class PendingWrites:
         self._host.unpin(entry)
 
     def _note_in_tier(self, entry: HostEntry, tier_state: TierState, *, is_done: bool) -> None:
-        """Note that a tier has a passing object, unless its copy is suspect: tiers do not overwrite a copy."""
+        """Record that a tier has a passing object, unless its copy is suspect: tiers do not overwrite a copy."""
         if is_done and not tier_state.is_suspect((entry.key, entry.group)):
             entry.is_in_tier = True
             keeper = self._tiers.by_name.get(entry.kept_by)
@@ -309,7 +309,7 @@ class PendingWrites:
                     self._relay(entry, entry.kept_by, slower.name)
 
     def _publishes(self, tier_state: TierState, queue: WriteQueue) -> bool:
-        """Whether objects stay in the queue of `tier_state`, and so in host memory, instead of being relayed.
+        """Return whether objects stay in the queue of `tier_state`, and so in host memory, instead of being relayed.
 
         Relays begin after the queue, so a relayed object could arrive after objects that were stored later.
         """
@@ -364,7 +364,10 @@ class PendingWrites:
         return False
 
     def _owes_faster(self, entry: HostEntry) -> bool:
-        """Whether a tier faster than the keeper has yet to get an object of a put. No relay would bring it there."""
+        """Return whether a tier faster than the keeper has yet to get an object of a put.
+
+        No relay would bring it there.
+        """
         keeper = self._tiers.by_name.get(entry.kept_by)
         if keeper is None or entry.origin != HOST:
             return False

@@ -307,7 +307,7 @@ class Planner:
         return LoadBudget(allowance_s, self.seconds_per_token, self._prefill.costs.per_pair_s, ahead_s)
 
     def _is_acceptable(self, plan: LoadPlan, now_s: float) -> bool:
-        """Whether the load pays, its source is not in back-off, and its budget covers its expected loss."""
+        """Return whether the load pays, its source is not in back-off, and its budget covers its expected loss."""
         backoff = self._backoffs.get(plan.source)
         is_backed_off = backoff is not None and now_s < backoff.until_s and _slack_s(plan) <= backoff.lost_s
         return not is_backed_off and plan.budget is not None and plan.risk_s <= plan.budget.cut_s(0.0, 0.0)

@@ -76,7 +76,7 @@ class Survey:
         return {place: "all" if count == len(items) else "part" for place, count in found.items() if count}
 
     def has_left(self, chunk: int) -> bool:
-        """Whether objects of a chunk have left host memory recently."""
+        """Return whether objects of a chunk have left host memory recently."""
         return any((self.prefix.keys[chunk], group) in self.left for group in range(len(self.groups)))
 
     def answered(self, tier: str, objects: Sequence[Item], present: Sequence[bool] | None) -> None:

@@ -22,10 +22,10 @@ from heapq import heappop, heappush
 from itertools import repeat
 from math import inf
 
+from kvtier.core.core_output import Output
 from kvtier.core.host_residency import READABLE, HostMemory, Item
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
-from kvtier.core.output import Output
 from kvtier.core.prefix import longest_boundary, needed_chunks
 from kvtier.core.survey import REMOTE_NAMES, Survey
 from kvtier.core.tier_state import TierState, TierStates
@@ -281,12 +281,12 @@ class Probes:
             self._send(tier_state, None, tuple(items[:count]), now_s, survey)
 
     def is_waiting(self, answers: ProbeAnswers, now_s: float) -> bool:
-        """Whether the request waits for an answer that may still come."""
+        """Return whether the request waits for an answer that may still come."""
         is_patient = answers.waits_until_s is None or now_s < answers.waits_until_s
         return any(is_patient or not self._tiers.all[search.tier].rules.is_remote for search in answers.searches)
 
     def awaits_announced(self, request: RequestId, answers: ProbeAnswers, tokens: int, now_s: float) -> bool:
-        """Whether the request, which found or holds `tokens`, waits for announced chunks. Ask again when it is time.
+        """Return whether the request, which found or holds `tokens`, waits for announced chunks.
 
         It waits while further objects appear, and never longer than computing the announced tokens would take. So a
         wrong announcement costs at most that time or `STALL_S`, whichever is shorter.

@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from kvtier.core.core_output import Output
 from kvtier.core.host_residency import Item
 from kvtier.core.limits import TierRules
-from kvtier.core.output import Output
 from kvtier.types import Direction, TierNotice, Transfer, Way
 
 # Constants for hot paths, as in `transfer_scheduler`.
@@ -61,11 +61,11 @@ class CircuitBreaker:
         self.retry_delay_s, self.is_opening = OPENING_RETRY_S, True
 
     def is_up(self) -> bool:
-        """Whether the breaker is closed."""
+        """Return whether the breaker is closed."""
         return self.retry_delay_s == 0.0
 
     def allows(self, now_s: float) -> bool:
-        """Whether an operation may start. While the breaker is open, one trial is allowed after each delay."""
+        """Return whether an operation may start. While the breaker is open, one trial is allowed after each delay."""
         return self.retry_delay_s == 0.0 or (not self.trial and now_s >= self.retry_at_s)
 
     def attempted(self, operation: int) -> None:
@@ -154,7 +154,7 @@ class TierState:
         self._output = output
 
     def has_room(self, direction: Direction, size_bytes: int) -> bool:
-        """Whether one more transfer of `size_bytes` may start."""
+        """Return whether one more transfer of `size_bytes` may start."""
         out = self.out[direction]
         if out >= self.limit[direction] and self.out_bytes[direction] + size_bytes > self.rules.small_bytes_in_flight:
             return False
@@ -165,15 +165,15 @@ class TierState:
         return max(self.limit[direction], min(self._pool.share, self.rules.small_bytes_in_flight // size_bytes))
 
     def can_read(self, now_s: float) -> bool:
-        """Whether the breaker allows a read, and stuck reads leave room for it."""
+        """Return whether the breaker allows a read, and stuck reads leave room for it."""
         return self.late[PROMOTE] < self.limit[PROMOTE] and self.breakers[PROMOTE].allows(now_s)
 
     def can_load(self) -> bool:
-        """Whether a load may wait for a read. The trials of a tier that is down are probes, never such reads."""
+        """Return whether a load may wait for a read. The trials of a tier that is down are probes, never such reads."""
         return self.late[PROMOTE] < self.limit[PROMOTE] and self.breakers[PROMOTE].retry_delay_s == 0.0
 
     def can_write(self, now_s: float) -> bool:
-        """Whether the breaker allows a write, and stuck writes leave room for it."""
+        """Return whether the breaker allows a write and fewer writes than the maximum are stuck."""
         return self.late[DEMOTE] < self.limit[DEMOTE] and self.breakers[DEMOTE].allows(now_s)
 
     def mark_suspect(self, items: Iterable[Item]) -> None:
@@ -185,7 +185,7 @@ class TierState:
             del self._suspect[next(iter(self._suspect))]
 
     def is_suspect(self, item: Item) -> bool:
-        """Whether the copy of `item` may be bad."""
+        """Return whether the copy of `item` may be bad."""
         return item in self._suspect
 
     def was_dropped(self, item: Item) -> None:
@@ -228,7 +228,7 @@ class TierState:
             failed.until_s, failed.is_replaced = 0.0, True
 
     def is_left_alone(self, item: Item, now_s: float) -> bool:
-        """Whether the tier is not asked for `item`, because reads of it have failed."""
+        """Return whether the tier is not asked for `item`, because reads of it have failed."""
         failed = self._failed.get(item) if self._failed else None
         return failed is not None and now_s < failed.until_s
 
@@ -393,7 +393,7 @@ class TierStates:
         return len(self.by_name)
 
     def has_slot(self, tier_state: TierState, direction: Direction) -> bool:
-        """Whether one more slot for a transfer of this tier leaves the other tiers their reserve."""
+        """Return whether one more slot for a transfer of this tier leaves the other tiers their reserve."""
         taken = tier_state.out[direction]
         for other in self.all:
             if other is not tier_state:

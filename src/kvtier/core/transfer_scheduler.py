@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import product
 
+from kvtier.core.core_output import Output
 from kvtier.core.host_residency import HOST, READABLE, Change, HostEntry, HostMemory, Residency
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import COPYING, LoadOperation, OpenOperations, StoreOperation, WorkItem
-from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.tier_searches import Probes
 from kvtier.core.tier_state import TierState, TierStates
@@ -219,7 +219,7 @@ class TransferScheduler:
         return tier_state, entry
 
     def _judge_copy(self, flight: InFlightTransfer, tier_state: TierState, now_s: float) -> None:
-        """Note what a promotion shows about the tier's copy: absent, bad, or good."""
+        """Record what a promotion shows about the tier's copy: absent, bad, or good."""
         entry = flight.entry
         item = (entry.key, entry.group)
         waiters = () if self._host.stages_only else self._operations.waiters.get(entry, ())
@@ -239,7 +239,7 @@ class TransferScheduler:
             self._pending_writes.lost(item, tier_state.name)
 
     def _judge_read(self, flight: InFlightTransfer, tier_state: TierState, now_s: float) -> None:
-        """Note whether the tier's copy can be read. If not, leave it alone for a time."""
+        """Record whether the tier's copy can be read. If not, leave it alone for a time."""
         item, outcome = (flight.entry.key, flight.entry.group), flight.outcome
         if outcome is DONE or outcome is CORRUPT or (flight.is_doubted and outcome is CANCELLED):
             tier_state.clear_suspect(item)  # a late read that was cancelled waited behind others and read nothing

@@ -15,7 +15,7 @@ from kvtier.keys.keyring import Keyring
 from kvtier.keys.secret import key_id
 from kvtier.keys.secret import load as load_secret
 from kvtier.layout import GroupLayout, History, KvLayout
-from kvtier.runtime.secret import configured_secret
+from kvtier.runtime.secret_source import configured_secret
 from kvtier.tier import registry
 from kvtier.tier.files import store_notes as notes
 from kvtier.tier.registry import TierContext, TierSettings

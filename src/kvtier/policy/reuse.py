@@ -111,7 +111,7 @@ class ReuseModel:
         return kind % self._unhinted + hint * self._unhinted
 
     def is_hinted(self, kind: int) -> bool:
-        """Whether `kind` has a hint."""
+        """Return whether `kind` has a hint."""
         return kind >= self._unhinted
 
     def used(self, name_hash: int, now: int) -> None:

@@ -119,7 +119,7 @@ def replaced(option: str, path: Path) -> Generator[Path]:
 
 
 def note_earlier(path: Path) -> None:
-    """Note an existing file that the command line names. This command did not write it, so it will be kept."""
+    """Record an existing file that the command line names. This command did not write it, so it will be kept."""
     if path.exists() and (context := click.get_current_context(silent=True)):
         context.meta.setdefault(EARLIER, set()).add(path.resolve())
 
@@ -167,7 +167,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def _is_output(path: Path) -> bool:
-    """Whether `path` is stdout or stderr of this process."""
+    """Return whether `path` is stdout or stderr of this process."""
     with suppress(OSError):  # one of them is closed
         return any(os.path.samestat(path.stat(), os.fstat(it)) for it in (1, 2))
     return False
@@ -184,7 +184,7 @@ def check_matplotlib(option: str) -> None:
 
 
 def has_matplotlib() -> bool:
-    """Whether charts can be drawn. This does not import matplotlib."""
+    """Return whether charts can be drawn. This does not import matplotlib."""
     return find_spec("matplotlib") is not None
 
 

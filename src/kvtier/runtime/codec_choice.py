@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvtier.codec import proof
+from kvtier.codec import roundtrip
 from kvtier.codec.base import Codec
 from kvtier.codec.frame import Seals, unpack_in_place
 from kvtier.codec.frame_header import Identity, frame_layout
@@ -201,12 +201,12 @@ class CodecChoice:
         """Decide whether to code the object of group `number` in `slot`; sometimes measure the codec on it."""
         state = self.groups[number]
         written, state.written = state.written, state.written + 1
-        if proof.is_refused(self._codec):
+        if roundtrip.is_refused(self._codec):
             return False
         if written % EVERY == 0:
             try:
                 self._measure(state, written // EVERY, group, slot, scratch)
-            except proof.InexactError:
+            except roundtrip.InexactError:
                 return False
         rate = self.reads.bytes_per_s or self.writes.bytes_per_s
         if rate and state.ratio and (written % EVERY == 0 or state.is_coded is None):
@@ -238,9 +238,9 @@ class CodecChoice:
         stored_bytes, encode_s, decode_s = 0, math.inf, math.inf
         for _ in range(TRIES):
             start_s = time.perf_counter()
-            stored_bytes = proof.encoded(self._codec, raw, room, back, element)
+            stored_bytes = roundtrip.encoded(self._codec, raw, room, back, element)
             encoded_s = time.perf_counter()
-            proof.decode(self._codec, room[:stored_bytes], back, element)
+            roundtrip.decode(self._codec, room[:stored_bytes], back, element)
             encode_s = min(encode_s, encoded_s - start_s)
             decode_s = min(decode_s, time.perf_counter() - encoded_s)
         state.encode_s = _mean(state.encode_s, encode_s / raw_bytes)

@@ -23,8 +23,8 @@ from kvtier.keys.object_names import name_head, names_of
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Completion, Job, Work
-from kvtier.runtime.recall import TierRecall
-from kvtier.runtime.tier_codecs import RAW, StoredForm
+from kvtier.runtime.tier_encoding import RAW, StoredForm
+from kvtier.runtime.tier_inventory import TierRecall
 from kvtier.runtime.worker_queues import Scratch
 from kvtier.tier.base import About, Read, Tier, Write, clear_frames
 from kvtier.tier.loan import Loan
@@ -355,7 +355,7 @@ class CommandRunner:
         choice = self._forms[probe.tier].choice
         answers = tier.contains(names) if choice is None else choice.contains(tier.contains, names)
         if len(answers) != len(names):
-            raise TierError(probe.tier, f"contains returned {len(answers)} results for {len(names)} names")
+            raise TierError(probe.tier, f"contains() returned {len(answers)} results for {len(names)} names")
         if self._unreadable:
             answers = [
                 it and not self._is_left_alone(probe.tier, name) for name, it in zip(names, answers, strict=True)

@@ -221,7 +221,7 @@ def ask(
             connection.sendall(line)
             received = _received(connection, ANSWER_BYTES_MAX, until_s)
     except TimeoutError:
-        raise ControlError(f"the engine at {path} has not answered within {deadline_s:g} s") from None
+        raise ControlError(f"the engine at {path} did not answer within {deadline_s:g} s") from None
     except (BrokenPipeError, ConnectionResetError):
         raise ControlError(ENDED.format(path)) from None
     except OSError as error:

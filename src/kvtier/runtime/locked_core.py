@@ -25,7 +25,7 @@ from threading import get_ident
 from typing import ClassVar
 
 from kvtier.core.cache import Cache
-from kvtier.core.hints import PREFETCHES_MAX, WAITING_HINTS_MAX
+from kvtier.core.hint_scheduler import PREFETCHES_MAX, WAITING_HINTS_MAX
 from kvtier.core.operations import WAITING_MAX
 from kvtier.core.tier_searches import REQUESTS_MAX
 from kvtier.errors import BadCallError, KvError

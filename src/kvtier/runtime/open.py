@@ -12,8 +12,8 @@ from functools import partial
 from kvtier.codec.frame_header import EXTRAS_BYTES_MAX
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
+from kvtier.core.inventory_schedule import Recalls
 from kvtier.core.limits import Limits, TierRules, WritePolicy
-from kvtier.core.recalls import Recalls
 from kvtier.device.copier import Copier
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import root_key
@@ -24,15 +24,15 @@ from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import PageLock
 from kvtier.runtime.executor import ChunkTexts
-from kvtier.runtime.observers.counters import CommandCounters, Gauges, start_series
 from kvtier.runtime.observers.guards import Feature, Guards, Observer
 from kvtier.runtime.observers.journal import Journal
 from kvtier.runtime.observers.trace_recorder import Recorder
+from kvtier.runtime.observers.transfer_metrics import CommandCounters, Gauges, start_series
 from kvtier.runtime.rank import COPY_THREADS, open_rank, tiers_of_one_cap
 from kvtier.runtime.rank_group import OpenRanks
-from kvtier.runtime.secret import found_secret, store_secret
+from kvtier.runtime.secret_source import found_secret, store_secret
 from kvtier.runtime.session import Session
-from kvtier.runtime.tier_codecs import closing_keys, in_class, locked_by, open_key_source
+from kvtier.runtime.tier_encoding import closing_keys, in_class, locked_by, open_key_source
 from kvtier.tier.registry import TierSettings, is_sealed, kind_of
 from kvtier.types import Transfer
 

@@ -13,8 +13,8 @@ from kvtier.runtime.arena import Arena, slots_for
 from kvtier.runtime.observers.guards import Guards
 from kvtier.runtime.open import open_journal, tier_rules
 from kvtier.runtime.rank import close_tiers, common_tiers, open_tiers, threads_of_tiers, tiers_down
-from kvtier.runtime.secret import found_secret, store_secret
-from kvtier.runtime.tier_codecs import closing_keys, forms_of, in_class, open_key_source
+from kvtier.runtime.secret_source import found_secret, store_secret
+from kvtier.runtime.tier_encoding import closing_keys, forms_of, in_class, open_key_source
 from kvtier.runtime.tiered_object_store import ObjectStore
 from kvtier.tier.base import Tier
 

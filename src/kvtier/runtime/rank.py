@@ -28,8 +28,8 @@ from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.observers.guards import ends_by_itself
 from kvtier.runtime.rank_group import in_threads
-from kvtier.runtime.secret import found_secret
-from kvtier.runtime.tier_codecs import closing_keys, forms_of, in_class, open_key_source
+from kvtier.runtime.secret_source import found_secret
+from kvtier.runtime.tier_encoding import closing_keys, forms_of, in_class, open_key_source
 from kvtier.tier.base import Tier
 from kvtier.tier.registry import TierContext, TierSettings, is_sealed, kind_of
 

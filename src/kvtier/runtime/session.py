@@ -7,17 +7,17 @@ from functools import partial
 from typing import TypeVar
 
 from kvtier.core.cache import Cache
+from kvtier.core.inventory_schedule import Recalls
 from kvtier.core.load_budget import LoadBudget
-from kvtier.core.recalls import Recalls
 from kvtier.core.survey import Survey
 from kvtier.core.tier_searches import ASK_AGAIN_S_MAX
 from kvtier.layout import Loss
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Executor
+from kvtier.runtime.in_flight_calls import OpenCall, SessionEvents
 from kvtier.runtime.locked_core import FLUSH_STEP_S, TICK_S, Closed, LockedCore, SessionError
 from kvtier.runtime.observers.guards import Feature, Guards, LogLine
-from kvtier.runtime.session_events import OpenCall, SessionEvents
 from kvtier.types import (
     ChunkKey,
     ChunkRecord,

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.limits import TierRules
-from kvtier.core.object_cache import ObjectCache
+from kvtier.core.staging_core import ObjectCache
 from kvtier.layout import KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
@@ -32,9 +32,9 @@ from kvtier.runtime.locked_core import Closed, LockedCore, SessionError
 from kvtier.runtime.mailbox import Mailbox
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.object_arguments import Memory, ObjectArguments, deadline_of
-from kvtier.runtime.observers.counters import CommandCounters, Gauges, start_series
 from kvtier.runtime.observers.guards import Feature, Guards
-from kvtier.runtime.tier_codecs import StoredForm
+from kvtier.runtime.observers.transfer_metrics import CommandCounters, Gauges, start_series
+from kvtier.runtime.tier_encoding import StoredForm
 from kvtier.tier.base import Figures, Tier
 from kvtier.types import (
     Command,
@@ -283,7 +283,7 @@ class ObjectStore(LockedCore):
         """Store objects from the caller's memory, which may be reused when the call returns.
 
         Each object is written to every tier that accepts it, perhaps after the call. An object that the first tier
-        already holds is not written again, unless the lookup is not answered in time: a key always has one content.
+        already holds is not written again, unless the lookup times out. The same key always has the same content.
 
         Returns:
             For each object, in order: DONE if a persistent tier holds it (or any tier, if no persistent one took
@@ -488,7 +488,7 @@ class ObjectStore(LockedCore):
         super()._settle_shut(now_s)
 
     def _miss(self, _copying: Collection[RequestId] = ()) -> None:
-        """End all calls. A copy runs only in the thread of its call, so none continues afterwards."""
+        """End all calls early. The thread of a call runs its copies, so no copy outlives its call."""
         for call in list(self._calls.values()):
             call.inbox.put(ObjectsDone(call.request, ()))
 

@@ -226,9 +226,9 @@ def _cuts() -> Iterator[Cut]:
 
 
 def _kv(cut: Cut, seed: int = 1, *, is_uneven: bool = False) -> bytes:
-    """Return numbers like those of a model: channels differ in size, and some have a large mean.
+    """Return random KV like a model's: channels differ in magnitude, and some have a large mean.
 
-    If `is_uneven`, every fourth token or so is larger, or smaller, by any factor up to 16.
+    If `is_uneven`, about every fourth token is larger or smaller by a factor of up to 16.
     """
     assert cut.axes is not None
     draw = np.random.default_rng(seed)

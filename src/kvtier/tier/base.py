@@ -159,7 +159,7 @@ class Tier(ABC):
         """Release all resources. Idempotent."""
 
     def note_use(self, *, is_up: bool) -> None:  # noqa: B027 - most kinds have no use for it
-        """Note whether the session uses the tier or backs off from it. A kind may record it for operators."""
+        """Record whether the session uses the tier or backs off from it. A kind may record it for operators."""
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:  # noqa: B027 - as above
         """Give the tier's eviction policy a hint (`policy.base.Hinted`). Most kinds ignore it."""
@@ -273,7 +273,7 @@ class RawClient(Protocol):
         ...
 
     def has(self, name: ObjectName) -> bool:
-        """Whether the object exists, with one request."""
+        """Return whether the object exists, with one request."""
         ...
 
     def delete(self, name: ObjectName) -> None:

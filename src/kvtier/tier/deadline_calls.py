@@ -125,7 +125,7 @@ class DeadlineCalls:
         """Return the result of `act`, or raise its exception.
 
         Raises:
-            TierError: `act` has not ended within `deadline_s` seconds.
+            TierError: `act` did not end within `deadline_s` seconds.
         """
         self.check()
         try:
@@ -137,7 +137,7 @@ class DeadlineCalls:
         except TimeoutError:
             self._overdue.add(answer)
             answer.add_done_callback(self._overdue.discard)
-            raise TierError(self._tier, f"{self._subject} has not answered within {deadline_s:g} s") from None
+            raise TierError(self._tier, f"{self._subject} did not answer within {deadline_s:g} s") from None
 
     def close(self, deadline_s: float) -> bool:
         """End the threads. Return whether all calls have ended within about `deadline_s` seconds."""

@@ -28,7 +28,7 @@ class RefusalLog:
         self._is_logged = False
 
     def refused(self, why: str, after: int = 1) -> None:
-        """Note that the tier refused a write. Log `why` once, when `after` writes in a row were refused."""
+        """Record that the tier refused a write. Log `why` once, when `after` writes in a row were refused."""
         with self._lock:
             self._in_a_row += 1
             self._last_s = self._clock()
@@ -38,7 +38,7 @@ class RefusalLog:
             logger.warning("tier %s refuses writes: %s", self._tier, why)
 
     def taken(self) -> None:
-        """Note that the tier accepted a write."""
+        """Record that the tier accepted a write."""
         if not self._in_a_row:
             return
         with self._lock:

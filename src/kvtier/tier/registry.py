@@ -235,7 +235,7 @@ def by_name(name: str, origin: str = "") -> TierKind[Any]:
 
 
 def measures_directories(name: str) -> bool:
-    """Whether the kind is built in and can be measured in a directory."""
+    """Return whether the kind is built in and can be measured in a directory."""
     if name not in _BUILT_IN or not _is_usable(name):
         return False
     kind = by_name(name)
@@ -248,7 +248,7 @@ def kind_of(tier: TierSettings) -> TierKind[Any]:
 
 
 def is_sealed(tier: TierSettings) -> bool:
-    """Whether the objects of `tier` are sealed; with `auto`, only those in a store that other nodes use."""
+    """Return whether the objects of `tier` are sealed; with `auto`, only those in a store that other nodes use."""
     return tier.seal == "on" or (tier.seal == "auto" and kind_of(tier).is_shared(tier))
 
 

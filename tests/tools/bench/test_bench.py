@@ -14,12 +14,12 @@ from kvtier.config.loader import load as load_settings
 from kvtier.errors import ConfigError, KvError
 from kvtier.runtime.executor import Completion
 from kvtier.tools.bench import io, repeats
-from kvtier.tools.bench import io_workloads as io_samples
+from kvtier.tools.bench import io_harness as io_samples
 from kvtier.tools.bench.io import Fio, FioResult, IoLatency, IoPair, has_fio, io_row
+from kvtier.tools.bench.io_harness import FullTier, IoSample, layout_of
 from kvtier.tools.bench.io_report import io_report, notes
-from kvtier.tools.bench.io_workloads import FullTier, IoSample, layout_of
+from kvtier.tools.machine_facts import Facts
 from kvtier.tools.probe.run import machine_warnings
-from kvtier.tools.run_record import Facts
 from kvtier.types import Direction, Outcome
 
 

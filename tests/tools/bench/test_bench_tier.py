@@ -15,9 +15,9 @@ from kvtier.tier import registry
 from kvtier.tier.directory import kind as directory_kind
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.files.raw_files import RawFiles
-from kvtier.tools.bench import tier_paths
+from kvtier.tools.bench import data_paths
+from kvtier.tools.bench.data_paths import ClientPath, new_names
 from kvtier.tools.bench.tier import TierBench
-from kvtier.tools.bench.tier_paths import ClientPath, new_names
 
 FEW = ["--size", "64KiB", "--in-flight", "1", "--in-flight", "3", "--repeats", "2", "--sample", "256KiB"]
 ROW = {"tier", "kind", "op", "chunk_bytes", "in_flight", "path", "gb_per_s", "ms", "ratio", "ratio_span", "samples"}
@@ -110,7 +110,7 @@ def test_a_raw_client_that_fails_is_one_clear_error(tmp_path, monkeypatch, capsy
 
 
 def test_a_client_that_moves_too_few_objects_in_time_gives_no_rate(monkeypatch):
-    monkeypatch.setattr(tier_paths, "DEADLINE_S", 0.0)
+    monkeypatch.setattr(data_paths, "DEADLINE_S", 0.0)
     path = ClientPath(lambda *_: time.sleep(0.01), None, None, "the raw client", 4096, 1)
     with pytest.raises(KvError, match="the raw client moved 1 of 3 objects within 0 s"):
         path.store(new_names(3))

@@ -19,7 +19,7 @@ from kvtier.tools.bench.serve import machine_limits
 from kvtier.tools.bench.serve.arms import chunk_tokens, parse_arms, server_command, transfer_config
 from kvtier.tools.bench.serve.machine_limits import Drive, MachineLimits, drive_of
 from kvtier.tools.bench.serve.server import ServerError, ServerProcess, VllmPython, await_health, get, session_pids
-from kvtier.tools.run_record import Mount
+from kvtier.tools.machine_facts import Mount
 
 READ = """
 import mmap, os, sys, time

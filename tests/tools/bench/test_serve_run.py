@@ -22,10 +22,10 @@ from tests.programs import program
 from kvtier.cli.main import main
 from kvtier.errors import ConfigError
 from kvtier.tools.bench.serve.arms import Arm, parse_arms, transfer_config
+from kvtier.tools.bench.serve.campaign import Record, RunKey, ServeSettings, known_context, pinned, run_order
 from kvtier.tools.bench.serve.generator import GeneratorResult, find_generator
-from kvtier.tools.bench.serve.load import GeneratedLoad, LoadSettings
 from kvtier.tools.bench.serve.machine_limits import drive_of
-from kvtier.tools.bench.serve.run import Record, RunKey, ServeSettings, known_context, pinned, run_order
+from kvtier.tools.bench.serve.offered_load import GeneratedLoad, LoadSettings
 from kvtier.tools.bench.serve.sampler import Processes, Rapl, Sampler, drive_figures, parse_metrics
 from kvtier.tools.bench.serve.server import Server, VllmPython, find_lmcache, find_vllm, free_ports, vllm_environment
 from kvtier.tools.bench.serve.workload import PRESETS
@@ -247,12 +247,13 @@ def test_the_context_is_in_tokens_of_the_models_tokenizer() -> None:
     words, characters = (GeneratedLoad(settings=given, tokens_per_word=count) for count in (1.0, 4.9))
     assert words.context_tokens == 6144
     assert characters.context_tokens >= 4.9 * words.workload(0, None).context_tokens
+    assert characters.prompt_tokens == pytest.approx(4.9 * words.prompt_tokens, rel=1e-3)
     with pytest.raises(ConfigError, match=r"the model, with 12\.00 tokens a word, holds 2730"):
         GeneratedLoad(settings=given, tokens_per_word=12.0)
 
 
 def test_a_server_that_does_not_answer_fails_its_run_alone(url: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("kvtier.tools.bench.serve.run.START_LIMIT_S", 0.3)
+    monkeypatch.setattr("kvtier.tools.bench.serve.campaign.START_LIMIT_S", 0.3)
     found = run_all(Record(settings("http://127.0.0.1:1", url, repeats=1), TwoRequests(), tmp_path))
     assert found == {"s0-0": "failed", "s1-0": "ok"}
 

@@ -8,9 +8,10 @@ import pytest
 from tests.tools.charts.test_report import check_page
 
 from kvtier.errors import BadCallError
+from kvtier.tools.characterize.block_devices import Spans, within
 from kvtier.tools.characterize.block_events import SEEN, _carrier, _maker, _pair
 from kvtier.tools.characterize.calls import joined
-from kvtier.tools.characterize.events import (
+from kvtier.tools.characterize.io_trace import (
     REQUEST,
     IoKind,
     IoLayer,
@@ -22,7 +23,6 @@ from kvtier.tools.characterize.events import (
     rows_of,
     transfers,
 )
-from kvtier.tools.characterize.machine import Spans, within
 from kvtier.tools.characterize.measures import Steps, is_sequential, measure
 from kvtier.tools.characterize.report import io_report, notes
 from kvtier.tools.characterize.tracefs import PAGE_BYTES, PageEvents, event_format

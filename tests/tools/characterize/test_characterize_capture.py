@@ -21,21 +21,14 @@ import pytest
 
 from kvtier.cli.main import run as kvtier
 from kvtier.errors import ConfigError
-from kvtier.tools.characterize import machine, tracefs
+from kvtier.tools.characterize import block_devices, tracefs
+from kvtier.tools.characterize.block_devices import SYSFS, BlockDevice, allocation_groups, disks, find_device, spans_of
 from kvtier.tools.characterize.calls import _Files
 from kvtier.tools.characterize.capture import CaptureSettings, _Run, run
-from kvtier.tools.characterize.events import IoLayer, transfers
-from kvtier.tools.characterize.machine import (
-    SYSFS,
-    BlockDevice,
-    ProcessTree,
-    allocation_groups,
-    disks,
-    find_device,
-    spans_of,
-)
+from kvtier.tools.characterize.io_trace import IoLayer, transfers
 from kvtier.tools.characterize.measures import Steps, measure
-from kvtier.tools.run_record import Mount
+from kvtier.tools.characterize.process_tree import ProcessTree
+from kvtier.tools.machine_facts import Mount
 
 MIB = 1 << 20
 
@@ -422,11 +415,11 @@ def test_a_stack_of_devices_has_one_lowest_layer(tmp_path, monkeypatch):
         (tmp_path / "block/nvme0n1/nvme0n1p1" / name).write_text(text)
     for name in ("nvme0n1p1", "sdb"):
         (tmp_path / "block/dm-0/slaves" / name).mkdir()
-    monkeypatch.setattr(machine, "SYSFS", tmp_path)
+    monkeypatch.setattr(block_devices, "SYSFS", tmp_path)
     assert [it.name for it in disks()] == ["nvme0n1", "sdb"]
-    stacked = machine.find_number(os.makedev(252, 0))
-    assert [(it.name, it.disk) for it in machine.lowest(stacked)] == [("nvme0n1p1", "nvme0n1"), ("sdb", "sdb")]
-    partition = machine.find_number(os.makedev(259, 1))
+    stacked = block_devices.find_number(os.makedev(252, 0))
+    assert [(it.name, it.disk) for it in block_devices.lowest(stacked)] == [("nvme0n1p1", "nvme0n1"), ("sdb", "sdb")]
+    partition = block_devices.find_number(os.makedev(259, 1))
     assert (partition.first_sector, partition.sectors) == (2048, 4096)
     assert partition.disk_number == 259 << 20
     assert disks()[0].partitions == (259 << 20 | 1,)
@@ -520,9 +513,9 @@ def test_every_xfs_of_a_disk_has_its_groups_and_one_that_does_not_tell_has_none(
         minor = os.minor(number)
         return BlockDevice(f"sda{minor}", number, "sda", os.makedev(8, 0), first_sector=1000 * minor)
 
-    monkeypatch.setattr(machine, "read_mounts", lambda: mounts)
-    monkeypatch.setattr(machine, "find_number", find)
-    monkeypatch.setattr(machine.fcntl, "ioctl", ioctl)
+    monkeypatch.setattr(block_devices, "read_mounts", lambda: mounts)
+    monkeypatch.setattr(block_devices, "find_number", find)
+    monkeypatch.setattr(block_devices.fcntl, "ioctl", ioctl)
     assert allocation_groups("sda")["allocation_groups"] == [
         {"count": 4, "bytes": blocks * 4096, "begin": 512_000 * minor}
         for minor, blocks in ((1, 512), (2, 256), (3, 512))

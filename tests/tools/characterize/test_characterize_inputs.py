@@ -18,9 +18,9 @@ import pytest
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.tools.characterize.blktrace import read_blkparse
-from kvtier.tools.characterize.events import IoKind, IoLayer, IoTrace
+from kvtier.tools.characterize.io_trace import IoKind, IoLayer, IoTrace
+from kvtier.tools.characterize.io_trace_readers import read_recordings
 from kvtier.tools.characterize.measures import measure
-from kvtier.tools.characterize.recordings import read_recordings
 
 SAMPLES = Path(__file__).parents[2] / "golden" / "characterize"
 

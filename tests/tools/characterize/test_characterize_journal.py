@@ -14,8 +14,8 @@ from kvtier.errors import ConfigError
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime.open import open_session
 from kvtier.tier.disk.kind import DiskSettings
-from kvtier.tools.characterize.events import IoLayer, IoTrace, by_time, rows_of
-from kvtier.tools.characterize.recordings import read_objects, read_recordings, write_amplification
+from kvtier.tools.characterize.io_trace import IoLayer, IoTrace, by_time, rows_of
+from kvtier.tools.characterize.io_trace_readers import read_objects, read_recordings, write_amplification
 from kvtier.types import RequestId
 
 CHUNKS = 6

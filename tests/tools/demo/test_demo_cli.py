@@ -4,7 +4,7 @@ import pytest
 
 from kvtier.cli.main import run
 from kvtier.tools.demo import run as demo_run
-from kvtier.tools.demo.model import train_tokenizer
+from kvtier.tools.demo.request_plan import train_tokenizer
 
 
 @pytest.fixture(autouse=True)

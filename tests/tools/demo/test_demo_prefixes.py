@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tools.demo.model import StoredPrefixes
+from kvtier.tools.demo.request_plan import StoredPrefixes
 
 
 def test_whole_chunks_of_prompt_and_answer_are_restorable():

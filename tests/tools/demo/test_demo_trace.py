@@ -6,7 +6,7 @@ import json
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.tools.demo.model import (
+from kvtier.tools.demo.request_plan import (
     TRACE,
     PlannedRequest,
     TraceLine,

@@ -14,9 +14,9 @@ from tests.tools.plan.plans import planned
 from kvtier.errors import ConfigError
 from kvtier.report.format import digits
 from kvtier.tools.plan.answer import conclusion, request, verdict
-from kvtier.tools.plan.cost import drive_load
 from kvtier.tools.plan.report import needs_table, tables
 from kvtier.tools.plan.settings import settings_toml
+from kvtier.tools.plan.tier_demand import drive_load
 
 ROOT = Path(__file__).parents[3]
 BUYING = ROOT / "docs" / "buying.md"

@@ -10,13 +10,13 @@ from kvtier.errors import ConfigError
 from kvtier.report.format import bytes_text
 from kvtier.tools import size
 from kvtier.tools.plan.answer import circumstances, request
-from kvtier.tools.plan.cost import capacity
 from kvtier.tools.plan.limits import ceiling
 from kvtier.tools.plan.queueing import fetch_s, operate, prefill_s
 from kvtier.tools.plan.read_inputs import load
 from kvtier.tools.plan.report import tables
 from kvtier.tools.plan.resolve import resolve
 from kvtier.tools.plan.settings import settings_toml
+from kvtier.tools.plan.tier_demand import capacity
 from kvtier.tools.size.catalogue import entries
 from kvtier.tools.size.sizes import TierCapacity, gpu_capacity
 

@@ -19,10 +19,10 @@ from kvtier.tier.base import Figures
 from kvtier.tier.directory import tier as directory
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk import tier as disk
+from kvtier.tools.machine_facts import Facts
 from kvtier.tools.probe import links, tiers
 from kvtier.tools.probe.links import LinkMeasures, MeasureLimits, measure
 from kvtier.tools.probe.run import Effort, ProbeRun
-from kvtier.tools.run_record import Facts
 from kvtier.types import ObjectName
 
 SMALL = Effort(sizes=(64 << 10,), depths=(1, 2), seconds=0.005, write_bytes=2 << 20)

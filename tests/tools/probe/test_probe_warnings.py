@@ -8,6 +8,15 @@ import pytest
 from kvtier.config.sections import Config, HostConfig
 from kvtier.device.control_groups import control_groups
 from kvtier.tier.registry import by_name
+from kvtier.tools.machine_facts import (
+    Facts,
+    mount_of,
+    parse_choice,
+    parse_io_max,
+    parse_meminfo,
+    parse_mounts,
+    parse_throttle,
+)
 from kvtier.tools.probe.links import LinkMeasures, Measure
 from kvtier.tools.probe.run import (
     machine_warnings,
@@ -17,15 +26,6 @@ from kvtier.tools.probe.run import (
     tier_warnings,
 )
 from kvtier.tools.probe.tiers import TierFacts
-from kvtier.tools.run_record import (
-    Facts,
-    mount_of,
-    parse_choice,
-    parse_io_max,
-    parse_meminfo,
-    parse_mounts,
-    parse_throttle,
-)
 
 MOUNTINFO = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw,discard

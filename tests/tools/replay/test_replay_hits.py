@@ -7,7 +7,7 @@ import pytest
 from tests.traces import public, replay
 
 from kvtier.errors import ConfigError
-from kvtier.tools.replay.policies.reference import REFERENCES, make_policy, policy_names
+from kvtier.tools.replay.policies.registry import REFERENCES, make_policy, policy_names
 from kvtier.tools.replay.sweep import CacheResult, FinishedReplays, Task, sweep
 
 # `no_cover`: counting lines would make these loops over whole traces five times as long; the small traces count them.

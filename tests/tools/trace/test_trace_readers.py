@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.tools.trace import arrays as arrays_module
 from kvtier.tools.trace import trace_files as io_module
 from kvtier.tools.trace.arrays import TraceArrays, read_arrays, without_sessions, write_requests
-from kvtier.tools.trace.formats import base, session_lines
+from kvtier.tools.trace.formats import base, kv_cache_tester
 from kvtier.tools.trace.formats.base import ReadOptions, merge_blocks, open_trace
 from kvtier.types import NextTurn
 
@@ -701,7 +701,7 @@ FOUR = {
     [
         *((form, base, "HELD_BLOCKS_MAX") for form in FOUR),
         *((form, arrays_module, "ACCESSES_MAX") for form in FOUR),
-        ("sessions", session_lines, "SESSION_BLOCKS_MAX"),
+        ("sessions", kv_cache_tester, "SESSION_BLOCKS_MAX"),
     ],
 )
 def test_held_and_written_blocks_are_limited(tmp_path, monkeypatch, form, module, limit):

@@ -76,6 +76,35 @@ def test_what_only_looks_at_settings_imports_neither_numpy_nor_a_tier(code, argu
     assert (not loaded & heavy) == is_light
 
 
+OPTIONAL = (
+    "torch",
+    "transformers",
+    "matplotlib",
+    "zstandard",
+    "numba",
+    "obstore",
+    "valkey",
+    "mooncake",
+    "pyarrow",
+    "msgspec",
+)
+"""Packages of extras. A wheel without extras has none of them."""
+
+
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_every_command_has_help_without_any_extra(is_needed):
+    """The negative control also takes away a package that every command needs."""
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({(*OPTIONAL, *["click"] * is_needed)!r}))  # None: an import fails
+from kvtier.cli.main import COMMANDS, run
+bad = [name for name in COMMANDS if run([name, "--help"]) != 0]
+sys.exit(str(bad) if bad else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode != 0) == is_needed, done.stderr
+
+
 @pytest.mark.parametrize("module", ["raise ImportError('libssl')", "", None])
 def test_a_broken_package_or_an_old_release_is_refused_with_the_settings(module, tmp_path):
     """The last one, the installed package, is the control."""

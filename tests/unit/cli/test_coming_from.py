@@ -11,7 +11,7 @@ import pytest
 from kvtier.cli.main import run
 from kvtier.config.loader import flat, override
 from kvtier.config.sections import Config
-from kvtier.connect.sglang.installed import settings_in
+from kvtier.connect.sglang.engine_environment import settings_in
 from kvtier.tier import registry
 
 pytestmark = pytest.mark.usefixtures("no_settings", "large_machine", "in_a_folder")

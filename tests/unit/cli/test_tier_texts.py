@@ -12,7 +12,7 @@ from kvtier.config import tier_list
 from kvtier.config.loader import Loaded, load
 from kvtier.config.tier_list import SettingOrigin, describe
 from kvtier.errors import ConfigError
-from kvtier.tools.bench.io_workloads import trial_settings
+from kvtier.tools.bench.io_harness import trial_settings
 from kvtier.tools.plan.read_inputs import load as load_inputs
 from kvtier.tools.plan.read_inputs import tier_options
 from kvtier.tools.replay.tier_spec import parse_tier

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.codec import lossy, proof, registry
+from kvtier.codec import lossy, registry, roundtrip
 from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, pack, pack_scratch_bytes, unpack_in_place
 from kvtier.codec.frame_header import Identity
 from kvtier.codec.raw import Raw
@@ -27,7 +27,7 @@ each = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(proof, "_refused", {})
+    monkeypatch.setattr(roundtrip, "_refused", {})
 
 
 @st.composite
@@ -224,7 +224,7 @@ def test_a_codec_that_exceeds_its_bound_is_refused_and_logged(caplog):
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "1 numbers differ by more than their group's step allows" in record.getMessage()
-    assert proof.is_refused(CODECS["int4"])
+    assert roundtrip.is_refused(CODECS["int4"])
 
 
 def test_a_group_whose_range_overflows_is_left_to_others():

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from kvtier.codec import proof, registry
+from kvtier.codec import registry, roundtrip
 from kvtier.codec.frame import (
     OPEN_SCRATCH_BYTES,
     Seals,
@@ -127,7 +127,7 @@ WRONG = [
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     """No codec is refused before or after a test."""
-    monkeypatch.setattr(proof, "_refused", {})
+    monkeypatch.setattr(roundtrip, "_refused", {})
     for kind in (Packs, *WRONG):
         monkeypatch.setattr(kind, "calls", 0)
 
@@ -175,7 +175,7 @@ def test_an_exact_codec_is_used(monkeypatch, caplog):
 
 
 def test_without_the_proof_other_bytes_would_be_opened_as_good(monkeypatch):
-    monkeypatch.setattr(proof, "encoded", lambda codec, raw, into, _back, element: codec.encode(raw, into, element))
+    monkeypatch.setattr(roundtrip, "encoded", lambda codec, raw, into, _back, element: codec.encode(raw, into, element))
     frame = sealed(known(monkeypatch, DropsLowBytes()))
     assert opened(frame) != payload()
 
@@ -224,7 +224,7 @@ def test_want_of_memory_is_not_the_codecs_fault(monkeypatch):
     monkeypatch.setattr(codec, "encode", fail)
     with pytest.raises(MemoryError):
         sealed(codec)
-    assert not proof.is_refused(codec)
+    assert not roundtrip.is_refused(codec)
 
 
 ZSTD_WITHOUT_MEMORY = """
@@ -258,4 +258,4 @@ def test_a_wrong_codec_is_never_chosen(kind):
     coded = [choice.codes(0, GROUP, slot_of(payload()), scratch) for _ in range(2000)]
     if kind is not LiesOnceInAHundred:
         assert not any(coded)
-    assert proof.is_refused(kind())
+    assert roundtrip.is_refused(kind())

@@ -17,7 +17,7 @@ from kvtier.config import machine_checks
 from kvtier.config.loader import flat, override
 from kvtier.config.sections import Config
 from kvtier.connect.programs import NotInTimeError
-from kvtier.connect.sglang.installed import EXTRA, Environment, look, read_extra, settings_in
+from kvtier.connect.sglang.engine_environment import EXTRA, Environment, look, read_extra, settings_in
 from kvtier.connect.sglang.server_arguments import FIELDS, HASH_LIBRARY, HASH_SOURCE
 from kvtier.errors import ConfigError
 

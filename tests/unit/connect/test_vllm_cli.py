@@ -28,8 +28,8 @@ from kvtier.config import machine_checks
 from kvtier.config.loader import load
 from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
-from kvtier.connect.sglang import installed as sglang_installed
-from kvtier.connect.vllm import engine_setup, installed, support
+from kvtier.connect.sglang import engine_environment as sglang_environment
+from kvtier.connect.vllm import engine_environment, engine_setup, support
 from kvtier.connect.vllm.engine_setup import settings_of
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.keyring import SealKey
@@ -58,7 +58,7 @@ TOP = Path(__file__).parents[3]
 def engine(monkeypatch) -> SimpleNamespace:
     """The installed vLLM; by default a supported release."""
     result = SimpleNamespace(version="0.32.0")
-    monkeypatch.setattr(installed, "installed", lambda: result.version)
+    monkeypatch.setattr(engine_environment, "installed", lambda: result.version)
     monkeypatch.setattr(vllm, "installed", lambda: result.version)
     return result
 
@@ -946,7 +946,7 @@ def any_doctor(capsys, monkeypatch):
         def version(*names: str) -> str | None:
             return next((packages[name] for name in names if name in packages), None)
 
-        for module in (doctor_command, installed, sglang_installed):
+        for module in (doctor_command, engine_environment, sglang_environment):
             monkeypatch.setattr(module, "installed_version", version)
         run(["doctor", *map(str, arguments), "--json"])
         findings = json.loads(capsys.readouterr().out)["findings"]

@@ -11,8 +11,8 @@ import pytest
 from tests.vllm_config import vllm_config
 
 from kvtier.connect.local_files import adapter_versions, checkpoint_digest
+from kvtier.connect.vllm.checkpoint_reads import AdapterRead, AdaptersRead, doubt, look_early
 from kvtier.connect.vllm.engine_hooks import watch_loaders
-from kvtier.connect.vllm.files_read import AdapterRead, AdaptersRead, doubt, look_early
 
 NAMES = ("config.json", "model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json")
 

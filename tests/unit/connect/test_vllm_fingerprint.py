@@ -14,8 +14,8 @@ from tests.vllm_config import vllm_config, with_draft
 
 from kvtier.connect import local_files
 from kvtier.connect.local_files import checkpoint_versions, local_folder
+from kvtier.connect.vllm.engine_environment import check_release
 from kvtier.connect.vllm.identity import EngineIdentity, identify
-from kvtier.connect.vllm.installed import check_release
 from kvtier.errors import ConfigError
 
 

@@ -31,17 +31,17 @@ from kvtier.connect.vllm.requests import transfer_params
 from kvtier.connect.vllm.requests.account import RequestAccount
 from kvtier.connect.vllm.requests.history import RequestHistory
 from kvtier.connect.vllm.requests.kv_events import STORAGE, Events, Source
-from kvtier.core.recalls import Recalls
+from kvtier.core.inventory_schedule import Recalls
 from kvtier.errors import TierError
 from kvtier.observe.metrics import Bound, Metrics
 from kvtier.runtime import locked_core
-from kvtier.runtime.observers.counters import CommandCounters, Gauges, TierGauges
 from kvtier.runtime.observers.fault_record import FaultRecord
 from kvtier.runtime.observers.guards import ENDING, Feature, Guards
 from kvtier.runtime.observers.journal import Journal
 from kvtier.runtime.observers.trace_recorder import Recorder
+from kvtier.runtime.observers.transfer_metrics import CommandCounters, Gauges, TierGauges
 from kvtier.runtime.open_object_store import open_object_store
-from kvtier.runtime.recall import TierRecall
+from kvtier.runtime.tier_inventory import TierRecall
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.types import Outcome, RequestId
 
@@ -99,7 +99,7 @@ class Side:
     """`SchedulerSide`, as far as the connector needs it."""
 
     events_table = None
-    own_cache = SimpleNamespace(reported=lambda names: None)
+    engine_cache = SimpleNamespace(reported=lambda names: None)
 
     def __init__(self, engine: SmallEngine) -> None:
         opened = engine.opened

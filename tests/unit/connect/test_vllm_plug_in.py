@@ -104,7 +104,7 @@ def test_an_engine_that_passes_no_kv_on_loads_as_without_the_plug_in(tmp_path):
         settings = types.SimpleNamespace(get_current_vllm_config_or_none=lambda: config)
         sys.modules["vllm.config"] = settings
         assert loaders.DefaultModelLoader()._prepare_weights("/model", []) == ("/model", [])
-        assert "kvtier.connect.vllm.files_read" not in sys.modules
+        assert "kvtier.connect.vllm.checkpoint_reads" not in sys.modules
         config.kv_transfer_config = "kvtier's"
         assert loaders.DefaultModelLoader()._prepare_weights("/model") == ("/model",), "of another form"
     """

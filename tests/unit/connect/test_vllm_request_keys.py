@@ -15,9 +15,9 @@ import torch
 from tests.vllm_config import request, vllm_config
 
 from kvtier.connect.local_files import adapter_versions
-from kvtier.connect.vllm.files_read import AdapterRead
-from kvtier.connect.vllm.requests import items as items_module
+from kvtier.connect.vllm.checkpoint_reads import AdapterRead
 from kvtier.connect.vllm.requests import keys as module
+from kvtier.connect.vllm.requests import multimodal_items as items_module
 from kvtier.connect.vllm.requests.keys import KeyMaker
 from kvtier.connect.vllm.requests.tracked import TrackedRequest
 from kvtier.keys.chain import Extra, chunk_keys

@@ -674,7 +674,7 @@ class Guarded:
 class Upper(NamedTuple):
     scheduler: Scheduler
     events_table: None = None
-    own_cache: SimpleNamespace = SimpleNamespace(reported=lambda names: None)
+    engine_cache: SimpleNamespace = SimpleNamespace(reported=lambda names: None)
 
     @property
     def has_news(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from kvtier.connect.vllm import engine_hooks
 from kvtier.connect.vllm.engine_hooks import WorkerCall, on_stack, watch_calls
 from kvtier.connect.vllm.scheduler import scheduler_side
-from kvtier.connect.vllm.scheduler.own_cache import OwnCache
+from kvtier.connect.vllm.scheduler.engine_cache import EngineCache
 from kvtier.connect.vllm.worker import weight_changes as module
 from kvtier.connect.vllm.worker import worker_side
 from kvtier.connect.vllm.worker.weight_changes import WeightSample, digest_of
@@ -202,7 +202,7 @@ def test_a_scheduler_of_another_kind_is_refused():
     engine = SimpleNamespace(kv_cache_manager=None, requests={}, running=[])
     names = "finished_recving_kv_req_ids, failed_recving_kv_req_ids"
     with pytest.raises(ConfigError, match=rf"SimpleNamespace has no {names}: .*allowed: vLLM's schedulers"):
-        OwnCache(engine, is_alone=True, has_prefix_caching=True, protects_prefixes=True, guarded=lambda act: act)
+        EngineCache(engine, is_alone=True, has_prefix_caching=True, protects_prefixes=True, guarded=lambda act: act)
 
 
 def test_the_model_is_found_on_the_stack():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.connect.vllm.files_read import AdapterRead
+from kvtier.connect.vllm.checkpoint_reads import AdapterRead
 from kvtier.connect.vllm.step_metadata import LOADED_NOTE, LoadReport, StepDone, StepOrders
 from kvtier.connect.vllm.worker import worker as module
 from kvtier.connect.vllm.worker.worker import Worker

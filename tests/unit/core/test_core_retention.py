@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from tests.core_driver import LONG_S, Driver, key, prefix_of
 
-from kvtier.core import hints
+from kvtier.core import hint_scheduler
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.layout import History, State
 from kvtier.policy.registry import EVICTORS, make_evictor
@@ -214,7 +214,7 @@ def test_a_hint_waits_for_the_open_stores_of_its_prefix():
 
 
 def test_hints_that_wait_are_bounded(monkeypatch):
-    monkeypatch.setattr(hints, "WAITING_HINTS_MAX", 2)
+    monkeypatch.setattr(hint_scheduler, "WAITING_HINTS_MAX", 2)
     core = Driver(tiers=(), slots=12)
     prompts = [prefix_of(letter) for letter in "abc"]
     for number, prompt in enumerate(prompts):
@@ -228,7 +228,7 @@ def test_hints_that_wait_are_bounded(monkeypatch):
 
 
 def test_the_operators_hints_wait_longer_than_those_of_clients(monkeypatch):
-    monkeypatch.setattr(hints, "WAITING_HINTS_MAX", 2)
+    monkeypatch.setattr(hint_scheduler, "WAITING_HINTS_MAX", 2)
     core = Driver(tiers=(), slots=12)
     for letter in "abc":
         core.store(letter, prefix_of(letter))
@@ -342,7 +342,7 @@ def test_prefetched_objects_stay_for_a_while():
     core.run()
     scan(core)
     assert {"a", "ab", "abc"} <= core.present()
-    core.wait(hints.KEEP_S)
+    core.wait(hint_scheduler.KEEP_S)
     scan(core)
     assert not {"a", "ab", "abc"} & core.present()
 
@@ -433,7 +433,7 @@ def test_a_prefetch_that_hangs_is_cancelled(how):
     if how == "release":
         core.release("p")
     else:
-        core.wait(hints.KEEP_S)
+        core.wait(hint_scheduler.KEEP_S)
     assert core.cancelled == [promote.id]
     core.answer(promote, Outcome.CANCELLED)
     assert core.cache.next_deadline() is None
@@ -462,7 +462,7 @@ def test_a_prefetch_of_what_has_gone_since_the_answer_ends():
 
 
 def test_prefetches_are_bounded(monkeypatch):
-    monkeypatch.setattr(hints, "PREFETCHES_MAX", 1)
+    monkeypatch.setattr(hint_scheduler, "PREFETCHES_MAX", 1)
     core = Driver()
     core.fill("disk", DOCUMENT)
     core.fill("disk", OTHER)
@@ -479,7 +479,7 @@ def prefetched(core: Driver) -> set[str]:
 
 
 def test_the_prefetch_that_is_due_latest_gives_up_its_place(monkeypatch):
-    monkeypatch.setattr(hints, "PREFETCHES_MAX", 2)
+    monkeypatch.setattr(hint_scheduler, "PREFETCHES_MAX", 2)
     core = Driver(slots=24)
     for letter in "abcde":
         core.fill("disk", prefix_of(letter))
@@ -502,7 +502,7 @@ def test_the_prefetch_that_is_due_latest_gives_up_its_place(monkeypatch):
 
 def test_a_prefetch_whose_tiers_are_asked_gives_up_its_place(monkeypatch):
     """Nothing of it is left, and its answer comes to nobody."""
-    monkeypatch.setattr(hints, "PREFETCHES_MAX", 1)
+    monkeypatch.setattr(hint_scheduler, "PREFETCHES_MAX", 1)
     core = Driver(slots=24)
     core.fill("disk", DOCUMENT)
     core.fill("disk", OTHER)
@@ -516,7 +516,7 @@ def test_a_prefetch_whose_tiers_are_asked_gives_up_its_place(monkeypatch):
 
 @pytest.mark.parametrize("priority", Priority)
 def test_the_operators_prefetches_have_places_of_their_own_and_come_first(monkeypatch, priority):
-    monkeypatch.setattr(hints, "PREFETCHES_MAX", 1)
+    monkeypatch.setattr(hint_scheduler, "PREFETCHES_MAX", 1)
     core = Driver(slots=40, loads_in_flight=2)
     core.fill("disk", prefix_of("abcdefgh"))
     core.fill("disk", OTHER)
@@ -547,8 +547,8 @@ def test_a_prefetch_of_a_client_is_no_longer_than_the_share_of_a_hint():
 
 
 def test_the_operators_hints_are_not_counted_with_those_of_requests(monkeypatch):
-    monkeypatch.setattr(hints, "PREFETCHES_MAX", 1)
-    monkeypatch.setattr(hints, "WAITING_HINTS_MAX", 1)
+    monkeypatch.setattr(hint_scheduler, "PREFETCHES_MAX", 1)
+    monkeypatch.setattr(hint_scheduler, "WAITING_HINTS_MAX", 1)
     for priority in (Priority.OPERATOR, Priority.HIGH):
         core = Driver(slots=8, retained_share=0.25)
         core.store("r", DOCUMENT)
@@ -564,7 +564,7 @@ def test_the_operators_hints_are_not_counted_with_those_of_requests(monkeypatch)
 
 @pytest.mark.parametrize("in_s", [0.0, 1800.0])
 def test_a_prefetch_that_is_late_holds_its_place_for_a_short_while(monkeypatch, in_s):
-    monkeypatch.setattr(hints, "PREFETCHES_MAX", 1)
+    monkeypatch.setattr(hint_scheduler, "PREFETCHES_MAX", 1)
     core = Driver(slots=24)
     core.fill("disk", DOCUMENT)
     core.fill("disk", OTHER)
@@ -573,7 +573,7 @@ def test_a_prefetch_that_is_late_holds_its_place_for_a_short_while(monkeypatch, 
     core.run(directions=[])
     core.prefetch("q", OTHER)
     assert core.cache.counters.refused_hints == Counter({"prefetches": 1}), "the control: its place is held"
-    core.wait(hints.KEEP_S)
+    core.wait(hint_scheduler.KEEP_S)
     for promote in core.going(Direction.PROMOTE):
         core.answer(promote, Outcome.CANCELLED)
     core.prefetch("q", OTHER)

@@ -11,7 +11,7 @@ from tests.system import until
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.limits import TierRules
-from kvtier.core.object_cache import ObjectCache
+from kvtier.core.staging_core import ObjectCache
 from kvtier.layout import KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime.arena import Arena

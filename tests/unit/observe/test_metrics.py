@@ -19,7 +19,7 @@ from kvtier.observe.metric_definitions import (
 )
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion
-from kvtier.runtime.observers.counters import CommandCounters
+from kvtier.runtime.observers.transfer_metrics import CommandCounters
 from kvtier.types import ChunkKey, Direction, Outcome, Transfer
 
 BASE_UNITS = {"", "bytes", "seconds", "tokens", "chunks"}

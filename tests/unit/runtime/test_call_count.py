@@ -15,7 +15,7 @@ from kvtier.config.sections import Config
 from kvtier.layout import KvLayout
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Threads
-from kvtier.runtime.observers.counters import CommandCounters
+from kvtier.runtime.observers.transfer_metrics import CommandCounters
 from kvtier.testing.host_copier import HostCopier
 from kvtier.types import RequestId
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.memory_tier import ThrottledTier
 
-from kvtier.codec import proof
+from kvtier.codec import roundtrip
 from kvtier.codec.frame import frame_bytes, pack_scratch_bytes
 from kvtier.codec.registry import by_name
 from kvtier.codec.split import Split
@@ -16,7 +16,7 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.codec_choice import EVERY, TRIED_EVERY, CodecChoice, GroupState
 from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.tier_codecs import StoredForm
+from kvtier.runtime.tier_encoding import StoredForm
 from kvtier.testing.host_copier import HostCopier
 from kvtier.types import ChunkKey, Direction, Outcome, Transfer
 
@@ -200,7 +200,7 @@ def moved():
 
 @pytest.mark.parametrize("chooses", [True, False])
 def test_a_codec_that_changes_bytes_costs_a_mover_its_gain_and_nothing_else(moved, monkeypatch, caplog, chooses):
-    monkeypatch.setattr(proof, "_refused", {})
+    monkeypatch.setattr(roundtrip, "_refused", {})
     encode = Split.encode
 
     def changed(codec, raw, into, element):

@@ -11,12 +11,12 @@ from tests.memory_tier import GatedTier, MemoryTier
 from tests.rig import CHUNK_TOKENS, Engine, local, looked_up, places_of, prefix_of, stored
 from tests.system import until
 
-from kvtier.core import hints
+from kvtier.core import hint_scheduler
 from kvtier.core.tier_searches import Probes
 from kvtier.keys.chain import Chain, Extra
 from kvtier.runtime import control_socket, locked_core
+from kvtier.runtime.control_handlers import Control, EngineCalls
 from kvtier.runtime.control_socket import ControlError
-from kvtier.runtime.engine_calls import Control, EngineCalls
 from kvtier.types import Presence, Priority, RequestId, StoreDone
 
 ROOT = bytes(32)
@@ -206,7 +206,7 @@ def test_no_client_keeps_the_operator_or_others_from_host_memory(session, adapte
     for seed in (7, 1, 2):
         stored(session, f"s{seed}", prefix_of(2, seed=seed), places_of(range(2)))
         settled(session)
-    for number in range(hints.PREFETCHES_MAX + 9):
+    for number in range(hint_scheduler.PREFETCHES_MAX + 9):
         session.prefetch(RequestId(f"p{number}"), prefix_of(1, seed=1000 + number), 3600.0, "attacker")
     session.retain(prefix_of(2, seed=2), math.inf, Priority.HIGH)
     assert session.host_tokens(prefix_of(2, seed=2), is_retained=True) == 32
@@ -256,7 +256,7 @@ def test_a_prefetch_that_hangs_ends_at_the_calls_deadline(slow):
 
 
 def test_a_prefetch_goes_on_until_the_calls_deadline(slow, monkeypatch):
-    monkeypatch.setattr(hints, "KEEP_S", 0.05)
+    monkeypatch.setattr(hint_scheduler, "KEEP_S", 0.05)
     session, cache, _ = local(Engine(64).copier(), {"slow": slow}, slots=4)
     session.core, adapter = cache, Adapter(session)
     stored(session, "a", prefix_of(2), places_of(range(2)))

@@ -18,7 +18,7 @@ from kvtier.layout import Axes, GroupLayout, History, KvLayout, Run, Window
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import OpenRanks
-from kvtier.runtime.tier_codecs import forms_of, in_class
+from kvtier.runtime.tier_encoding import forms_of, in_class
 from kvtier.tier.files import store_notes
 
 LOSSES = lossy_names()

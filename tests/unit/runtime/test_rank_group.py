@@ -41,7 +41,7 @@ from kvtier.runtime.arena import Arena, chunk_bytes, slots_for
 from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.executor import Completion, TierView
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.observers.counters import TierGauges
+from kvtier.runtime.observers.transfer_metrics import TierGauges
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import RankGroup, merged

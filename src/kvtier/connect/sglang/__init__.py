@@ -13,8 +13,8 @@ __all__ = ["KvtierStorage", "register"]  # pyright: ignore[reportUnsupportedDund
 
 
 def register() -> None:
-    """Record the model's files before SGLang reads them (see `model_files`). SGLang calls this as a plug-in."""
-    from kvtier.connect.sglang.model_files import register as at_publication  # noqa: PLC0415
+    """Record the model's files before SGLang reads them (see `checkpoint_reads`). SGLang calls this as a plug-in."""
+    from kvtier.connect.sglang.checkpoint_reads import register as at_publication  # noqa: PLC0415
 
     at_publication()
 

@@ -15,11 +15,18 @@ from typing import Any, NamedTuple, cast
 from kvtier.config.loader import flat, load, override
 from kvtier.config.sections import Config
 from kvtier.connect.local_files import note_fingerprint
-from kvtier.connect.sglang import model_files
+from kvtier.connect.sglang import checkpoint_reads
 from kvtier.connect.sglang import sglang_imports as sglang
+from kvtier.connect.sglang.engine_environment import (
+    COMPILE_ADVICE,
+    EXTRA,
+    SUPPORTED,
+    check_version,
+    installed,
+    settings_in,
+)
 from kvtier.connect.sglang.host_pools import KV, StoredPool, describe
 from kvtier.connect.sglang.identity import identify, leaves
-from kvtier.connect.sglang.installed import COMPILE_ADVICE, EXTRA, SUPPORTED, check_version, installed, settings_in
 from kvtier.connect.sglang.server_arguments import page_hash_problem
 from kvtier.connect.sglang.sglang_types import (
     ExtraInfo,
@@ -108,7 +115,7 @@ class KvtierStorage(sglang.HiCacheStorage):
         """Stored pools by name, except those without bytes."""
         self._store: ObjectStore | None = None
         """The tiers; None until all pools are known, and after `close`."""
-        self._is_over = bool(doubt := model_files.doubt(sglang.context(), digested))
+        self._is_over = bool(doubt := checkpoint_reads.doubt(sglang.context(), digested))
         if doubt:
             logger.warning("kvtier stores and finds nothing in this engine, whose KV cannot be named: %s", doubt)
         self._noticed: set[str] = set()

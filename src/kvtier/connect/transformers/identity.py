@@ -18,7 +18,7 @@ import torch
 
 from kvtier.connect.fingerprint_exclusions import UNRELATED_FIELDS, plain
 from kvtier.connect.transformers.caches import Argument, Model, ModelConfig
-from kvtier.connect.transformers.checkpoint import difference
+from kvtier.connect.transformers.weight_comparison import difference
 from kvtier.errors import UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, digest_tensors

@@ -61,9 +61,9 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class whose base is vLLM'
         from kvtier.connect.vllm.engine_hooks import check, config_being_made  # noqa: PLC0415
 
         check("import")
+        from kvtier.connect.vllm.checkpoint_reads import look_early  # noqa: PLC0415
         from kvtier.connect.vllm.connector import KvtierConnector  # noqa: PLC0415
         from kvtier.connect.vllm.engine_setup import check_start  # noqa: PLC0415
-        from kvtier.connect.vllm.files_read import look_early  # noqa: PLC0415
 
         register()  # `VLLM_PLUGINS` may leave the plug-in out
         config = config_being_made()

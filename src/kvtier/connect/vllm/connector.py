@@ -242,7 +242,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
         """Process a step's results."""
-        self._ask(lambda side: side.own_cache.reported(connector_output.finished_recving or ()), None)
+        self._ask(lambda side: side.engine_cache.reported(connector_output.finished_recving or ()), None)
         done = connector_output.kv_connector_worker_meta
         if isinstance(done, StepDone):
             self._ask(lambda side: side.scheduler.stepped(done), None)
@@ -305,7 +305,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     # ---- worker: not guarded, because each answer tells vLLM or the scheduler side which KV to trust -----------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Open the rank on the worker's KV memory."""
+        """Check the other connectors, then open this worker's rank with vLLM's KV caches."""
         others = [type(it).__name__ for it in self._others]
         check_others(others)
         check_alone(others, self._setup.config.store.loss)
@@ -374,7 +374,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         """No-op: stores start when the step has returned."""
 
     def wait_for_save(self) -> None:
-        """Note that a step has been launched. Stores copy blocks only after it, and the engine does not wait."""
+        """Record that a step has been launched. Stores copy blocks only after it, and the engine does not wait."""
         self._opened_worker_side.launched()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401, ARG002

@@ -6,9 +6,9 @@ to workers, the files that are read. Each row of `HOOKS` says what is used, and 
 release of vLLM fails with a message that names what this release lacks.
 
 Objects come from the stack: from the callers whose methods are running while vLLM makes or calls the connector. Only
-this file reads the stack and private names. Public attributes are used where they are needed: `scheduler.own_cache` and
-`scheduler.block_pool` read and write some, and `files_read` and `requests.items` add some. The package's `__init__`
-registers the connector, and notices when vLLM imports its loaders.
+this file reads the stack and private names. Public attributes are used where they are needed: `scheduler.engine_cache`
+and `scheduler.block_pool` read and write some, and `checkpoint_reads` and `requests.multimodal_items` add some. The
+package's `__init__` registers the connector, and notices when vLLM imports its loaders.
 """
 
 import inspect
@@ -296,9 +296,9 @@ def check(*parts: Part) -> None:
             report = logger.warning if hook.without else refused.append
             report(text)
     if refused:
-        from kvtier.connect.vllm import installed  # noqa: PLC0415 - imports settings and tiers
+        from kvtier.connect.vllm import engine_environment  # noqa: PLC0415 - imports settings and tiers
 
-        raise ConfigError(f"{' '.join(refused)} Allowed: vLLM {installed.check_release()} as it was published")
+        raise ConfigError(f"{' '.join(refused)} Allowed: vLLM {engine_environment.check_release()} as it was published")
 
 
 def _lacks(place: str) -> list[str]:
@@ -493,13 +493,13 @@ def watch_loaders(loaders: Any) -> None:  # noqa: ANN401 - a module
 
 
 def _note(read: Callable[[], tuple[Any, ...]]) -> None:
-    """Call `files_read.note` with `read()`, unless the engine transfers no KV."""
+    """Call `checkpoint_reads.note` with `read()`, unless the engine transfers no KV."""
     try:
         config = getattr(sys.modules.get("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
         if config is None or config.kv_transfer_config is not None:
-            import_module("kvtier.connect.vllm.files_read").note(*read())
+            import_module("kvtier.connect.vllm.checkpoint_reads").note(*read())
     except Exception as error:  # noqa: BLE001 - the engine must load, even if it cannot be identified
-        logger.warning("kvtier cannot note which files vLLM reads: %r", error)
+        logger.warning("kvtier could not record which files vLLM reads: %r", error)
 
 
 def watch_adapter_loads(

@@ -8,8 +8,8 @@ from kvtier.config.loader import Loaded, flat, load, overridden
 from kvtier.config.sections import Config
 from kvtier.config.tier_list import SettingOrigin
 from kvtier.connect.local_files import private
-from kvtier.connect.vllm import installed, support
-from kvtier.connect.vllm.files_read import doubt
+from kvtier.connect.vllm import engine_environment, support
+from kvtier.connect.vllm.checkpoint_reads import doubt
 from kvtier.connect.vllm.geometry import DcpShards, Geometry
 from kvtier.connect.vllm.identity import EngineIdentity, identify
 from kvtier.connect.vllm.rank_parts import stage_ranks, token_share
@@ -40,7 +40,7 @@ def check_start(vllm_config: VllmConfig) -> tuple[Config, str]:
     config = loaded.config
     support.check_role(vllm_config.kv_transfer_config.kv_role, config.store.write_policy)
     support.check_settings(config, loaded.origins, loaded.file, is_start=True)
-    version = installed.check_release()
+    version = engine_environment.check_release()
     support.check_engine(vllm_config)
     return config, version
 

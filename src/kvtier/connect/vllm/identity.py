@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 
 from kvtier.connect.fingerprint_exclusions import plain
 from kvtier.connect.local_files import checkpoint_digest, local_folder
-from kvtier.connect.vllm.installed import release_of
+from kvtier.connect.vllm.engine_environment import release_of
 from kvtier.connect.vllm.support import draft_model
 from kvtier.connect.vllm.vllm_types import ConfigPart, VllmConfig, plain_name
 from kvtier.errors import ConfigError

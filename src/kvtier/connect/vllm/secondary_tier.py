@@ -21,11 +21,11 @@ import numpy as np
 
 from kvtier.connect.engine_metrics import StatsReader
 from kvtier.connect.local_files import adapter_versions, note_fingerprint
+from kvtier.connect.vllm.checkpoint_reads import doubt_of
 from kvtier.connect.vllm.engine_hooks import WorkerCall, check, on_stack, request_on_stack, watch_calls
-from kvtier.connect.vllm.files_read import doubt_of
 from kvtier.connect.vllm.requests.hints import NO_HINTS, safe_hints
 from kvtier.connect.vllm.requests.keys import EPOCH_BYTES, KeyMaker
-from kvtier.connect.vllm.tiering.calls import Calls
+from kvtier.connect.vllm.tiering.async_jobs import Calls
 from kvtier.connect.vllm.tiering.imports import OffloadingConnectorStats, offload, tiering
 from kvtier.connect.vllm.tiering.metrics import add_to, tiering_metrics
 from kvtier.connect.vllm.tiering.setup import ASK_WORKERS_S, ORIGIN, page_details, setup_of
@@ -335,7 +335,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
     # ---- what ends the cache ---------------------------------------------------------------------------------------
 
     def _called(self, call: WorkerCall) -> AbstractContextManager[None]:
-        """Note a call to vLLM's workers before vLLM makes it (`engine_hooks.watch_calls`)."""
+        """Record a call to vLLM's workers before vLLM makes it (`engine_hooks.watch_calls`)."""
         if call.method == "add_lora" and call.args:
             self._guarded(lambda: self._keys.loaded(call.args[0]), None)
         else:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.connect.vllm.files_read import AdapterRead
+from kvtier.connect.vllm.checkpoint_reads import AdapterRead
 from kvtier.connect.vllm.vllm_types import LoraRequest
 from kvtier.keys.weights import FileVersion
 from kvtier.types import RequestId

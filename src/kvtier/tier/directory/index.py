@@ -53,19 +53,19 @@ class DirectoryIndex:
             return [name in self._records for name in names]
 
     def add(self, name: ObjectName, size_bytes: int, mtime_ns: int, about: About) -> None:
-        """Note that `name` was written or offered again, with metadata `about`. This counts as a use."""
+        """Record that `name` was written or offered again, with metadata `about`. This counts as a use."""
         with self._lock:
             self._enter(name, size_bytes, self._now_ns(), mtime_ns, about)
 
     def add_found(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> None:
-        """Note that `name`, written by another process, was found in the directory. This does not count as a use."""
+        """Record that `name`, written by another process, was found in the directory. This does not count as a use."""
         with self._lock:
             if name not in self._records:
                 # The evictor orders by event, so the object counts as new whatever its mtime.
                 self._enter(name, size_bytes, mtime_ns, mtime_ns, UNKNOWN)
 
     def use(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> int | None:
-        """Note that `name` was read. Return the time to write to the file's mtime, or None if no write is due."""
+        """Record that `name` was read. Return the time to write to the file's mtime, or None if no write is due."""
         with self._lock:
             now_ns = self._now_ns()
             record = self._records.get(name)
@@ -98,7 +98,7 @@ class DirectoryIndex:
                 self._evictor.touched(record.about.use(name))
 
     def forget(self, name: ObjectName) -> None:
-        """Note that `name` no longer exists."""
+        """Record that `name` no longer exists."""
         with self._lock:
             self._drop(name)
 

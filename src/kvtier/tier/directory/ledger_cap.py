@@ -335,7 +335,7 @@ class ByteCap:
         return used_bytes
 
     def _may_recount(self) -> bool:
-        """Whether enough time has passed since the last recount."""
+        """Return whether enough time has passed since the last recount."""
         return time.monotonic() >= self._count_again_s
 
     def _recount(self) -> int:

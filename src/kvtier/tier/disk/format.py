@@ -109,13 +109,13 @@ def read_header(block: memoryview | bytes) -> Header | str:
 
 
 def is_foreign(block: bytes) -> bool:
-    """Whether `block`, the first of a file, was written by anything but this version of the disk tier."""
+    """Return whether `block`, the first of a file, was written by anything but this version of the disk tier."""
     magic, version = _HEADER.unpack_from(block.ljust(BLOCK_BYTES, b"\0"))[:2]
     return any(block) and (magic != HEADER_MAGIC or version != VERSION)
 
 
 def is_segment_size(size_bytes: int) -> bool:
-    """Whether `size_bytes` is a valid segment size."""
+    """Return whether `size_bytes` is a valid segment size."""
     return SEGMENT_BYTES_MIN <= size_bytes <= SEGMENT_BYTES_MAX and size_bytes % ALIGNMENT == 0
 
 

@@ -11,7 +11,7 @@ from kvtier.config.value_types import ChoiceKind, Location, Seconds, Size
 from kvtier.errors import ConfigError, DamagedStoreError
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.base import Tier
-from kvtier.tier.files.machine import FileTierSettings, store_problems
+from kvtier.tier.files.path_checks import FileTierSettings, store_problems
 from kvtier.tier.files.raw_files import RawSegment
 from kvtier.tier.files.safe_open import check_private, make_root
 from kvtier.tier.files.store_root import RANK, command, mend_secret, opening

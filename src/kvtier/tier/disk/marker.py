@@ -127,7 +127,7 @@ def _packed(marker: DiskMarker) -> bytes:
 
 
 def holds_store(root: Path) -> bool:
-    """Whether `root` has file names of a disk store, whatever its marker says."""
+    """Return whether `root` has file names of a disk store, whatever its marker says."""
     return any(os.path.lexists(root / name) for name in (MARKER_NAME, SEGMENTS_NAME))
 
 

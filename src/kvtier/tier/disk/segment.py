@@ -93,7 +93,7 @@ class Segment:
         return os.fstat(self._descriptor.fileno()).st_blocks * 512
 
     def is_in(self, folder: int) -> bool:
-        """Whether the file still has its name in `folder`.
+        """Return whether the file still has its name in `folder`.
 
         Raises:
             OSError: the file system fails.
@@ -118,7 +118,7 @@ class Segment:
         return block
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether an extent for a frame of `size_bytes` fits. Call this under the lock."""
+        """Return whether an extent for a frame of `size_bytes` fits. Call this under the lock."""
         index_blocks = self.index_blocks + blocks_for(len(self.pending)) + self.writers + 1
         return self.next_block + align_up(size_bytes) // ALIGNMENT <= self.size_bytes // BLOCK_BYTES - index_blocks
 

@@ -93,7 +93,7 @@ class SegmentFiles:
             self._charge(segment)
 
     def may_grow(self) -> bool:
-        """Whether the cap and the reserve allow another file.
+        """Return whether the cap and the reserve allow another file.
 
         Raises:
             OSError: the file system fails.
@@ -104,7 +104,7 @@ class SegmentFiles:
         return self._free_bytes() - self.segment_bytes >= self._reserve_bytes
 
     def are_too_large(self) -> bool:
-        """Whether the files exceed the cap or leave less than the reserve free.
+        """Return whether the files exceed the cap or leave less than the reserve free.
 
         Raises:
             OSError: the file system fails.

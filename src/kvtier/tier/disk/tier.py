@@ -227,7 +227,7 @@ class DiskTier(FileSystemTier):
         self._store_lock.release()
 
     def _admits(self, name: ObjectName, frame: memoryview) -> bool:
-        """Whether a frame fits in a segment and the write budget, which is then charged for it."""
+        """Return whether a frame fits in a segment and the write budget, which is then charged for it."""
         if not 0 < frame.nbytes <= self._pool.frame_bytes_max:
             return False
         is_admitted = self._budget.admits(name, frame.nbytes, time.monotonic())
@@ -288,7 +288,7 @@ class DiskTier(FileSystemTier):
         )
 
     def _may_keep(self, segment_bytes: int) -> bool:
-        """Whether an existing store keeps segments of this size."""
+        """Return whether an existing store keeps segments of this size."""
         if self._segment_bytes is not None:
             return segment_bytes == self._segment_bytes
         is_real = segment_bytes != SEGMENT_BYTES_MAX  # a repair writes this size if no segment shows the real one
@@ -297,7 +297,7 @@ class DiskTier(FileSystemTier):
         return is_real and least <= segment_bytes <= self.capacity_bytes
 
     def _maintain(self) -> None:
-        """Sync at intervals, keep a segment empty, and write the status, in the maintenance thread."""
+        """Run the maintenance thread: sync at intervals, keep one segment empty, and write the status."""
         synced_s = told_s = time.monotonic()
         logged = ""
         while True:
@@ -363,7 +363,7 @@ class DiskTier(FileSystemTier):
         )
 
     def _is_current(self) -> bool:
-        """Whether the marker and the segments are still at their paths."""
+        """Return whether the marker and the segments are still at their paths."""
         return self._store_lock.is_current() and self._pool.files.is_current
 
     def _check_store(self) -> None:

@@ -33,7 +33,7 @@ _FOLDERS = re.compile(SEGMENTS_NAME)
 
 
 def is_disk(root: Path) -> bool:
-    """Whether `root` is a disk store."""
+    """Return whether `root` is a disk store."""
     try:
         return stat.S_ISREG(os.stat(root / MARKER_NAME, follow_symlinks=False).st_mode)  # noqa: PTH116
     except OSError:

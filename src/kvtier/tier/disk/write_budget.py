@@ -33,7 +33,7 @@ class WriteBudget:
         self._lock = threading.Lock()
 
     def admits(self, name: bytes, size_bytes: int, now_s: float) -> bool:
-        """Whether `name` may be written now. If so, the bucket is charged for its bytes.
+        """Return whether `name` may be written now. If so, the bucket is charged for its bytes.
 
         A frame larger than the bucket is admitted when the bucket is full, and overdraws it.
         """

@@ -21,7 +21,7 @@ DirectIo = Literal["auto", "on", "off"]
 
 
 def is_aligned(view: memoryview, offset: int) -> bool:
-    """Whether direct I/O works for `view` (C-contiguous bytes) at `offset`."""
+    """Return whether direct I/O works for `view` (C-contiguous bytes) at `offset`."""
     if view.nbytes == 0 or view.nbytes % ALIGNMENT or offset % ALIGNMENT:
         return False
     import numpy as np  # noqa: PLC0415 - commands that only check settings do not need it
@@ -31,7 +31,7 @@ def is_aligned(view: memoryview, offset: int) -> bool:
 
 
 def can_direct(directory: str, descriptor: int | None = None) -> bool:
-    """Whether the file system of `directory` supports direct I/O, tested with one block.
+    """Return whether the file system of `directory` supports direct I/O, tested with one block.
 
     Args:
         directory: a name relative to `descriptor`, or a path.

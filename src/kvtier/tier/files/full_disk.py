@@ -69,7 +69,7 @@ class EffectiveCap:
         return min(self._capacity_bytes, max(self.now_bytes, used_bytes))
 
     def record_full(self, used_bytes: int, error: OSError) -> None:
-        """Note that a write failed with `error` while `used_bytes` were in use. Log only the first of a series."""
+        """Record that a write failed with `error` while `used_bytes` were in use. Log only the first of a series."""
         with self._lock:
             is_first, self._full = self._full is None, (used_bytes, self._clock())
         if is_first:
@@ -84,5 +84,5 @@ class EffectiveCap:
 
 
 def is_full_error(error: BaseException | None) -> TypeGuard[OSError]:
-    """Whether `error` is ENOSPC or EDQUOT."""
+    """Return whether `error` is ENOSPC or EDQUOT."""
     return isinstance(error, OSError) and error.errno in FULL_ERRNOS

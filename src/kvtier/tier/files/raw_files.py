@@ -49,7 +49,7 @@ class RawFiles:
             os.close(descriptor)
 
     def has(self, name: ObjectName) -> bool:
-        """Whether the object exists, with one request."""
+        """Return whether the object exists, with one request."""
         return os.path.exists(self._path(name))  # noqa: PTH110
 
     def delete(self, name: ObjectName) -> None:
@@ -98,7 +98,7 @@ class RawSegment:
         _read(self._descriptor, into, self._places[name][0])
 
     def has(self, name: ObjectName) -> bool:
-        """Whether the object exists, with one request."""
+        """Return whether the object exists, with one request."""
         return name in self._places
 
     def delete(self, name: ObjectName) -> None:

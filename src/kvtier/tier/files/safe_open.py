@@ -44,7 +44,7 @@ _warned: set[str] = set()
 class UnusableStoreError(UnusablePathError):
     """A store's path cannot be used, and nothing there was changed. Only an operator can repair it.
 
-    For an engine this is a `DamagedStoreError`; for commands that check settings it is a mistake.
+    An engine reports it as a `DamagedStoreError`, and commands that check settings as an error of the configuration.
     """
 
 
@@ -159,7 +159,7 @@ def read_file(name: str, bytes_max: int, directory: int | None = None) -> bytes:
 
 
 def is_at(path: str | Path, descriptor: int) -> bool:
-    """Whether the open file is still at `path`. False after an unmount or a replacement."""
+    """Return whether the open file is still at `path`. False after an unmount or a replacement."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except OSError:

@@ -96,7 +96,7 @@ class StoreLock:
         self._descriptor, self._root = descriptor, root
 
     def is_current(self) -> bool:
-        """Whether the locked file is still the one at the marker's path."""
+        """Return whether the locked file is still the one at the marker's path."""
         return self._descriptor.is_open and is_at(self._path, self._descriptor.fileno())
 
     def release(self) -> None:

@@ -99,7 +99,7 @@ def _open(settings: MooncakeSettings, context: TierContext) -> Tier:
 
 
 def _raw(settings: MooncakeSettings, context: TierContext) -> RawClient:
-    from kvtier.tier.mooncake.plain_client import RawMooncake
+    from kvtier.tier.mooncake.raw_client import RawMooncake
     from kvtier.tier.mooncake.tier import root_of
 
     root = root_of(f"{settings.prefix}/", context.shared_key_id(settings.name), context.model)

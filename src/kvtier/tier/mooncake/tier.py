@@ -28,7 +28,7 @@ from kvtier.tier.mooncake.client import (
     QUOTA_USED,
     MooncakeClient,
 )
-from kvtier.tier.mooncake.nodes import MooncakeNodes, Want
+from kvtier.tier.mooncake.replica_reads import MooncakeNodes, Want
 from kvtier.tier.operation_guard import OperationGuard
 from kvtier.types import Figures, ObjectName
 

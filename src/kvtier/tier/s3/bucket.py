@@ -163,7 +163,7 @@ def flaw(found: bytes) -> str:
 
 
 def is_there(store: S3Store, key: str) -> bool:
-    """Whether the bucket has an object at `key`."""
+    """Return whether the bucket has an object at `key`."""
     try:
         obstore.head(store, key)
     except FileNotFoundError:

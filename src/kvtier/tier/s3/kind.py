@@ -15,7 +15,7 @@ from kvtier.config.value_types import Count, FileLocation, HiddenText, PrivateTe
 from kvtier.errors import ConfigError, TierError, UnusablePathError
 from kvtier.keys.secret import read_private
 from kvtier.tier.base import RawClient, Tier
-from kvtier.tier.files.machine import tier_file
+from kvtier.tier.files.path_checks import tier_file
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
 from kvtier.tier.s3.address import Credentials, check_endpoint, parse_url
 from kvtier.tier.s3.errors import hint, refusal_of
@@ -175,7 +175,7 @@ def _inspect(settings: S3Settings) -> Sequence[StoreView]:
 
 
 def _raw(settings: S3Settings, context: TierContext) -> RawClient:
-    from kvtier.tier.s3.plain_client import RawBucket
+    from kvtier.tier.s3.raw_client import RawBucket
 
     bucket, key_id = _bucket(settings), context.shared_key_id(settings.name)
     return RawBucket(bucket.store, f"{bucket.prefix}{key_id.hex()}/{context.model.hex()}/")

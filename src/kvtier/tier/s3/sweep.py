@@ -135,7 +135,7 @@ class S3Sweeper:
         return self._interval_s - age_s + jitter_s
 
     def _read_record(self) -> float:
-        """Return the age of the last sweep's record, infinite without a usable one, and adopt its bytes in use."""
+        """Take the bytes in use from the last sweep's record. Return its age, or infinity if no record is usable."""
         try:
             found = obstore.get(self._store, self._own + RECORD_NAME)
             used = _RECORD.fullmatch(read_body(found, 20))

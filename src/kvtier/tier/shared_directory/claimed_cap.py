@@ -138,12 +138,12 @@ class SharedCap:
             self._waiting.remove(charge)
 
     def finish(self, charge: int) -> None:
-        """Note that a write has ended. The bytes of a failed write also count until the next sweep."""
+        """Record that a write has ended. The bytes of a failed write also count until the next sweep."""
         with self._changed:
             self._written += charge
 
     def used(self, name: ObjectName, mtime_ns: int) -> None:
-        """Note that `name` was read, and publish that if its mtime is old."""
+        """Record that `name` was read, and publish that if its mtime is old."""
         if time.time_ns() + self.clock_offset_ns - mtime_ns < TOUCH_AFTER_NS:
             return
         with self._changed:
@@ -202,7 +202,7 @@ class SharedCap:
                 self._claims.declare(self._written, self._taken)
 
     def _is_due(self) -> bool:
-        """Whether a claim must be raised."""
+        """Return whether a claim must be raised."""
         if self._is_closing or sum(self._waiting) > self._claimed - self._taken:
             return True
         return self._taken != self._taken_at_tick and self._claimed - self._taken < self._step_bytes // 2

@@ -173,7 +173,7 @@ class SharedDirectoryTier(FileTier):
         return count
 
     def _is_gone(self, error: OSError, fan: int, name: ObjectName) -> bool:
-        """Whether `error` came from a file that another node removed, and not from the storage.
+        """Return whether `error` came from a file that another node removed, and not from the storage.
 
         Raises:
             OSError: the store is gone.
@@ -222,7 +222,7 @@ class SharedDirectoryTier(FileTier):
 
 
 def is_on_drive(path: Path) -> bool:
-    """Whether `path` is on a drive of this machine; a network file system has no device."""
+    """Return whether `path` is on a drive of this machine; a network file system has no device."""
     return os.major(path.stat().st_dev) != 0
 
 

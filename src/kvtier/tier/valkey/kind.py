@@ -11,7 +11,7 @@ from kvtier.config.value_types import Count, FileLocation, HiddenText, PrivateTe
 from kvtier.errors import ConfigError, UnusablePathError
 from kvtier.keys.secret import read_private
 from kvtier.tier.base import RawClient, Tier
-from kvtier.tier.files.machine import tier_file
+from kvtier.tier.files.path_checks import tier_file
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
 from kvtier.tier.store_view import ScannedTier
 from kvtier.tier.valkey.servers import parse_addresses
@@ -162,7 +162,7 @@ def _inspect(settings: ValkeySettings) -> list[ScannedTier]:
 
 def _raw(settings: ValkeySettings, context: TierContext) -> RawClient | None:
     """Make the raw client; None for a cluster and for TLS."""
-    from kvtier.tier.valkey.plain_client import RawValkey
+    from kvtier.tier.valkey.raw_client import RawValkey
 
     access, (node, *others) = _access(settings), parse_addresses(settings.addresses)
     if access.tls or others:

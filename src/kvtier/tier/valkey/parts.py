@@ -192,7 +192,7 @@ class Loading:
         return Loading(self.slot, self.key, self._into, self._offset, self._lifetime)
 
     def is_like(self, other: "Loading") -> bool:
-        """Whether both found the same parts from the same writers."""
+        """Return whether both found the same parts from the same writers."""
         return [part.header for part in self.parts] == [part.header for part in other.parts]
 
     def removal(self) -> Request:

@@ -182,7 +182,7 @@ class Requests:
             self._servers.give(wire)
 
     def _is_well(self, node: Node, end_s: float) -> bool:
-        """Whether the server answers, even with a refusal."""
+        """Return whether the server answers, even with a refusal."""
         try:
             with suppress(RefusedError):
                 self._servers.ask(node, b"PING", end_s=end_s)

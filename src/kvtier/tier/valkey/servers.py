@@ -165,9 +165,10 @@ class Servers:
         wire.close()
 
     def failed(self, node: Node, *, is_down: bool = True) -> None:
-        """Note a failed connection and close the server's idle ones. If `is_down`, leave the server alone for a moment.
+        """Record a failed connection and close the server's idle ones.
 
-        The only server of a store is never left alone, because the tier's circuit breaker does that.
+        If `is_down`, the server is left alone for a moment. The only server of a store is never left alone, because the
+        tier's circuit breaker does that.
         """
         with self._lock:
             if self.is_cluster and is_down:

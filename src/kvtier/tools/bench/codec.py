@@ -19,7 +19,7 @@ from kvtier.codec import lossy, registry
 from kvtier.codec.base import Codec, LossyCodec
 from kvtier.codec.frame import decode_section, frame_bytes, head_bytes, pack, pack_scratch_bytes
 from kvtier.codec.frame_header import Identity
-from kvtier.codec.proof import is_refused
+from kvtier.codec.roundtrip import is_refused
 from kvtier.errors import ConfigError
 from kvtier.layout import (
     ELEMENT_BYTES,

@@ -83,7 +83,8 @@ def codec_command(
     changes a bit, or a lossy one exceeds its bound.
     """
     from kvtier.tools.bench import codec as benchmark
-    from kvtier.tools.demo.model import PRETRAINED, choose_sessions, pretrained_kv, read_trace
+    from kvtier.tools.demo.model import PRETRAINED, pretrained_kv
+    from kvtier.tools.demo.request_plan import choose_sessions, read_trace
 
     sources: dict[benchmark.Source, list[benchmark.Frame]] = {}
     if model != "normal":

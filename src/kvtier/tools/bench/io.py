@@ -36,10 +36,10 @@ from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.tier import registry
 from kvtier.tier.files.direct import can_direct
-from kvtier.tools.bench.io_workloads import FullTier, IoSample, engine_blocks, host_sample, memcpy, trial_settings
+from kvtier.tools.bench.io_harness import FullTier, IoSample, engine_blocks, host_sample, memcpy, trial_settings
 from kvtier.tools.bench.repeats import Advance, Span, ratio, repeated
+from kvtier.tools.machine_facts import read_facts
 from kvtier.tools.probe.run import busy_warnings
-from kvtier.tools.run_record import read_facts
 
 DEADLINE_S = 300.0
 

@@ -19,8 +19,7 @@ from kvtier.errors import ConfigError, KvError
 from kvtier.report.table import Table, print_table
 from kvtier.tier.base import RawClient, Tier
 from kvtier.tier.registry import TierSettings, kind_of
-from kvtier.tools.bench.repeats import Ratio, Span, ratio, ratio_text, repeated
-from kvtier.tools.bench.tier_paths import (
+from kvtier.tools.bench.data_paths import (
     SESSION_NAMES,
     SMALL_BYTES,
     TIER_NAMES,
@@ -31,6 +30,7 @@ from kvtier.tools.bench.tier_paths import (
     new_names,
     put,
 )
+from kvtier.tools.bench.repeats import Ratio, Span, ratio, ratio_text, repeated
 from kvtier.tools.probe.tiers import ProbeTarget, Trial, choose_parent, open_trial, trial_place
 from kvtier.types import ObjectName
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.tools.characterize.block_events import SEEN, join, way_of
-from kvtier.tools.characterize.events import NO_PROCESS, SECTOR_BYTES, IoTrace, by_time, kinds_of, pair
+from kvtier.tools.characterize.io_trace import NO_PROCESS, SECTOR_BYTES, IoTrace, by_time, kinds_of, pair
 from kvtier.tools.trace.trace_files import LineErrors, short, text_lines
 
 LINE_CHARACTERS_MAX = 4096

@@ -4,7 +4,8 @@ from collections import Counter
 
 import numpy as np
 
-from kvtier.tools.characterize.events import (
+from kvtier.tools.characterize.block_devices import BlockDevice
+from kvtier.tools.characterize.io_trace import (
     NESTED_MAX,
     SECTOR_BYTES,
     TIME_BITS,
@@ -15,7 +16,7 @@ from kvtier.tools.characterize.events import (
     pair,
     rows_of,
 )
-from kvtier.tools.characterize.machine import BlockDevice, ProcessTree
+from kvtier.tools.characterize.process_tree import ProcessTree
 from kvtier.tools.characterize.tracefs import PageEvents, TraceInstance
 
 SEEN = np.dtype(

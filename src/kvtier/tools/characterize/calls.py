@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.tools.characterize.events import REQUEST, IoKind, IoLayer, pair, rows_of
-from kvtier.tools.characterize.machine import ProcessTree, event_number, find_number, lowest
+from kvtier.tools.characterize.block_devices import event_number, find_number, lowest
+from kvtier.tools.characterize.io_trace import REQUEST, IoKind, IoLayer, pair, rows_of
+from kvtier.tools.characterize.process_tree import ProcessTree
 from kvtier.tools.characterize.tracefs import EventFormat, PageEvents, TraceInstance
-from kvtier.tools.run_record import read_mounts
+from kvtier.tools.machine_facts import read_mounts
 
 READS = {"read": "", "readv": "", "pread64": "pos", "preadv": "pos_l", "preadv2": "pos_l"}
 WRITES = {"write": "", "writev": "", "pwrite64": "pos", "pwritev": "pos_l", "pwritev2": "pos_l"}

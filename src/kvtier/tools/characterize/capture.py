@@ -12,23 +12,19 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.tools.characterize.block_events import BlockEvents
-from kvtier.tools.characterize.calls import CallEvents
-from kvtier.tools.characterize.events import IoLayer, IoTrace, by_time
-from kvtier.tools.characterize.machine import (
-    PROC,
+from kvtier.tools.characterize.block_devices import (
     BlockDevice,
-    ProcessTree,
     Spans,
     allocation_groups,
-    check_process,
     disks,
-    end_processes,
     find_device,
-    opened,
     spans_of,
     within,
 )
+from kvtier.tools.characterize.block_events import BlockEvents
+from kvtier.tools.characterize.calls import CallEvents
+from kvtier.tools.characterize.io_trace import IoLayer, IoTrace, by_time
+from kvtier.tools.characterize.process_tree import PROC, ProcessTree, check_process, end_processes, opened
 from kvtier.tools.characterize.tracefs import PageEvents, TraceInstance, mounted, remove_stale
 
 POLL_S = 0.05

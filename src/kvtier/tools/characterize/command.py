@@ -13,7 +13,7 @@ from kvtier.report.format import bytes_text
 from kvtier.tools.options import noted_signals
 
 if TYPE_CHECKING:
-    from kvtier.tools.characterize.events import IoTrace
+    from kvtier.tools.characterize.io_trace import IoTrace
 
 SECONDS = 10.0
 """Length of a capture without a command."""
@@ -87,7 +87,7 @@ def characterize(
     if inputs:
         if device is not None or directory is not None or pids or seconds is not None or command or journals:
             raise ConfigError("--input is a recording; allowed beside it: --report and --json")
-        from kvtier.tools.characterize.recordings import read_recordings
+        from kvtier.tools.characterize.io_trace_readers import read_recordings
 
         _show(read_recordings(inputs), {}, report, as_json=as_json)
         return 0
@@ -116,7 +116,7 @@ def _joined(trace: "IoTrace", journals: tuple[Path, ...]) -> dict[str, object]:
     """Return the tier's write amplification, and add it to the trace's remarks."""
     if not journals:
         return {}
-    from kvtier.tools.characterize.recordings import read_objects, write_amplification
+    from kvtier.tools.characterize.io_trace_readers import read_objects, write_amplification
 
     found = write_amplification(read_objects(journals), trace)
     framed, device = found.framed_ratio, found.device_ratio

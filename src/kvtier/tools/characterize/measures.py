@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvtier.tools.characterize.events import NO_PROCESS, IoKind, IoLayer, IoTrace, transfers
+from kvtier.tools.characterize.io_trace import NO_PROCESS, IoKind, IoLayer, IoTrace, transfers
 
 INSTANT_S = 1e-6
 """Duration of a request whose source gives none or a shorter one."""

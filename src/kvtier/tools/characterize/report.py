@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvtier.report.format import NONE, bytes_text, digits, rate_text, share_text, time_text
 from kvtier.report.table import Table
-from kvtier.tools.characterize.events import IoTrace, transfers
+from kvtier.tools.characterize.io_trace import IoTrace, transfers
 from kvtier.tools.characterize.measures import LASTS, IoMeasures, submitted_rows
 from kvtier.tools.charts.chart import POINTS_MAX, Axis, Chart, Charts, Curve, Rule
 from kvtier.tools.charts.report import PageSection, Report

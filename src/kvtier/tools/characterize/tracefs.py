@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.tools.run_record import read_mounts
+from kvtier.tools.machine_facts import read_mounts
 
 PAGE_BYTES = 4096
 HEADER_BYTES = 16

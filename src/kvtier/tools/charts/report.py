@@ -157,7 +157,7 @@ def _class(table: Table, place: int, cell: str) -> str:
 
 
 def _text(tag: str, text: str, kind: str = "") -> str:
-    """Return an element of plain text, or an empty string without text."""
+    """Return an element with `text`, escaped, or an empty string if `text` is empty."""
     return _tag(tag, escape(text), kind)
 
 

@@ -8,7 +8,7 @@ from kvtier.report.format import NONE, bytes_text, time_text
 from kvtier.report.table import Table
 from kvtier.tools.charts.chart import Axis, Chart, Charts, Curve, stacked
 from kvtier.tools.charts.report import PageSection, Report
-from kvtier.tools.demo.model import ANSWER_CHARACTERS, TRACE_NAME, one_line
+from kvtier.tools.demo.request_plan import ANSWER_CHARACTERS, TRACE_NAME, one_line
 from kvtier.tools.demo.result import DemoResult, PassResult, is_same
 
 PASSES = {

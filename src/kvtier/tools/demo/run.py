@@ -24,7 +24,6 @@ from kvtier.report.output import progress, write_json
 from kvtier.tier.files.directory_marker import ALLOWED, open_store
 from kvtier.tier.files.store_root import opening
 from kvtier.tools.demo.model import (
-    ANSWER_CHARACTERS,
     PRETRAINED,
     PRETRAINED_BYTES,
     PRETRAINED_INSTALL,
@@ -33,20 +32,24 @@ from kvtier.tools.demo.model import (
     SHAPES,
     SMOLLM2,
     WHY,
+    missing_packages,
+    read_tokenizer,
+    write_pretrained,
+)
+from kvtier.tools.demo.request_plan import (
+    ANSWER_CHARACTERS,
     RequestPlan,
     StoredPrefixes,
     build_prompt,
-    missing_packages,
     most_tokens,
     one_line,
     plan_requests,
-    read_tokenizer,
     read_trace,
-    write_pretrained,
 )
 from kvtier.tools.demo.result import DemoResult, PassResult, RequestResult
 from kvtier.tools.demo.worker import PassJob, pass_events
-from kvtier.tools.run_record import RecordedSetting, cores, machine, make_record, software
+from kvtier.tools.machine_facts import cores
+from kvtier.tools.run_record import RecordedSetting, machine, make_record, software
 
 NEEDED = ("torch", "transformers", "tokenizers")
 

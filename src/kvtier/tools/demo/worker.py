@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvtier.errors import ConfigError, KvError
-from kvtier.tools.demo.model import LlamaShape, PlannedRequest, build_model, build_prompt, read_pretrained
+from kvtier.tools.demo.model import LlamaShape, build_model, read_pretrained
+from kvtier.tools.demo.request_plan import PlannedRequest, build_prompt
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from kvtier.tools.plan.limits import FIRST_TOKEN, TPOT, TTFT, TTFT_P95, is_serve
 from kvtier.tools.plan.plan import Plan, PlannedTier, Variant
 from kvtier.tools.plan.queueing import GPU
 from kvtier.tools.plan.resolve import SEARCHED, Deployment, given_totals, of_each_host
-from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize
+from kvtier.tools.plan.tier_selection import LEAST_GAIN, TIER_NAMES, PlannedSize
 
 SPARSE = frozenset({"indexer", "compressed"})
 """Kinds of layers whose KV `connect.vllm.support` refuses, because vLLM gives it another role or a model version."""
@@ -29,7 +29,7 @@ _HARDWARE = ("gpu.", "host.", "disk.", "shared.", "software.")
 
 
 def verdict(plan: Plan) -> str:
-    """Say how many users the given GPUs serve, and which tiers are worth buying for a full server.
+    """Explain how many users the given GPUs serve, and which tiers are worth buying for a full server.
 
     The requested load has no part in it, unless the hosts for this load share given totals of tiers.
     """
@@ -62,7 +62,7 @@ def verdict(plan: Plan) -> str:
 
 
 def _shared_totals(plan: Plan) -> str:
-    """Say what one host gets of tiers whose totals are given, if the load needs more hosts than the given GPUs have.
+    """State what one host gets of tiers whose totals are given, if the load needs more hosts than the given GPUs have.
 
     The given GPUs with all of these tiers are then not one of these hosts.
     """
@@ -80,7 +80,7 @@ def _shared_totals(plan: Plan) -> str:
 
 
 def refusal(plan: Plan) -> str:
-    """Say why kvtier refuses the model, or its engines, on the planned GPUs; empty if it does not."""
+    """Explain why kvtier refuses the model, or its engines, on the planned GPUs; empty if it does not."""
     deployment = plan.chosen.need.deployment if plan.chosen.need else plan.deployment
     if deployment.server_gpus > deployment.inputs.host.gpus:
         return "kvtier refuses engines of several nodes"
@@ -90,7 +90,7 @@ def refusal(plan: Plan) -> str:
 
 
 def _conclusion_for_load(plan: Plan) -> str:
-    """Say which tiers are worth buying for the requested load, with the life of drives that wear out too early."""
+    """State which tiers are worth buying for the requested load, with the life of drives that wear out too early."""
     if not plan.given.tiers or not plan.deployment.model.stored_bytes(1):
         return ""
     load, one = in_words(plan, plan.requested_users), load_unit(plan, one=True)
@@ -110,7 +110,7 @@ def _conclusion_for_load(plan: Plan) -> str:
 
 
 def _why_none(plan: Plan) -> str:
-    """Say why tiers save too few of the GPUs with a reserve."""
+    """Explain why tiers save too few of the GPUs with a reserve."""
     alone, tiered = plan.alone.reserve_gpus, [it.reserve_gpus for it in plan.arms if it.tiers]
     if math.isinf(alone):
         return ""
@@ -126,7 +126,7 @@ def _they_need(load: str) -> str:
 
 
 def _early_wear(plan: Plan, arm: Variant) -> str:
-    """Say how long the drives of an arm last at the requested load, if that is less than the wanted life."""
+    """Explain how long the drives of an arm last at the requested load, if that is less than the wanted life."""
     years = (arm.need and arm.need.life_years) or math.inf
     if years >= plan.inputs.target.life_years:
         return ""
@@ -135,7 +135,7 @@ def _early_wear(plan: Plan, arm: Variant) -> str:
 
 
 def _worth(plan: Plan, ways: list[Variant]) -> str:
-    """Say which tiers are worth buying for a full server, and which are not."""
+    """State which tiers are worth buying for a full server, and which are not."""
     if not plan.given.tiers:
         return "The plan has no tiers."
     if refusal(plan):
@@ -168,12 +168,12 @@ def _worth(plan: Plan, ways: list[Variant]) -> str:
 
 
 def with_energy(plan: Plan) -> str:
-    """Say whether prices over years contain energy, which they do only if it has a price."""
+    """State whether prices over years contain energy, which they do only if it has a price."""
     return "with energy" if plan.inputs.price.energy_per_kwh else "without energy"
 
 
 def why_idle(plan: Plan, tier: PlannedTier) -> str:
-    """Say why a tier is not worth adding to the recommended ones: it brings no users, or they cost too much."""
+    """Explain why a tier is not worth adding to the recommended ones: it brings no users, or they cost too much."""
     before = plan.user_prices.get(plan.tiered.tiers)
     if tier.user_price is None or before is None:
         return tier.why_not
@@ -183,7 +183,7 @@ def why_idle(plan: Plan, tier: PlannedTier) -> str:
 
 
 def request(plan: Plan) -> str:
-    """Say which GPUs and hosts the requested load needs, with and without tiers, and which tiers are worth buying."""
+    """State which GPUs and hosts the requested load needs, with and without tiers, and which tiers are worth buying."""
     given = plan.inputs.gpu.count
     load = in_words(plan, plan.requested_users)
     they, (fits, not_fits) = _they_need(load), ("fits", "does not fit") if load == "1 user" else ("fit", "do not fit")
@@ -226,7 +226,7 @@ def _time_options(plan: Plan) -> str:
 
 
 def _if_totals_grow(plan: Plan) -> str:
-    """Say which totals were kept while the hosts grew, if fewer GPUs would do with the same tiers in every host."""
+    """State which totals were kept while the hosts grew, if fewer GPUs would do with the same tiers in every host."""
     if plan.grown_gpus is None:
         return ""
     given, inputs = plan.given.deployment, plan.given.deployment.inputs
@@ -262,7 +262,7 @@ def names_text(tiers: Collection[str]) -> str:
 
 
 def arm_name(variant: Variant) -> str:
-    """The heading of a column: its tiers."""
+    """Return the heading of a column: its tiers."""
     return f"with {names_text(variant.tiers)}" if variant.tiers else names_text(())
 
 
@@ -296,7 +296,7 @@ def heading(plan: Plan) -> str:
 
 
 def _why_size(plan: Plan) -> str:
-    """Say why the size with tiers is larger than memory requires, with the users of the best smaller size."""
+    """Explain why the size with tiers is larger than memory requires, with the users of the best smaller size."""
     if plan.inputs.origin("model.tp") != SEARCHED or len(plan.tiered.choice.sizes) == 1:
         return ""
     smaller = [it for it in plan.tiered.choice.sizes if it.tp < plan.inputs.model.tp]
@@ -312,12 +312,12 @@ def _why_size(plan: Plan) -> str:
 
 
 def _split_text(size: ModelInputs | PlannedSize) -> str:
-    """Say how the GPUs of a copy share the model."""
+    """Explain how the GPUs of a copy share the model."""
     return f"data-parallel attention on {size.tp} GPUs" if size.dp_attention else f"TP {size.tp}"
 
 
 def size_text(deployment: Deployment) -> str:
-    """Say how many GPUs share a copy of the model, and how many copies there are."""
+    """Explain how many GPUs share a copy of the model, and how many copies there are."""
     split, copies = _split_text(deployment.inputs.model), deployment.copies
     idle = deployment.inputs.gpu.count - deployment.used_gpus
     text = f"{split}, {'one copy' if copies == 1 else f'{copies:,} copies'}"
@@ -385,7 +385,7 @@ def _traffic(plan: Plan) -> str:
 
 
 def conclusion(plan: Plan) -> list[str]:
-    """Say in a few sentences what binds with tiers, what raises that limit, what binds next, and how drives wear."""
+    """Explain in sentences what binds with tiers, what raises that limit, what binds next, and how drives wear."""
     binding, following = plan.binding, plan.tiered.ceiling.next
     sentences: list[str] = []
     if not plan.deployment.workload.is_any(binding.users):
@@ -414,7 +414,7 @@ def conclusion(plan: Plan) -> list[str]:
 
 
 def _idle(plan: Plan, tier: PlannedTier) -> str:
-    """Say why a tier adds nothing to the recommended ones, and at which interval between queries it would."""
+    """Explain why a tier adds nothing to the recommended ones, and at which interval between queries it would."""
     beside, name = names_text(plan.tiered.tiers or (GPU,)), TIER_NAMES[tier.name]
     adds, are = ("add", "are") if tier.name == "disk" else ("adds", "is")
     pays = tier.pays_from_interval_s
@@ -427,7 +427,7 @@ def _idle(plan: Plan, tier: PlannedTier) -> str:
 
 
 def wear(plan: Plan) -> list[str]:
-    """Say how long drives last at the requested load, and which write policy makes them last long enough."""
+    """Explain how long drives last at the requested load, and which write policy makes them last long enough."""
     drives, target = plan.drives, plan.inputs.target
     if drives is None or drives.life_years >= target.life_years:
         return []
@@ -456,7 +456,7 @@ def shown_load(plan: Plan) -> str:
 
 
 def _raised_by(plan: Plan) -> str:
-    """Say what an increase of the strongest inputs of hardware and software brings."""
+    """State what an increase of the strongest inputs of hardware and software brings."""
     changed = [
         (it.users_higher, it)
         for it in plan.sensitivities
@@ -486,17 +486,17 @@ def _ttft_parts(plan: Plan) -> list[str]:
 
 
 def load_unit(plan: Plan, *, one: bool = False) -> str:
-    """The unit of this plan's loads."""
+    """Return the unit of this plan's loads."""
     names = ("user", "users") if plan.deployment.workload.has_users else ("query/s", "queries/s")
     return names[0 if one else 1]
 
 
 def in_words(plan: Plan, load: float) -> str:
-    """A load with its unit: ``1 user``, ``53 users``, ``1.5 queries/s``."""
+    """Return a load with its unit: ``1 user``, ``53 users``, ``1.5 queries/s``."""
     text = load_text(plan, load)
     return f"{text} {load_unit(plan, one=text == '1')}"
 
 
 def load_text(plan: Plan, load: float) -> str:
-    """A load in whole users, or in queries per second."""
+    """Return a load in whole users, or in queries per second."""
     return count_text(load) if plan.deployment.workload.has_users or math.isinf(load) else digits(load)

@@ -10,7 +10,7 @@ from kvtier.tools.plan.cost import cost
 from kvtier.tools.plan.limits import in_users
 from kvtier.tools.plan.plan import Plan, Variant
 from kvtier.tools.plan.queueing import OperatingPoint, fetch_s, operate, prefill_s
-from kvtier.tools.plan.worth import TIER_NAMES
+from kvtier.tools.plan.tier_selection import TIER_NAMES
 
 POINTS = 120
 CONTEXTS = (8_192, 32_768, 131_072, 1_048_576)

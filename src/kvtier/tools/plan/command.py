@@ -79,7 +79,7 @@ def plan(
     Every input has a name, a default and an origin (--show-inputs). Later sources override earlier ones: defaults,
     --example, --file, --probe, options, --set. Without prices, costs are left out.
     """
-    from kvtier.tools.plan.command_output import list_catalogue, run  # so that help starts quickly
+    from kvtier.tools.plan.command_run import list_catalogue, run  # so that help starts quickly
 
     if list_hardware:
         refuse_beside("--hardware")

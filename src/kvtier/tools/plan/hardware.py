@@ -192,7 +192,7 @@ def fastest(links: Links, name: str, op: str) -> float | None:
 
 
 def round_trip(links: Links, name: str) -> float | None:
-    """Seconds that one answer about a name takes in the tier `name`; None without a measurement."""
+    """Return the seconds that one answer about a name takes in the tier `name`; None without a measurement."""
     return next((it.first_s for it in links.get(name, ()) if it.op == ROUND_TRIP), None)
 
 

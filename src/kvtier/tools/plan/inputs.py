@@ -56,7 +56,7 @@ class Number:
         return float(within(raw, self.least, self.most))
 
     def show(self, value: object) -> str:
-        """The number as text."""
+        """Return the number as text."""
         return power_text(value) if isinstance(value, int | float) else str(value)
 
 
@@ -65,7 +65,7 @@ class RoundSize(Size):
     """Bytes, shown in units that make them round: decimal for drives, binary for memory."""
 
     def show(self, value: object) -> str:
-        """The size with its unit."""
+        """Return the size with its unit."""
         text = bytes_text(value) if isinstance(value, int) and value % 2**20 else Size.show(self, value)
         return text if value else "none"
 
@@ -94,7 +94,7 @@ class Rate(Number):
         return Number.read(self, raw, is_text=is_text)
 
     def show(self, value: object) -> str:
-        """The rate with its unit."""
+        """Return the rate with its unit."""
         return f"{bytes_text(value)}/s" if isinstance(value, int | float) else str(value)
 
 
@@ -121,7 +121,7 @@ class Or:
         return self.kind.read(raw, is_text=is_text)
 
     def show(self, value: object) -> str:
-        """The meaning of the special value, or the kind's text."""
+        """Return the meaning of the special value, or the kind's text."""
         return self.means if value == self.value else self.kind.show(value)
 
 
@@ -451,7 +451,7 @@ class Inputs:
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def value(self, name: str) -> object:
-        """The value of ``section.key``."""
+        """Return the value of ``section.key``."""
         section, _, key = name.partition(".")
         return getattr(getattr(self, section), key)
 

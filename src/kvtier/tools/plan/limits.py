@@ -158,7 +158,10 @@ def life_years(deployment: Deployment, written_bytes_per_s: float) -> float:
 
 
 def _tier_used(deployment: Deployment, point: OperatingPoint, tier: TierHardware) -> float:
-    """Share of a tier's time in use. Data of a tier below host memory crosses the channels of host memory twice."""
+    """Return the share of a tier's time in use.
+
+    Data of a tier below host memory crosses the channels of host memory twice.
+    """
     reads, writes = point.wanted_bytes_per_s[tier.name], point.given_bytes_per_s[tier.name]
     if tier.name == "host":
         reads += 2 * sum(rate for name, rate in point.wanted_bytes_per_s.items() if name != "host")
@@ -202,13 +205,13 @@ def highest_load(deployment: Deployment, near: float = 0.0) -> float:
 
 
 def is_within(deployment: Deployment, requests_per_s: float) -> bool:
-    """Whether a load is within the limits of latency and throughput."""
+    """Return whether a load stays within the limits of latency and throughput."""
     point = operate(deployment, requests_per_s)
     return all(rule.used(deployment, point) <= 1 for rule in rules(deployment) if not rule.is_reserve)
 
 
 def most_users(deployment: Deployment, near: float = 0.0) -> float:
-    """The users within all limits: `highest_load` in users."""
+    """Return the users within all limits: `highest_load` in users."""
     return in_users(deployment, highest_load(deployment, near))
 
 
@@ -233,7 +236,7 @@ def _decoding_alone(deployment: Deployment) -> float:
 
 
 def _points(deployment: Deployment) -> Callable[[float], OperatingPoint]:
-    """A function from load to operating point that computes each load only once."""
+    """Return a function from load to operating point that computes each load only once."""
     return cache(partial(operate, deployment))
 
 
@@ -308,7 +311,7 @@ def best(sizes: Sequence[Deployment], users: Sequence[float]) -> Deployment:
 
 
 def is_served(requested: float, users: float) -> bool:
-    """Whether the requested users are within the limits, within the precision of a search."""
+    """Return whether the requested users are within the limits, within the precision of a search."""
     return users >= requested * (1 - CLOSE)
 
 

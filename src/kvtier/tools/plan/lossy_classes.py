@@ -8,12 +8,12 @@ from kvtier.layout import Loss
 from kvtier.report.format import digits
 from kvtier.report.table import Table
 from kvtier.tools.plan.answer import gpus_text, in_words, load_text, load_unit, names_text
-from kvtier.tools.plan.cost import enough_bytes
 from kvtier.tools.plan.limits import is_within, life_years, most_users
 from kvtier.tools.plan.needs_report import optional, years_text
 from kvtier.tools.plan.plan import Plan
 from kvtier.tools.plan.queueing import operate
 from kvtier.tools.plan.resolve import Deployment, resolve
+from kvtier.tools.plan.tier_demand import enough_bytes
 from kvtier.tools.size import of
 
 QUALITY: Mapping[Loss, str] = MappingProxyType({"none": "exact", "k8v4": "KL up to 0.4 N", "int4": "KL up to 4.8 N"})

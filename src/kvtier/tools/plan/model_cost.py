@@ -24,7 +24,7 @@ class Experts(NamedTuple):
     """Experts that one token uses."""
 
     def bytes_of(self, weight_bytes: float, total: float, active: float) -> float:
-        """Bytes of all routed experts among `weight_bytes` of `total` parameters.
+        """Return the bytes of all routed experts among `weight_bytes` of `total` parameters.
 
         A token skips ``1 - used / count`` of them and nothing else, so they hold ``(total - active)`` over that.
         """
@@ -33,7 +33,7 @@ class Experts(NamedTuple):
         return weight_bytes * min((1 - active / total) / (1 - self.used / self.routed), 1.0)
 
     def read_share(self, tokens: float) -> float:
-        """Share of the experts that a step for `tokens` tokens reads: ``1 - (1 - used / count)^tokens``.
+        """Return the share of the experts that a step for `tokens` tokens reads: ``1 - (1 - used / count)^tokens``.
 
         This is the expectation for independent tokens that use every expert equally often. Tokens of one subject use
         fewer experts.
@@ -95,7 +95,7 @@ class ModelCost:
         return sum(it.delivered for it in self.spans) / self.token_bytes if self.token_bytes else 1.0
 
     def stored_bytes(self, tokens: float) -> float:
-        """Bytes of a prefix of `tokens` on a tier: every layer of every token, and a snapshot."""
+        """Return the bytes of a prefix of `tokens` on a tier: every layer of every token, and a snapshot."""
         return self.token_bytes * tokens + (self.state_bytes if tokens else 0.0)
 
     def loaded_bytes(self, tokens: float) -> float:
@@ -104,7 +104,7 @@ class ModelCost:
         return read + (self.state_bytes if tokens else 0.0)
 
     def delivered_bytes(self, tokens: float) -> float:
-        """Bytes that all ranks receive in such a load. A decode step reads as many."""
+        """Return the bytes that all ranks receive in such a load. A decode step reads as many."""
         read = sum(it.delivered * min(tokens, it.last_tokens) for it in self.spans)
         return read + (self.state_bytes if tokens else 0.0)
 

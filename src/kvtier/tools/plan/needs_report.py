@@ -16,12 +16,13 @@ from kvtier.report.format import (
 )
 from kvtier.report.table import Table
 from kvtier.tools.plan.answer import arm_name, in_words, load_unit, shown_load, with_energy
-from kvtier.tools.plan.cost import DriveLoad, worn
+from kvtier.tools.plan.cost import worn
 from kvtier.tools.plan.inputs import ModelInputs
 from kvtier.tools.plan.limits import is_served
 from kvtier.tools.plan.plan import Machine, Need, Plan, Variant
 from kvtier.tools.plan.queueing import GPU
-from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES, PlannedSize
+from kvtier.tools.plan.tier_demand import DriveLoad
+from kvtier.tools.plan.tier_selection import LEAST_GAIN, TIER_NAMES, PlannedSize
 
 
 def needs_table(plan: Plan) -> Table:
@@ -99,7 +100,7 @@ def needs_table(plan: Plan) -> Table:
 
 
 def _reserve(arm: Variant) -> str:
-    """The GPUs with a reserve as a cell, with the size of their copies where the line of GPUs has another."""
+    """Return the GPUs with a reserve as a cell, with the size of their copies where the line of GPUs has another."""
     found, need = arm.reserve, arm.need
     if found is None or need is None:
         return NONE
@@ -108,7 +109,7 @@ def _reserve(arm: Variant) -> str:
 
 
 def _needs_note(plan: Plan, names: Sequence[str]) -> str:
-    """Say what the hardware of the table is, and what its lines contain."""
+    """Return the note under the table: the hardware it assumes, and what its lines contain."""
     inputs, needs = plan.inputs, [it.need for it in plan.arms]
     has_drives = any(it and it.life_years for it in needs)
     worn_ones = f"the drives that replace worn ones in {counted(inputs.price.years, 'year')}, and " * has_drives
@@ -151,7 +152,7 @@ def _needs_note(plan: Plan, names: Sequence[str]) -> str:
 
 
 def _windows(plan: Plan) -> str:
-    """Say how many bytes a found token reads where layers have a window, which is less than it stores."""
+    """Explain how many bytes a found token reads where layers have a window, which is less than it stores."""
     model, tokens = plan.deployment.model, plan.deployment.workload.reusable_tokens
     read = (model.loaded_bytes(tokens) - model.state_bytes) / tokens if tokens else 0.0
     return (
@@ -161,7 +162,7 @@ def _windows(plan: Plan) -> str:
 
 
 def _snapshots(plan: Plan) -> str:
-    """Say that a conversation leaves a snapshot of its recurrent states in a tier with each query, for one pause."""
+    """State that a conversation leaves a snapshot of its recurrent states in a tier with each query, for one pause."""
     count, size = plan.inputs.software.snapshots, plan.deployment.model.state_bytes
     each = counted(count, "snapshot")
     return (
@@ -245,7 +246,7 @@ def drives_table(plan: Plan, drives: DriveLoad) -> Table:
 
 
 def _lasting_writes(plan: Plan, drives: DriveLoad, *, at: bool = False) -> str:
-    """Say with which share of writes drives last, `at` which load if that is below the planned one."""
+    """State with which share of writes drives last, `at` which load if that is below the planned one."""
     users = in_words(plan, drives.users)
     if drives.write_share is None:
         return f"serve at most {users}"
@@ -254,12 +255,12 @@ def _lasting_writes(plan: Plan, drives: DriveLoad, *, at: bool = False) -> str:
 
 
 def size_name(size: ModelInputs | PlannedSize) -> str:
-    """How many GPUs share a copy, and how, as a cell."""
+    """Return how many GPUs share a copy, and how, as a cell."""
     return f"{'DP attention' if size.dp_attention else 'TP'} {size.tp}"
 
 
 def years_text(count: float) -> str:
-    """A number of years as a cell."""
+    """Return a number of years as a cell."""
     return UNBOUNDED if math.isinf(count) else digits(count)
 
 
@@ -268,5 +269,5 @@ def _terabytes(count: float) -> str:
 
 
 def optional(value: float | None, text: Callable[[float], str]) -> str:
-    """The text of a value, or a dash for None."""
+    """Return the text of a value, or a dash for None."""
     return NONE if value is None else text(value)

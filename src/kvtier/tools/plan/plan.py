@@ -5,17 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from kvtier.tools.plan.cost import (
-    BreakEven,
-    CapacityNeed,
-    Cost,
-    DriveLoad,
-    break_evens,
-    capacity,
-    cost,
-    drive_load,
-    enough_bytes,
-)
+from kvtier.tools.plan.cost import BreakEven, Cost, break_evens, cost
 from kvtier.tools.plan.inputs import SETTINGS, Inputs
 from kvtier.tools.plan.limits import (
     FIRST_TOKEN,
@@ -36,7 +26,8 @@ from kvtier.tools.plan.limits import (
 )
 from kvtier.tools.plan.queueing import GPU, OperatingPoint, operate, prefill_s
 from kvtier.tools.plan.resolve import SEARCHED, Basis, Deployment, deployments, given_totals, of_each_host, resolve
-from kvtier.tools.plan.worth import (
+from kvtier.tools.plan.tier_demand import CapacityNeed, DriveLoad, capacity, drive_load, enough_bytes
+from kvtier.tools.plan.tier_selection import (
     LEAST_GAIN,
     Choice,
     choices,
@@ -326,7 +317,7 @@ def _grown_gpus(inputs: Inputs, given: Variant, least: float) -> int | None:
 
 
 def _amounts(arms: Sequence[Variant], *, by_price: bool) -> dict[tuple[str, ...], float]:
-    """What decides for the requested load: the number of GPUs with a reserve, or the price of them and their hosts."""
+    """Return what decides for the requested load: the GPUs with a reserve, or the price of them and their hosts."""
     if not by_price:
         return {it.tiers: it.reserve_gpus for it in arms}
     return {it.tiers: (it.reserve.user_price if it.reserve else None) or math.inf for it in arms}
@@ -440,7 +431,10 @@ def _tiers(
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values: bytes, seconds, tokens, rates per second, shares from 0 to 1. Infinity is null."""
+    """Return the plan as plain values: bytes, seconds, tokens, rates per second, shares from 0 to 1.
+
+    Infinity is null.
+    """
     deployment, load, per_hour = plan.deployment, plan.deployment.workload, plan.tiered.cost.per_hour
     document: dict[str, Any] = {
         "model": deployment.model.name,

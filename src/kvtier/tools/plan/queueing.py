@@ -191,7 +191,7 @@ def operate(deployment: Deployment, requests_per_s: float) -> OperatingPoint:
 
 
 def prefill_s(deployment: Deployment, computed_tokens: float, prompt_tokens: float) -> float:
-    """Seconds that one idle replica takes to compute the last tokens of a prompt.
+    """Return the seconds that one idle replica takes to compute the last tokens of a prompt.
 
     Kernel launches overlap with computing. Exchanges wait for it.
     """
@@ -204,19 +204,20 @@ def prefill_s(deployment: Deployment, computed_tokens: float, prompt_tokens: flo
 
 
 def step_s(deployment: Deployment, batch: float, session_tokens: float) -> float:
-    """Seconds that one server takes for a decode step of `batch` requests."""
+    """Return the seconds that one server takes for a decode step of `batch` requests."""
     return max(fixed_s + batch * each_s for fixed_s, each_s in _step_parts(deployment, batch, session_tokens))
 
 
 def decode_token_s(deployment: Deployment) -> float:
-    """Seconds that one replica takes per decoded token, with a full batch."""
+    """Return the seconds that one replica takes per decoded token, with a full batch."""
     return step_s(deployment, deployment.batch, deployment.workload.session_tokens) / deployment.batch
 
 
 def _step_parts(deployment: Deployment, batch: float, session_tokens: float) -> list[tuple[float, float]]:
-    """Seconds of a step that its requests share, and seconds per request, as bounded by reading and by computing.
+    """Return the seconds of a step that its requests share, and the seconds per request.
 
-    Reading covers launches, the weights that such a batch uses, and every request's KV. The exchange waits for either.
+    The first pair is bounded by reading, the second by computing. Reading covers launches, the weights that such a
+    batch uses, and every request's KV. The exchange waits for either.
     """
     reading_s = deployment.launch_s + deployment.step_weight_bytes(batch) / deployment.memory_bytes_per_s
     kv_s = deployment.model.delivered_bytes(session_tokens) / deployment.memory_bytes_per_s
@@ -228,7 +229,7 @@ def _step_parts(deployment: Deployment, batch: float, session_tokens: float) -> 
 
 
 def fetch_s(deployment: Deployment, tier: str, tokens: float) -> float:
-    """Seconds to load a prefix from an idle tier."""
+    """Return the seconds to load a prefix from an idle tier."""
     return deployment.model.loaded_bytes(tokens) * _seconds_per_byte(deployment, {}, 0.0)[tier]
 
 
@@ -325,9 +326,10 @@ def _prefix_classes(
 def _worth_loading(
     deployment: Deployment, each: RequestClass, requests_per_s: float, pipes: dict[str, PipeUse]
 ) -> float:
-    """Share of the requests that can load before a pipe becomes slower than the GPU, for them or for earlier classes.
+    """Return the share of the requests that can load before a pipe becomes slower than the GPU.
 
-    `pipes` has the use by earlier classes of each tier, and of the link under an empty name. It is updated.
+    The pipe may become slower for them or for earlier classes. `pipes` has the use by earlier classes of each tier, and
+    of the link under an empty name. It is updated.
     """
     loaded_bytes = deployment.model.loaded_bytes(each.loaded_tokens)
     tier = next(it for it in deployment.tiers if it.name == each.loaded_from)
@@ -366,7 +368,7 @@ def _request_class(
 
 
 def _seconds_per_byte(deployment: Deployment, read: dict[str, float], link_used: float) -> dict[str, float]:
-    """Seconds per byte from each tier to one request, while others load at the given rates."""
+    """Return the seconds per byte from each tier to one request, while others load at the given rates."""
     # Blocking loads run one at a time on a replica, so each has the whole link.
     link_used = 0.0 if deployment.inputs.software.loads_block else link_used
     return {
@@ -379,7 +381,7 @@ def _seconds_per_byte(deployment: Deployment, read: dict[str, float], link_used:
 
 
 def _stretch(deployment: Deployment, used: float) -> float:
-    """How much longer a load takes than on an idle pipe, if others use the share `used` of it."""
+    """Return how much longer a load takes than on an idle pipe, if others use the share `used` of it."""
     return 1 + deployment.inputs.traffic.arrivals_cv2 / 2 * used / (1 - used) if used < 1 else math.inf
 
 
@@ -390,7 +392,7 @@ def _use_at_most(deployment: Deployment, stretch: float) -> float:
 
 
 def _tpot_s(deployment: Deployment, rate: float, service_s: float) -> float:
-    """Seconds per output token, at a load of `rate` requests per second on one server.
+    """Return the seconds per output token, at a load of `rate` requests per second on one server.
 
     A step takes the longer ``F(B) + B e`` (`step_s`) of the time that prefills leave. By Little's law, B is the rate
     times the tokens of an answer times the result itself. For a constant F the equation is solved directly. Weights of

@@ -95,7 +95,7 @@ def load(
 
 
 def example_names() -> list[str]:
-    """Names of the examples that ship with the package."""
+    """Return the names of the examples that ship with the package."""
     return sorted(it.name.removesuffix(".toml") for it in EXAMPLES.iterdir() if it.name.endswith(".toml"))
 
 
@@ -137,7 +137,7 @@ def _from_probe(path: Path) -> Iterator[_Value]:
 
 
 def gpu_options(text: str) -> dict[str, object]:
-    """Inputs of ``--gpu 8xh100-sxm``, or of ``--gpu h100-sxm``, which means one.
+    """Return the inputs of ``--gpu 8xh100-sxm``, or of ``--gpu h100-sxm``, which means one.
 
     Raises:
         ConfigError: the number is not allowed.
@@ -147,7 +147,7 @@ def gpu_options(text: str) -> dict[str, object]:
 
 
 def weight_options(text: str) -> dict[str, object]:
-    """Inputs of ``--weights fp8``, or of a size: ``141GB`` means as many parameters as fill it in bf16."""
+    """Return the inputs of ``--weights fp8``, or of a size: ``141GB`` means as many parameters as fill it in bf16."""
     if text in WEIGHT_BYTES:
         return {"model.weights": "bf16" if text == "fp16" else text}
     try:
@@ -158,7 +158,7 @@ def weight_options(text: str) -> dict[str, object]:
 
 
 def tier_options(texts: Sequence[str]) -> dict[str, object]:
-    """Inputs of all `--tier` options together: ``host=1TiB``, ``disk=4xpm1753``, ``disk=4x7.68TB``, ``s3=1000TB``.
+    """Return the inputs of all `--tier` options together, such as ``host=1TiB``, ``disk=4x7.68TB``, ``s3=1000TB``.
 
     A tier that no text names has no capacity. A size after a number of drives is that of one drive. A remote kind
     becomes the plan's ``shared``, any other kind its ``disk``.
@@ -182,7 +182,10 @@ def tier_options(texts: Sequence[str]) -> dict[str, object]:
 
 
 def _drives(tier: DescribedTier, source: str) -> dict[str, object]:
-    """Inputs of drives; None means not given. Rates are of all drives in `tier`, and of one drive in the inputs."""
+    """Return the inputs of drives; None means not given.
+
+    Rates are of all drives in `tier`, and of one drive in the inputs.
+    """
     if None not in (tier.capacity_bytes, tier.drives):
         raise ConfigError(f"{source}: a capacity and drives; allowed: one of them, and --set disk.filled")
     number, part = split_count(tier.drives, "--tier") if tier.drives else (None, "")
@@ -200,14 +203,14 @@ def _drives(tier: DescribedTier, source: str) -> dict[str, object]:
 
 
 def _host(tier: DescribedTier, _: str) -> dict[str, object]:
-    """Inputs of host memory; None means not given. A rate is that of one channel with its full share."""
+    """Return the inputs of host memory; None means not given. A rate is that of one channel with its full share."""
     one = None if tier.read_bytes_per_s is None else 1
     inputs = {"channel_bytes_per_s": tier.read_bytes_per_s, "channels": one, "share": one}
     return {"host.capacity_bytes": tier.capacity_bytes, **{f"host.{key}": value for key, value in inputs.items()}}
 
 
 def _shared(tier: DescribedTier, _: str) -> dict[str, object]:
-    """Inputs of shared storage; None means not given. Rates are those of the whole store."""
+    """Return the inputs of shared storage; None means not given. Rates are those of the whole store."""
     keys = ("capacity_bytes", "read_bytes_per_s", "write_bytes_per_s")
     return {f"shared.{key}": getattr(tier, key) for key in keys}
 

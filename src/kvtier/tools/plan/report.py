@@ -39,8 +39,8 @@ from kvtier.tools.plan.limits import STEP, InputSensitivity
 from kvtier.tools.plan.needs_report import drives_table, needs_table, optional, size_name, years_text
 from kvtier.tools.plan.plan import Plan, Variant
 from kvtier.tools.plan.settings import settings_toml
+from kvtier.tools.plan.tier_selection import LEAST_GAIN, TIER_NAMES
 from kvtier.tools.plan.workload import without_effect
-from kvtier.tools.plan.worth import LEAST_GAIN, TIER_NAMES
 
 SENSITIVITIES = 12
 """Most inputs in the table of sensitivities."""
@@ -161,7 +161,7 @@ def _choices(plan: Plan) -> Table:
 
 
 def _marks(plan: Plan) -> str:
-    """Say which choices the table marks as worth buying, or why it marks none."""
+    """State which choices the table marks as worth buying, or why it marks none."""
     unit, one, by_price = load_unit(plan), load_unit(plan, one=True), bool(plan.user_prices)
     if why := refusal(plan):
         return f"No row is marked, because {why}."

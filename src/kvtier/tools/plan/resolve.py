@@ -293,7 +293,7 @@ def _deployment(
 
 
 def _step_times(inputs: Inputs, experts: Experts, model: size.Model) -> tuple[float, float, float]:
-    """Seconds of a step for launches, for exchanges, and for each token's part of the exchanges.
+    """Return the seconds of a step for launches, for exchanges, and for each token's part of the exchanges.
 
     GPUs that split each layer sum its attention and its MLP with an all-reduce each (Shoeybi et al., "Megatron-LM",
     2019, section 3). GPUs that share only the experts send tokens to them and back (DeepEP, 2025). Between hosts, each
@@ -328,7 +328,7 @@ def _model_cost(inputs: Inputs, basis: Basis) -> ModelCost:
 
 
 def _does_not_fit(deployment: Deployment, *, named: bool) -> str:
-    """Say why the GPUs cannot hold the model and its longest conversation; empty if they can."""
+    """Explain why the GPUs cannot hold the model and its longest conversation; empty if they can."""
     inputs, load, gpus = deployment.inputs, deployment.workload, deployment.server_gpus
     needed = deployment.model.gpu_bytes(max(load.longest_tokens, load.session_tokens))
     if deployment.kv_bytes >= needed:

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator
 
 from kvtier.report.format import bytes_text, counted
 from kvtier.tools.plan.answer import in_words, load_text, refusal, shown_load, size_text
-from kvtier.tools.plan.cost import DriveLoad
 from kvtier.tools.plan.limits import is_served
 from kvtier.tools.plan.plan import Plan
 from kvtier.tools.plan.resolve import Deployment
+from kvtier.tools.plan.tier_demand import DriveLoad
 
 _MIB = 2**20
 
@@ -71,7 +71,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def _budget(plan: Plan, drives: DriveLoad, deployment: Deployment) -> Iterator[str]:
-    """Yield a rank's write budget. It is a comment if the planned load then exceeds a limit."""
+    """Yield the line that sets a rank's write budget, as a comment if the planned load exceeds a limit under it."""
     disk, storing, years = deployment.inputs.disk, _storing_ranks(deployment), plan.inputs.target.life_years
     rated = disk.count * disk.capacity_bytes * disk.drive_writes_per_day / disk.wear
     budget = int(rated * disk.rated_years / years / _parts(deployment) / storing) // _MIB * _MIB
@@ -97,23 +97,26 @@ def _remarks(plan: Plan) -> Iterator[str]:
 
 
 def _storing_ranks(deployment: Deployment) -> int:
-    """Number of an engine's ranks that write to its drives. A tier `disk` gives each rank an equal share of its cap."""
+    """Return the number of an engine's ranks that write to its drives.
+
+    A tier `disk` gives each rank an equal share of its cap.
+    """
     ranks, model = deployment.server_gpus, deployment.model
     return ranks if model.state_bytes else round(ranks / model.delivered_ratio)
 
 
 def _parts(deployment: Deployment) -> int:
-    """Number of parts into which the tiers of all hosts are split: one per engine that a full host has room for."""
+    """Return the number of parts of all hosts' tiers: one per engine that a full host has room for."""
     return -(-deployment.used_gpus // deployment.inputs.host.gpus) * _engines(deployment)
 
 
 def _engines(deployment: Deployment) -> int:
-    """Number of engines that a full host has room for, at most all of them."""
+    """Return the number of engines that a full host has room for, at most all of them."""
     return min(deployment.replicas, max(deployment.inputs.host.gpus // deployment.server_gpus, 1))
 
 
 def _of_last_host(deployment: Deployment, kept: Collection[str]) -> Iterator[str]:
-    """Say how much more an engine of the last host gets, if that host has fewer engines than the others."""
+    """Explain how much more an engine of the last host gets, if that host has fewer engines than the others."""
     engines, missing = _engines(deployment), _parts(deployment) - deployment.replicas
     if missing > 0 and {"host", "disk"} & {*kept}:
         last = engines - missing

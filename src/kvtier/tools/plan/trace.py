@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError
 from kvtier.tools.plan.workload import BURST_S, ReuseCurve, TraceSummary
 from kvtier.tools.trace.arrays import read_arrays
 from kvtier.tools.trace.formats.base import ReadOptions, TraceWarning, open_trace
-from kvtier.tools.trace.formats.session_lines import SessionLines
+from kvtier.tools.trace.formats.kv_cache_tester import SessionLines
 from kvtier.tools.trace.stats import LogBuckets, reuse_pauses
 
 _BUCKETS = LogBuckets(2.0**-6, 8, 8 * 36)

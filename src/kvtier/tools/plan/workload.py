@@ -42,15 +42,15 @@ class ReuseCurve:
     """Token-seconds that one request occupies, never falling. Times requests per second, it is the resident tokens."""
 
     def found_within(self, residence_s: float) -> float:
-        """Share of reuses that happen within `residence_s`."""
+        """Return the share of reuses that happen within `residence_s`."""
         return _interpolate(self.residence_s, self.found, residence_s)
 
     def tokens_held(self, residence_s: float, requests_per_s: float) -> float:
-        """Tokens in a tier that keeps everything for `residence_s`."""
+        """Return the tokens in a tier that keeps everything for `residence_s`."""
         return requests_per_s * _interpolate(self.residence_s, self.held_token_s, residence_s)
 
     def residence(self, capacity_tokens: float, requests_per_s: float) -> float:
-        """Seconds for which a tier of that capacity keeps unused KV."""
+        """Return the seconds for which a tier of that capacity keeps unused KV."""
         return _interpolate(self.held_token_s, self.residence_s, capacity_tokens / requests_per_s)
 
     def stored(self, token_bytes: float, snapshot_bytes: float) -> "ReuseCurve":
@@ -68,7 +68,7 @@ class ReuseCurve:
         return replace(self, held_token_s=tuple(held))
 
     def residence_for(self, share: float) -> float:
-        """The shortest residence time, in seconds, within which that share of reuses happens."""
+        """Return the shortest residence time, in seconds, within which that share of reuses happens."""
         return _interpolate(self.found, self.residence_s, share)
 
 
@@ -143,7 +143,7 @@ class Workload:
         return float(math.floor(load + 1e-6)) if self.has_users and math.isfinite(load) else load
 
     def is_any(self, users: float) -> bool:
-        """Whether a load is at least one user, or, if there are no users, above zero."""
+        """Return whether a load is at least one user, or, if there are no users, above zero."""
         return users >= 1 or (users > 0 and not self.has_users)
 
     @property

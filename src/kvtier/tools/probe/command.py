@@ -97,7 +97,7 @@ def _effort(
 
 
 def _settings(loaded: Loaded, directory: Path | None) -> dict[str, RecordedSetting]:
-    """Return the settings that affect the measures."""
+    """Return the settings that affect the measurements."""
     configured = {
         it.name: RecordedSetting(value_of(loaded.config, it), str(loaded.origins[it.name]))
         for it in all_settings(loaded.config)

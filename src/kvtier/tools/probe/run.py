@@ -1,4 +1,4 @@
-"""Runs a whole probe: its bounds, the measures, and the warnings that follow from them."""
+"""Runs a whole probe: its bounds, the measurements, and the warnings that follow from them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
 from kvtier.errors import KvError
 from kvtier.tier.files.direct import can_direct
+from kvtier.tools.machine_facts import Facts, Mount, mount_of, read_facts
 from kvtier.tools.probe import links, tiers
 from kvtier.tools.probe.links import CodecRead, LinkMeasures, MeasureLimits, Tick
 from kvtier.tools.probe.tiers import Effort, TierFacts
-from kvtier.tools.run_record import Facts, Mount, mount_of, read_facts
 
 VERSION = 1
 MEMORY_SIZES = (64 << 10, 1 << 20, 32 << 20)
@@ -29,9 +29,9 @@ class Bounds:
     """Upper bounds of a probe."""
 
     points: int
-    """Number of measures."""
+    """Number of measurements."""
     seconds: float
-    """Time of all measures together, without filling and cleaning up."""
+    """Time of all measurements together, without filling and cleaning up."""
     write_bytes: int
     """Bytes written to all tiers together."""
     hold_bytes: int
@@ -200,7 +200,7 @@ class ProbeRun:
 
 
 def where_text(config: Config, directory: Path | None) -> str:
-    """Return the directories that a probe will write to."""
+    """Return text that names the directories that a probe will write to."""
     named = tiers.targets(config, directory)
     if not named:
         return "writes nothing: no tier is configured and no --dir given"
@@ -259,7 +259,7 @@ def machine_warnings(config: Config, facts: Facts, *, is_locked: bool | None = N
 
 
 def busy_warnings(facts: Facts) -> Iterator[str]:
-    """Warn if other processes use the processor, judged by the load before the measures."""
+    """Yield a warning if the load average before the measurements shows that the cores were busy."""
     if facts.load is not None and facts.load > BUSY * facts.cores:
         yield (
             f"load: {facts.load:.1f} runnable processes on {facts.cores} cores, so the figures are too low; measure "
@@ -309,7 +309,7 @@ def order_warnings(order: Sequence[str], links: Sequence[LinkMeasures]) -> Itera
 
     Args:
         order: names of the tiers in probe order.
-        links: all measures.
+        links: all measurements.
     """
     by_name = {link.name: link for link in links}
     rates = [(name, best.gb_per_s) for name in order if name in by_name and (best := by_name[name].best("read"))]

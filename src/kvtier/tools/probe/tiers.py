@@ -19,7 +19,7 @@ from kvtier.errors import ConfigError, KvError
 from kvtier.keys.secret import key_id
 from kvtier.layout import ALIGNMENT, GroupLayout, History, KvLayout
 from kvtier.runtime.arena import page_aligned
-from kvtier.runtime.secret import configured_secret
+from kvtier.runtime.secret_source import configured_secret
 from kvtier.tier import registry
 from kvtier.tier.base import Tier
 from kvtier.tier.files.direct import aligned_buffer
@@ -127,7 +127,7 @@ class Effort:
     seconds: float
     """Time limit of each measurement."""
     write_bytes: int
-    """Limit for all measures of all tiers together; see `share`."""
+    """Limit for all measurements of all tiers together; see `share`."""
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 4096 or any(size % 4096 for size in self.sizes):
@@ -138,7 +138,7 @@ class Effort:
             raise ConfigError(f"seconds {self.seconds:g}: allowed: 0.001 to 600 for each measurement")
 
     def share(self, tiers: int) -> "Effort":
-        """Return the effort of one measure: the measures of all `tiers` share `write_bytes` equally.
+        """Return the effort of one measurement: the measurements of all `tiers` share `write_bytes` equally.
 
         Raises:
             ConfigError: the share is too small to write one object of the smallest size.
@@ -241,7 +241,7 @@ def tier_measures(target: ProbeTarget, place: Path, points: Effort, tick: Tick) 
         tick: called before each measure.
 
     Returns:
-        The measures, and whether the tier uses direct I/O.
+        The measurements, and whether the tier uses direct I/O.
 
     Raises:
         ConfigError: the store cannot be created.

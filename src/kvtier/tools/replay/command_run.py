@@ -26,7 +26,8 @@ from kvtier.tools import size
 from kvtier.tools.charts.report import PageSection, Report
 from kvtier.tools.options import noted_signals
 from kvtier.tools.plan.model_cost import model_cost
-from kvtier.tools.replay.policies.reference import REFERENCES, infinite_hit_tokens, policy_names
+from kvtier.tools.replay.policies.reference import infinite_hit_tokens
+from kvtier.tools.replay.policies.registry import REFERENCES, policy_names
 from kvtier.tools.replay.report import cache_sections
 from kvtier.tools.replay.results import TieredResult
 from kvtier.tools.replay.sweep import CacheResult, Task, mean_of, sweep

@@ -114,7 +114,7 @@ class ReplayNode:
         self.busy_s = 0.0
 
     def backlog_s(self) -> float:
-        """Seconds until a prefill that is ready now would start."""
+        """Return the seconds until a prefill that is ready now would start."""
         return max(0.0, self._free_s[0] - self._events.now_s)
 
     def arrive(self, request: NodeRequest) -> None:

@@ -23,7 +23,7 @@ import xxhash
 
 from kvtier import __version__
 from kvtier.errors import ConfigError
-from kvtier.tools.replay.policies.reference import check_policy, make_policy
+from kvtier.tools.replay.policies.registry import check_policy, make_policy
 from kvtier.tools.trace.arrays import TraceArrays
 
 if TYPE_CHECKING:

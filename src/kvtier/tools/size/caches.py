@@ -37,7 +37,7 @@ class Encoding:
     """Bytes of padding per vector."""
 
     def vector_bytes(self, size: int) -> float:
-        """Bytes of a vector of `size` elements."""
+        """Return the bytes of a vector of `size` elements."""
         groups = -(-size // self.group) if self.group else 0
         return size * self.bits / 8 + groups * self.group_bytes + (self.padding if size else 0)
 
@@ -56,7 +56,7 @@ class Format:
         return self.by_role.get(role, self.default)
 
     def vector_bytes(self, role: Role, size: int) -> float:
-        """Bytes of one vector of `size` elements and kind `role`."""
+        """Return the bytes of one vector of `size` elements and kind `role`."""
         return self.encoding(role).vector_bytes(size)
 
     def with_index(self, index: "Format") -> "Format":
@@ -122,7 +122,7 @@ _GROUPED = re.compile(r"int(4|8):g([0-9]{1,5})(?::(sym|asym))?", re.ASCII)
 
 
 def parse_dtype(name: str, origin: str = "dtype") -> Format:
-    """The format `name`.
+    """Return the format `name`.
 
     By default ``int4:g64`` has a 16-bit scale and a 16-bit zero point per 64 elements, and ``int8:g64`` a scale alone.
     ``:sym`` (scale alone) and ``:asym`` (both) override the default.
@@ -202,7 +202,7 @@ class LayerCache:
     """The formula in the words of the configuration."""
 
     def token_bytes(self, form: Format) -> float:
-        """Bytes per token, whether or not a window limits them."""
+        """Return the bytes per token, whether or not a window limits them."""
         return sum(part.count * form.vector_bytes(part.role, part.size) for part in self.parts) / self.every
 
     @property
@@ -217,22 +217,22 @@ class LayerCache:
         return (math.ceil((self.window - 1 + in_flight) / BLOCK_TOKENS) + 1) * BLOCK_TOKENS  # may start inside a block
 
     def tokens_in_store(self, chunk_tokens: int) -> int:
-        """Number of tokens per chunk that a store keeps: those in whole blocks that the next token may see."""
+        """Return the tokens per chunk that a store keeps: those in whole blocks that the next token may see."""
         if self.window is None:
             return chunk_tokens
         return min(chunk_tokens, math.ceil(max(1, self.window - 1) / BLOCK_TOKENS) * BLOCK_TOKENS)
 
     def rank_token_bytes(self, form: Format, tp: int) -> float:
-        """Bytes per token on one of `tp` ranks. Each has whole heads; ranks beyond the heads hold copies."""
+        """Return the bytes per token on one of `tp` ranks. Each has whole heads; ranks beyond the heads hold copies."""
         heads = self.kv_heads or 1
         return self.token_bytes(form) * max(1, heads // tp) / heads
 
     def rank_state_bytes(self, tp: int) -> float:
-        """Bytes of state on one of `tp` ranks."""
+        """Return the bytes of state on one of `tp` ranks."""
         return sum(part.bytes * max(1, part.heads // tp) / part.heads for part in self.state)
 
     def can_be_split(self, tp: int) -> bool:
-        """Whether `tp` ranks can share it, with whole heads for each rank or equally many copies of each head."""
+        """Return whether `tp` ranks can share it: each has whole heads, or each head has equally many copies."""
         heads = self.kv_heads or 1
         return (heads % tp == 0 or tp % heads == 0) and all(
             part.heads % tp == 0 or (part.may_copy and tp % part.heads == 0) for part in self.state
@@ -289,7 +289,7 @@ def mla(latent: int, rotary: int) -> LayerCache:
 
 
 def indexer(dim: int, every: int = 1) -> LayerCache:
-    """The keys by which a sparse attention selects its tokens."""
+    """Return the keys by which a sparse attention selects its tokens."""
     return LayerCache(
         kind="indexer",
         source="DeepSeek-V3.2 2025: one index key a token, shared by all index heads",
@@ -302,7 +302,7 @@ def indexer(dim: int, every: int = 1) -> LayerCache:
 
 
 def compressed(dim: int, rotary: int, every: int) -> LayerCache:
-    """A latent for every `every` tokens, key and value in one, the last `rotary` elements rotated."""
+    """Return a latent for every `every` tokens, key and value in one, the last `rotary` elements rotated."""
     return LayerCache(
         kind="compressed",
         source="DeepSeek-V4 config and vLLM 0.32: one latent, key and value in one, for a fixed number of tokens",
@@ -315,7 +315,7 @@ def compressed(dim: int, rotary: int, every: int) -> LayerCache:
 
 
 def latent_window(dim: int, rotary: int, tokens: int) -> LayerCache:
-    """The uncompressed entries that a compressed cache keeps for the last `tokens`."""
+    """Return the uncompressed entries that a compressed cache keeps for the last `tokens`."""
     return replace(compressed(dim, rotary, 1), kind="window", source=_SLIDING, window=tokens, expression="head dim")
 
 
@@ -398,7 +398,10 @@ def rg_lru(width: int, kernel: int) -> LayerCache:
 
 
 def short_convolution(width: int, kernel: int, heads: int = 0) -> LayerCache:
-    """A short convolution's last inputs, in `heads` pieces (0: any number). A single piece is copied to each rank."""
+    """Return a short convolution's last inputs, in `heads` pieces (0: any number).
+
+    A single piece is copied to each rank.
+    """
     return LayerCache(
         kind="convolution",
         source="LFM2 2025; shapes as in vLLM 0.32 mamba_utils, and in Transformers 5.23",

@@ -158,7 +158,7 @@ def _print_checks(
 
 
 def _ignored(kv: KvSize) -> list[str]:
-    """The sentence about ignored fields, if there are any."""
+    """Return a sentence about ignored fields, or nothing if no field is ignored."""
     fields = ", ".join(f"{key} = {_short(value)}" for key, value in kv.model.ignored.items())
     text = f"Ignored as requested (--ignore): {fields}. If they change what is cached, these sizes are wrong."
     return [text] if fields else []
@@ -167,7 +167,7 @@ def _ignored(kv: KvSize) -> list[str]:
 def _machine(
     gpu: str | None, memory: int | None, tp: int | None, pp: int, for_gpus: Mapping[str, object]
 ) -> tuple[int, float | None, int]:
-    """Number of GPUs, the memory of each, and the ranks of a stage.
+    """Return the number of GPUs, the memory of each, and the ranks of a stage.
 
     Without a number of ranks, all GPUs share one copy of the model.
     """
@@ -187,7 +187,7 @@ def _machine(
 
 
 def _weight_bytes(kv: KvSize, text: str) -> float:
-    """Bytes of the weights, from a size, or from a format and the catalogue's number of parameters."""
+    """Return the bytes of the weights, from a size, or from a format and the catalogue's number of parameters."""
     if text not in WEIGHT_BYTES:
         try:
             return parse_size(text)
@@ -195,12 +195,14 @@ def _weight_bytes(kv: KvSize, text: str) -> float:
             raise ConfigError(f"--weights {text!r}: neither a size nor one of {', '.join(WEIGHT_BYTES)}") from error
     parameters = kv.model.parameters_billion
     if parameters is None:
-        raise ConfigError(f"weights: the parameters of {kv.model.name} are not known; give bytes, such as 141GB")
+        raise ConfigError(
+            f"--weights {text}: the number of parameters of {kv.model.name} is unknown; give a size, such as 141GB"
+        )
     return parameters * 1e9 * WEIGHT_BYTES[text]
 
 
 def _fits(totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> Table:
-    """The table of what fits, with a row for each session length."""
+    """Return the table of what fits, with a row for each session length."""
     columns = [f"{what} {CAPACITY_TEXTS[name][1]}" for name in capacities for what in ("sessions", "tokens")]
     places = capacities.values()
     rows = [
@@ -222,7 +224,7 @@ def _capacity_title(place: GpuCapacity | TierCapacity) -> str:
 
 
 def _as_json(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> dict[str, object]:
-    """The JSON document. Members may be added; these stay."""
+    """Return the JSON document. Later versions may add members, but must keep these."""
     return {
         "model": kv.model.name,
         "source": kv.model.source,
@@ -315,7 +317,7 @@ def _print(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity | 
 
 
 def _reasons(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> list[str]:
-    """Sentences that explain the sizes, and that list which of `totals` exceed the model's context."""
+    """Return sentences that explain the sizes, and that list which of `totals` exceed the model's context."""
     found = _ignored(kv)
     most, longest = kv.model.tokens_max, max(total.tokens for total in totals)
     if most is not None and longest > most:
@@ -395,7 +397,7 @@ def _count(value: int | None) -> str:
 
 
 def _short(value: object) -> str:
-    """A field's value as text; a long list as its length."""
+    """Return a field's value as text; a long list as its length."""
     text = str(value)
     length = text.count(",") + 1
     return f"[{length} entries]" if text.startswith("[") and length > FIELD_ENTRIES_SHOWN else text

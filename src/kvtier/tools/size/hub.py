@@ -17,7 +17,7 @@ _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,
 
 
 def cached(name: str) -> Path | None:
-    """The model's config.json in the Hub's local cache; None if it is not there, or without huggingface_hub."""
+    """Return the model's config.json in the Hub's local cache; None if it is not there, or without huggingface_hub."""
     if not _NAME.fullmatch(name):
         return None
     try:

@@ -39,7 +39,8 @@ def _qwen_hybrid(config: ModelConfig) -> Layers:
     config.refuse_if(
         len(types) != count or (config.has("full_attention_interval") and types != by_rule),
         "layer_types",
-        f"it contradicts num_hidden_layers = {count} or full_attention_interval = {every}",
+        f"it contradicts num_hidden_layers = {count}"
+        + f" or full_attention_interval = {every}" * config.has("full_attention_interval"),
     )
     state = caches.gated_delta_net(
         (config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")),
@@ -282,7 +283,7 @@ def _mamba2(config: ModelConfig) -> Layers:
 
 
 def _mamba2_of(config: ModelConfig) -> LayerCache:
-    """The state of Falcon-H1, Bamba and Granite 4. A head dimension of ``auto`` means inner size / heads."""
+    """Return the state of Falcon-H1, Bamba and Granite 4. A head dimension of ``auto`` means inner size / heads."""
     heads = config.integer("mamba_n_heads")
     expand = config.integer("mamba_expand", 2)
     if config.values.get("mamba_d_head") == "auto":
@@ -297,7 +298,7 @@ def _mamba2_of(config: ModelConfig) -> LayerCache:
 
 
 def _state_bytes(config: ModelConfig, key: str) -> int:
-    """Bytes per element of a state, from the field `key`; 4 if it is missing, as in the reference kernels."""
+    """Return the bytes per element of a state from the field `key`, or 4 as in the reference kernels."""
     dtype = config.text(key, "float32")
     config.refuse_if(dtype not in _STATE_BYTES, key, f"it must be one of {', '.join(_STATE_BYTES)}")
     return _STATE_BYTES[dtype]

@@ -112,7 +112,7 @@ def read_plain(config: ModelConfig) -> Layers:
 
 
 def read_layer_configs(config: ModelConfig) -> list[ModelConfig]:
-    """The configuration of each layer: `config` with the changes of `per_layer_config`."""
+    """Return the configuration of each layer: `config` with the changes of `per_layer_config`."""
     count = read_layer_count(config)
     if not config.has("per_layer_config"):
         return [config] * count
@@ -206,7 +206,7 @@ def one_for_each_layer(config: ModelConfig, key: str, items: list[_Item] | None,
 def by_type(
     config: ModelConfig, field: str, types: Sequence[str], caches_of: Mapping[str, tuple[LayerCache, ...]]
 ) -> Layers:
-    """The caches of each layer, by the type that `field` lists."""
+    """Return the caches of each layer, by the type that `field` lists."""
     unknown = next((kind for kind in types if kind not in caches_of), None)
     config.refuse_if(
         unknown is not None,
@@ -217,12 +217,12 @@ def by_type(
 
 
 def read_layer_count(config: ModelConfig) -> int:
-    """Number of layers."""
+    """Return the number of layers."""
     return config.integer("num_hidden_layers", most=LAYERS_MAX)
 
 
 def read_layer_numbers(config: ModelConfig, field: str, count: int) -> set[int]:
-    """The layers that `field` lists."""
+    """Return the layers that `field` lists."""
     layers = config.integers(field) or []
     config.refuse_if(
         not config.has(field) or not all(layer < count for layer in layers), field, f"it must list layers below {count}"
@@ -270,7 +270,7 @@ def read_kv_heads(config: ModelConfig, heads: int, field: str) -> int:
 
 
 def has_mla(config: ModelConfig) -> bool:
-    """Whether the attention is MLA, which `use_mla` may turn off."""
+    """Return whether the attention is MLA, which `use_mla` may turn off."""
     if config.has("kv_lora_rank") and config.flag("use_mla", default=True):
         return True
     config.know("use_mla")
@@ -297,7 +297,7 @@ def _with_indexers(config: ModelConfig, layers: Layers) -> Layers:
 
 
 def read_indexers(config: ModelConfig, count: int) -> list[bool]:
-    """Say for each layer whether it has its own indexer, by a list, the letters F and S, or an interval."""
+    """Return for each layer whether it has its own indexer, by a list, the letters F and S, or an interval."""
     config.know(*INDEX_FIELDS)
     every, offset = config.integer("index_topk_freq", 1), config.integer("index_skip_topk_offset", 2, least=0)
     by_rule = ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(count)]

@@ -53,7 +53,7 @@ class Model:
 
 
 def names() -> list[str]:
-    """Names of the models in the catalogue."""
+    """Return the names of the models in the catalogue."""
     return list(catalogue.entries())
 
 

@@ -121,15 +121,15 @@ class ModelConfig:
             self._base.know(*(names - self._own.keys()))
 
     def states(self, key: str) -> bool:
-        """Whether the file itself has `key`, by any of its names."""
+        """Return whether the file itself has `key`, by any of its names."""
         return any(self.values.get(name) is not None for name in (key, *OTHER_NAMES.get(key, ())))
 
     def alters(self, key: str) -> bool:
-        """Whether `changed` made this configuration and replaced its `key`."""
+        """Return whether `changed` made this configuration and replaced its `key`."""
         return self._base is not None and self._own.get(key) is not None
 
     def unknown(self) -> list[str]:
-        """Names of fields that seem to describe a cache and that no reader has read."""
+        """Return the names of fields that seem to describe a cache and that no reader has read."""
         found = [
             self._prefix + name
             for key, value in self._own.items()
@@ -139,11 +139,11 @@ class ModelConfig:
         return [*found, *(name for part in self.parts for name in part.unknown())]
 
     def has(self, key: str) -> bool:
-        """Whether `key` is there."""
+        """Return whether `key` is there."""
         return self._find(key)[1] is not None
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = DIM_MAX) -> int:
-        """The whole number `key`, or `default` if it is missing.
+        """Return the whole number `key`, or `default` if it is missing.
 
         Raises:
             ConfigError: it is missing without a default, not a whole number, or not in `least` to `most`.
@@ -158,30 +158,30 @@ class ModelConfig:
         return value
 
     def optional_integer(self, key: str) -> int | None:
-        """The whole number `key`, or None if it is missing."""
+        """Return the whole number `key`, or None if it is missing."""
         return self.integer(key) if self.has(key) else None
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """The truth value `key`."""
+        """Return the truth value `key`."""
         value = self._typed(key, bool, "true or false")
         return default if value is None else value
 
     def text(self, key: str, default: str = "") -> str:
-        """The text `key`."""
+        """Return the text `key`."""
         return self._typed(key, str, "a string") or default
 
     def texts(self, key: str) -> list[str] | None:
-        """The list of strings `key`; None if it is missing."""
+        """Return the list of strings `key`; None if it is missing."""
         return self._list(key, str, "strings")
 
     def integers(self, key: str) -> list[int] | None:
-        """The list of whole numbers `key`, none below 0; None if it is missing."""
+        """Return the list of whole numbers `key`, none below 0; None if it is missing."""
         items = self._list(key, int, "whole numbers")
         self.refuse_if(not all(0 <= item <= DIM_MAX for item in items or ()), key, "it must be a list of whole numbers")
         return items
 
     def objects(self, key: str) -> list["ModelConfig"]:
-        """The objects of the list `key`; empty if it is missing."""
+        """Return the objects of the list `key`; empty if it is missing."""
         items = cast("list[dict[str, object]] | None", self._list(key, dict, "objects"))
         parts = [
             ModelConfig(item, f"{self.origin}: {key}[{index}]", f"{self._prefix}{key}[{index}].")
@@ -191,7 +191,7 @@ class ModelConfig:
         return parts
 
     def child(self, key: str) -> "ModelConfig":
-        """The object `key`. Fields read from it are also listed in `used` of this configuration."""
+        """Return the object `key`. Fields read from it are also listed in `used` of this configuration."""
         return self._derived(key, {}, self.values.get(key), "" if key in TEXT_PARTS else f"{key}.")
 
     def changed(self, changes: object, name: str) -> "ModelConfig":
@@ -224,7 +224,7 @@ class ModelConfig:
         return other
 
     def _find(self, key: str) -> tuple[str, object]:
-        """The name under which `key` is present, and its value; the value is None if it is missing."""
+        """Return the name under which `key` is present, and its value; the value is None if it is missing."""
         names = (key, *OTHER_NAMES.get(key, ()))
         found = next((name for name in names if self.values.get(name) is not None), None)
         if found is not None:
@@ -289,7 +289,7 @@ def load(path: Path, ignore: Collection[str] = ()) -> ModelConfig:
 
 
 def _read(file: Path) -> bytes:
-    """The bytes of a regular file, at most one more than allowed."""
+    """Return the bytes of a regular file, at most one more than allowed."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # not waiting for a FIFO's writer
     with os.fdopen(descriptor, "rb") as stream:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -298,7 +298,7 @@ def _read(file: Path) -> bytes:
 
 
 def language_model(config: ModelConfig, ignore: Collection[str] = ()) -> ModelConfig:
-    """The language model's configuration: `config` itself, or one of its `TEXT_PARTS`.
+    """Return the language model's configuration: `config` itself, or one of its `TEXT_PARTS`.
 
     Args:
         config: configuration of the whole file.
@@ -348,7 +348,7 @@ def _without(
 
 
 def _note_format(config: ModelConfig) -> None:
-    """Note if a checkpoint has scales for 8-bit KV: engines may use them unasked."""
+    """Record if a checkpoint has scales for 8-bit KV: engines may use them unasked."""
     for name in ("quantization_config", "compression_config"):
         part = config.values.get(name)
         fields = cast("dict[str, object]", part) if isinstance(part, dict) else {}
@@ -393,7 +393,7 @@ def _harmless_fields() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _is_harmless(name: str, value: object, model_type: object) -> bool:
-    """Whether the field, with this value and for this model type, is known to change no cache."""
+    """Return whether the field, with this value and for this model type, is known to change no cache."""
     group = _harmless_fields().get(name)
     if group is None or model_type not in group.get("types", [model_type]):
         return _HARMLESS.fullmatch(name.lower()) is not None
@@ -405,7 +405,7 @@ def _is_harmless(name: str, value: object, model_type: object) -> bool:
 
 
 def _cache_fields(key: str, value: object, model_type: object) -> list[str]:
-    """Names of `key` and of fields below it that have a value and seem to describe a cache."""
+    """Return the names of `key` and of fields below it that have a value and seem to describe a cache."""
     found: list[str] = []
     rest: list[tuple[str, str, object]] = [(key, key, value)]
     while rest:

@@ -69,7 +69,7 @@ class Figure:
     """The same step if trailing zeros are only placeholders: 10 for 150."""
 
     def bytes(self, thousand: int | None = None) -> float:
-        """The figure in bytes, tokens or users, where a kilo is `thousand`, or what is written."""
+        """Return the figure in bytes, tokens or users, where a kilo is `thousand`, or what is written."""
         return self.number * float(thousand or (1024 if self.is_binary else 1000)) ** _PREFIXES.index(self.prefix)
 
 
@@ -207,7 +207,7 @@ def matches(candidates: Iterable[Reading], figure: Figure) -> list[Reading]:
 
 
 def _agreement(value: float, figure: Figure) -> Agreement:
-    """How `value`, in the unit of `figure`, agrees with its digits; empty if it does not."""
+    """Return how `value`, in the unit of `figure`, agrees with its digits; empty if it does not."""
     off, slack = value - figure.number, 1 + 1e-9
     error, is_rounded = abs(off) / figure.number, abs(off) <= figure.step / 2 * slack
     is_cut, is_near = 0 <= off < figure.step / slack, abs(off) <= figure.rough / 2 * slack and error <= _COARSE_MAX
@@ -231,7 +231,7 @@ def _units(figure: Figure) -> Iterator[tuple[str, float, UnitReading]]:
 
 
 def token_readings(tokens: int) -> list[tuple[int, tuple[str, ...]]]:
-    """The numbers of tokens that one number may mean, with the convention: 4,096 and 4,000, 131,072 and 128,000."""
+    """Return the numbers of tokens that one number may mean, with the convention: 4,096 and 4,000."""
     others = [tokens // unit * other for unit, other in ((1024, 1000), (1000, 1024)) if tokens % unit == 0]
     return [(tokens, ()), *((other, (f"{other:,} tokens",)) for other in others)]
 
@@ -293,7 +293,7 @@ def session_name(tokens: int, users: int) -> str:
 
 
 def _countings(kv: KvSize) -> list[tuple[float, tuple[str, ...]]]:
-    """Bytes per token under other conventions."""
+    """Return the bytes per token under other conventions."""
     model, usual, heads = kv.model, kv.bytes_per_token, kv.model.attention_heads or 0
     hidden, expanded = model.hidden_size or 0, model.expanded_elements or 0
     dim = hidden // heads if heads and hidden % heads == 0 else 0
@@ -319,7 +319,7 @@ def _countings(kv: KvSize) -> list[tuple[float, tuple[str, ...]]]:
 
 
 def counted(kv: KvSize, recount: Callable[[TokenPart], TokenPart]) -> float:
-    """Bytes per token after `recount` has changed the parts of plain attention."""
+    """Return the bytes per token after `recount` has changed the parts of plain attention."""
     return sum(
         count
         * replace(cache, parts=tuple(recount(part) if part.role == "kv" else part for part in cache.parts)).token_bytes(

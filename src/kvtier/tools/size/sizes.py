@@ -211,10 +211,11 @@ class KvSize:
         return max(self.stage_objects, key=lambda objects: sum(each.bytes for each in objects))
 
     def rank_session_bytes(self, stage: int, tokens: float, in_flight: int = 0) -> float:
-        """Bytes of one session of `tokens` on a rank of `stage`, in vLLM with `in_flight` tokens in its steps.
+        """Return the bytes that one session of `tokens` takes on a rank of `stage`.
 
-        A windowed layer forgets whole blocks when a step is done. A state is kept twice: as of now, and as of the last
-        boundary. Source: `SlidingWindowSpec` and `MambaSpec` of vLLM 0.32, with prefix caching.
+        vLLM has `in_flight` tokens in its current steps. A windowed layer forgets whole blocks when a step is done. A
+        state is kept twice: as of now, and as of the last boundary. Source: `SlidingWindowSpec` and `MambaSpec` of vLLM
+        0.32, with prefix caching.
         """
         caches = Counter(cache for layer in self.stages[stage] for cache in self.model.layers[layer])
         return sum(
@@ -235,7 +236,7 @@ class KvSize:
         return held + self.state_bytes
 
     def session_bytes_stored(self, tokens: int) -> float:
-        """Bytes of one session of `tokens` if every layer keeps every token: all ranks, one snapshot of the states."""
+        """Return the bytes of one session of `tokens` on all ranks if every layer keeps every token, and one state."""
         return self.bytes_per_token_stored * tokens + self.state_bytes_stored
 
     def total(self, tokens: int, users: int) -> Total:
@@ -349,7 +350,7 @@ def pipeline_stages(layer_count: int, pp: int) -> tuple[range, ...]:
 def _rank_objects(
     layers: Sequence[tuple[LayerCache, ...]], form: Format, tp: int, chunk_tokens: int
 ) -> tuple[ObjectSize, ...]:
-    """The objects of one chunk on a rank that has `layers`."""
+    """Return the objects of one chunk on a rank that has `layers`."""
     groups: dict[Validity, list[int]] = {}
     for cache in (cache for layer in layers for cache in layer):
         if cache.parts:
@@ -377,7 +378,7 @@ def _object_size(group: GroupLayout) -> ObjectSize:
 
 
 def reasons(kv: KvSize) -> list[str]:
-    """Sentences that explain the sizes, the most important first: windows, states, copies, stages, alignment."""
+    """Return sentences that explain the sizes, the most important first: windows, states, copies, stages, alignment."""
     windows = " or ".join(f"{each:,}" for each in sorted({cache.window for cache, _ in kv.model.runs if cache.window}))
     found: list[str] = []
     if windows and kv.bytes_per_token_growing:
@@ -500,7 +501,7 @@ class TierCapacity:
 
 
 def in_flight_by_default(memory_bytes: float, pp: int) -> int:
-    """Tokens of all steps under way: `pp` + 1 steps of max_num_batched_tokens, as vLLM 0.32 serves by default."""
+    """Return the tokens of all current steps: `pp` + 1 times the max_num_batched_tokens that vLLM 0.32 defaults to."""
     return (pp + 1) * (16_384 if memory_bytes >= 160 << 30 else 8192 if memory_bytes >= 70 << 30 else 2048)
 
 

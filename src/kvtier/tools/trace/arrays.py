@@ -265,7 +265,10 @@ def _check(name: str, request: TraceRequest) -> None:
 
 
 def _renumber(ids: Column, lowest: int, highest: int) -> int:
-    """Number the blocks in place from 0 without gaps, in the order of their ids. Return how many there are."""
+    """Return the number the blocks in place from 0 without gaps, in the order of their ids.
+
+    Return how many there are.
+    """
     if highest - lowest >= _SPARSE * max(len(ids), _DENSE_MIN):
         known = np.unique(ids)
         for start in range(0, len(ids), _STEP):

@@ -108,7 +108,7 @@ def _line(request: SyntheticRequest, time_s: float, block: int, name: int) -> st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Statistics of sessions. Lengths and pauses are log-normal with these means."""
+    """Parameters of synthetic sessions. Lengths and pauses are log-normal with these means."""
 
     requests_per_s: float = 2.0
     """Mean rate. Sessions start as a Poisson process."""

@@ -60,12 +60,12 @@ class RequestAccount:
     """Code and text of the reason why its last load delivered less than planned."""
 
     def resident(self, tokens: int) -> None:
-        """Note how many leading tokens the engine's own cache has."""
+        """Record how many leading tokens the engine's own cache has."""
         if not self.has_begun:
             self.resident_tokens, self.found, self.planned = tokens, (), None
 
     def chosen(self, lookup: Lookup, plan: LoadPlan, planner: Planner) -> None:
-        """Note that the planner has chosen `plan`."""
+        """Record that the planner has chosen `plan`."""
         if self.has_begun:
             return
         self.found = lookup.sources
@@ -81,13 +81,13 @@ class RequestAccount:
         )
 
     def load_begins(self, tokens: int) -> None:
-        """Note that a load of `tokens` starts."""
+        """Record that a load of `tokens` starts."""
         self.has_begun = True
         self.loads += 1
         self.wanted_tokens += tokens
 
     def load_ended(self, done: LoadDone, seconds: float, places: Sequence[Place], sizes: Sequence[int]) -> None:
-        """Note that a load ended after `seconds`. `sizes` are the bytes of an object of each group on all ranks."""
+        """Record that a load ended after `seconds`. `sizes` are the bytes of an object of each group on all ranks."""
         self.load_s += seconds
         if done.was_cut:
             self.shortfall = ("cut", f"the load was cut after {seconds:.3g} s: computing was faster by then")

@@ -4,15 +4,16 @@
                          `cache_salt`, so one tenant cannot name another tenant's conversation
     priority             low: evicted first after the request's end; high: retained, and outlasts other retentions
     retain_s             the request's KV stays in host memory for this many seconds after its end
-    prefetch_in_s        the request's KV is in host memory this many seconds after its end, and may leave it before
+    prefetch_in_s        the request's KV is back in host memory this many seconds after its end
     store, load          if false, nothing of the request is stored, or nothing is loaded for it
     max_offload_tokens, max_load_tokens
-                         vLLM's own fields: only this many leading tokens are stored, or loaded. 0 acts like false above
+                         vLLM's own fields: store at most this many leading tokens, and load at most this many tokens
+                         beyond those in vLLM's own cache. 0 acts like false above
 
-A request *opts out* with `store` false or `max_offload_tokens` 0, wherever they stand. Then no tier, host memory,
+A request *opts out* with `store` false or `max_offload_tokens` 0, in any source of hints. Then no tier, host memory,
 event, journal, trace, history, announcement or log line gets its tokens, keys or names. Its other hints, except
-`load`, have no effect. It may load what others have stored. What vLLM itself keeps of it stays: its own prefix cache
-and its own events. A later request with the same tokens that does not opt out stores them as its own.
+`load`, have no effect. It may load what others have stored. vLLM's own prefix cache and events are not
+affected. A later request with the same tokens that does not opt out stores them as its own.
 
 `KvHintsEnvelope` (`vllm.v1.kv_hints` of 0.33) lists actions, each with a type, a version and a payload. The payload of
 an action of type `kvtier.hints`, version 1, has the fields above. Dynamo passes an envelope as

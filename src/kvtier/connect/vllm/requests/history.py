@@ -153,14 +153,14 @@ class RequestHistory:
     # ---- the scheduler's thread ------------------------------------------------------------------------------------
 
     def arrived(self, tracked: TrackedRequest, problem: str) -> None:
-        """Note a request that has arrived. `problem` says why loads and stores are off; empty if they are on."""
+        """Record a request that has arrived. `problem` says why loads and stores are off; empty if they are on."""
         tracked.account.announced_tokens = tracked.announced_tokens
         if tracked.keys is None:
             tracked.account.refusal = problem or self._refusal()
         self._open[tracked.id] = tracked
 
     def missed(self, tracked: TrackedRequest, lost: str) -> None:
-        """Note what kept a look-up from finding everything. `lost` says why no worker can load."""
+        """Record what kept a look-up from finding everything. `lost` says why no worker can load."""
         tiers = [f"tier {name}: {tier.detail}" for name, tier in self._session.tier_faults().items() if tier.detail]
         tracked.account.obstacles = tuple(filter(None, [self._session.obstacle, lost, *tiers]))
 

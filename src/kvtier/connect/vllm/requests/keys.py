@@ -1,6 +1,6 @@
 """Chunk keys of requests: the key chain over tokens, plus everything else that determines a request's KV.
 
-salt     from the first token: tenants with different `cache_salt` share nothing. See also `EXACT`
+salt     from the first token: tenants with different `cache_salt` share nothing. See also `EXACT_SALT`
 adapter  from the first token: its name, and a digest of its files at first use
 item     at the position of an image or other item: vLLM's identifier, and a digest of its data
 epoch    from the first token, after a cache reset or after clearing a salt: earlier KV is not found
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from kvtier.connect.local_files import adapter_files, local_folder
-from kvtier.connect.vllm.files_read import AdapterRead
+from kvtier.connect.vllm.checkpoint_reads import AdapterRead
 from kvtier.connect.vllm.requests.hints import opts_out
-from kvtier.connect.vllm.requests.items import Items
+from kvtier.connect.vllm.requests.multimodal_items import Items
 from kvtier.connect.vllm.support import looks_ahead, reason_against
 from kvtier.connect.vllm.vllm_types import ConfigPart, LoraRequest, Request, VllmConfig, plain_name
 from kvtier.errors import ConfigError, KvError
 from kvtier.keys.chain import Chain, Extra
 from kvtier.keys.weights import FileVersion, digest_files, file_versions, home_cache
-from kvtier.layout import Loss
+from kvtier.layout import EXACT_SALT, Loss
 from kvtier.runtime.observers.guards import ends_by_itself
 
 logger = logging.getLogger(__name__)
@@ -37,10 +37,6 @@ ADAPTERS_MAX = 4096
 """Maximum number of adapters remembered, far more than vLLM keeps in memory."""
 
 EPOCH_BYTES = 16
-
-EXACT = "exact:"
-"""Prefix of a `cache_salt` whose requests an engine with a lossy class computes without stored KV. vLLM's own cache
-keeps their blocks apart by the salt. In other engines it is a salt like any other."""
 
 CLEARED_SALTS_MAX = 4096
 """Maximum number of salts that can be cleared one by one before everything has to be cleared."""
@@ -63,7 +59,7 @@ class NotCacheableError(KvError):
 
 def loss_of(salt: str | None, loss: Loss) -> Loss:
     """Return the class of the stored KV that a request with this salt may get from an engine of class `loss`."""
-    return "none" if (salt or "").startswith(EXACT) else loss
+    return "none" if (salt or "").startswith(EXACT_SALT) else loss
 
 
 class KeyMaker:
@@ -225,7 +221,7 @@ class KeyMaker:
         """
         if loss_of(salt, self._loss) != self._loss:
             raise NotCacheableError(
-                f"its cache_salt begins with {EXACT!r}, and this engine stores KV with loss ({self._loss})"
+                f"its cache_salt begins with {EXACT_SALT!r}, and this engine stores KV with loss ({self._loss})"
             )
         weights = self._unknown + self.weights
         extras = [Extra("weights", weights)] if weights else []

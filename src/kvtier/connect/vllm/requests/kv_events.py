@@ -178,7 +178,7 @@ class Events(Observer):
     # ---- any thread ------------------------------------------------------------------------------------------------
 
     def submitted(self, command: Work) -> None:
-        """Note the eviction of the object that the slot had before."""
+        """Record the eviction of the object that the slot had before."""
         if (
             isinstance(command, Transfer)
             and command.direction in (Direction.GATHER, Direction.PROMOTE)
@@ -188,7 +188,7 @@ class Events(Observer):
             self._moved.append((evicted, HOST, False))
 
     def completed(self, completion: Completion) -> None:
-        """Note a completed transfer, drop or probe."""
+        """Record a completed transfer, drop or probe."""
         command, outcome = completion.command, completion.outcome
         if isinstance(command, Probe):
             if outcome is Outcome.DONE and command.objects:
@@ -212,7 +212,7 @@ class Events(Observer):
             self._moved.append((command.key, command.tier, True))
 
     def renewed(self) -> None:
-        """Note that host memory is empty."""
+        """Record that host memory is empty."""
         self._moved.extend((key, HOST, False) for key in self._slots.values())
         self._slots.clear()
 

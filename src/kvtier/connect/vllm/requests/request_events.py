@@ -47,48 +47,48 @@ class RequestEvents:
     # ---- what happens to a request ---------------------------------------------------------------------------------
 
     def arrived(self, tracked: TrackedRequest, problem: str) -> None:
-        """Note a new request. `problem` says why loads and stores are off; empty if they are on."""
+        """Record a new request. `problem` says why loads and stores are off; empty if they are on."""
         if self._history is not None and not tracked.hints.opt_out:
             self._history.arrived(tracked, problem)
 
     def resident(self, tracked: TrackedRequest, tokens: int) -> None:
-        """Note how many leading tokens vLLM's own cache has."""
+        """Record how many leading tokens vLLM's own cache has."""
         self._account(tracked.account.resident, tokens)
 
     def missed(self, tracked: TrackedRequest, lost: str) -> None:
-        """Note that a lookup has not found everything. `lost` says why no worker can load; empty if they can."""
+        """Record that a lookup has not found everything. `lost` says why no worker can load; empty if they can."""
         if self._history is not None:
             self._history.missed(tracked, lost)
 
     def planned(self, tracked: TrackedRequest, lookup: Lookup, plan: LoadPlan, planner: Planner) -> None:
-        """Note that the planner has chosen `plan`."""
+        """Record that the planner has chosen `plan`."""
         self._account(tracked.account.chosen, lookup, plan, planner)
 
     def allocated(self, tracked: TrackedRequest, tokens: int) -> None:
-        """Note that vLLM has allocated blocks for a load of `tokens`."""
+        """Record that vLLM has allocated blocks for a load of `tokens`."""
         self._account(tracked.account.load_begins, tokens)
 
     def load_started(self, tracked: TrackedRequest, prefix: Prefix) -> None:
-        """Note that a load of `prefix` is passed to the session."""
+        """Record that a load of `prefix` is passed to the session."""
         if self._events is not None and not tracked.hints.opt_out:
             self._events.learn(tracked.request, prefix)
 
     def began(self, tracked: TrackedRequest) -> None:
-        """Note that the engine has begun to compute the request."""
+        """Record that the engine has begun to compute the request."""
         tracked.account.has_begun = True
 
     def load_ended(self, tracked: TrackedRequest, done: LoadDone, seconds: float, places: Sequence[Place]) -> None:
-        """Note that a load into `places` ended after `seconds`."""
+        """Record that a load into `places` ended after `seconds`."""
         self._account(tracked.account.load_ended, done, seconds, places, self._object_bytes)
 
     def stored(self, tracked: TrackedRequest, prefix: Prefix, first: int) -> None:
-        """Note a new store of the chunks of `prefix`, from number `first` on."""
+        """Record a new store of the chunks of `prefix`, from number `first` on."""
         tracked.account.stored_tokens += prefix.tokens - first * prefix.chunk_tokens
         if self._events is not None:
             self._events.learn(tracked.request, prefix, first)
 
     def ended(self, tracked: TrackedRequest, open_since_s: float | None) -> None:
-        """Note that a request has ended, finished or aborted. Nothing is kept about one that opts out.
+        """Record that a request has ended, finished or aborted. Nothing is kept about one that opts out.
 
         Args:
             tracked: the request.

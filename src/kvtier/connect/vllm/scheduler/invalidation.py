@@ -39,7 +39,7 @@ class Invalidation:
         stores: the open stores.
         params: hints of requests that have ended.
         log: withdraws what was published under the old keys.
-        restart: restarts requests, as `OwnCache.restart` does.
+        restart: restarts requests, as `EngineCache.restart` does.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Invalidation:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def step_goes_out(self, step: int, *, is_busy: bool) -> None:
-        """Note that vLLM has scheduled a step, which computes something if `is_busy`."""
+        """Record that vLLM has scheduled a step, which computes something if `is_busy`."""
         self._step, self._own_is_empty = step, False
         self.has_run = self.has_run or is_busy
         self.is_encoder_empty = self.is_encoder_empty and not is_busy

@@ -47,7 +47,7 @@ class Lookups:
         """Whether the last step computed something."""
 
     def step_goes_out(self, *, is_busy: bool) -> None:
-        """Note that vLLM has scheduled a step, which computes something if `is_busy`."""
+        """Record that vLLM has scheduled a step, which computes something if `is_busy`."""
         self._wait_s, self._is_busy = PROBE_WAIT_S, is_busy
 
     def look_up(self, tracked: TrackedRequest, prefix: Prefix, resident_tokens: int) -> Lookup:

@@ -25,10 +25,10 @@ from kvtier.connect.vllm.requests.kv_events import BlockEvent
 from kvtier.connect.vllm.requests.request_events import RequestEvents
 from kvtier.connect.vllm.requests.tracked import TrackedRequest
 from kvtier.connect.vllm.requests.transfer_params import TransferParams
+from kvtier.connect.vllm.scheduler.engine_cache import EngineCache
 from kvtier.connect.vllm.scheduler.invalidation import Invalidation
 from kvtier.connect.vllm.scheduler.loads import Loads, OpenLoad
 from kvtier.connect.vllm.scheduler.lookups import Lookups
-from kvtier.connect.vllm.scheduler.own_cache import OwnCache
 from kvtier.connect.vllm.scheduler.prefix_protection import PrefixProtection
 from kvtier.connect.vllm.scheduler.step_timer import StepTimer
 from kvtier.connect.vllm.scheduler.stores import Stores, StoreSelection
@@ -58,7 +58,7 @@ class Scheduler:
         geometry: locates chunks in block tables.
         keys: makes the keys of requests.
         planner: decides between loading and computing.
-        own_cache: vLLM's own prefix cache.
+        engine_cache: vLLM's own prefix cache.
         params: what requests pass to kvtier.
         log: observes the requests.
         stores: False for a decode engine that only loads.
@@ -73,14 +73,14 @@ class Scheduler:
         geometry: Geometry,
         keys: KeyMaker,
         planner: Planner,
-        own_cache: OwnCache,
+        engine_cache: EngineCache,
         params: TransferParams,
         log: RequestEvents,
         stores: bool = True,
         drafted_tokens: int = sys.maxsize,
     ) -> None:
         self._session, self._ranks, self._geometry, self._planner = session, ranks, geometry, planner
-        self._keys, self._own_cache, self._params, self._log = keys, own_cache, params, log
+        self._keys, self._own_cache, self._params, self._log = keys, engine_cache, params, log
         self._is_storing, self._drafted_tokens = stores, drafted_tokens
         self._numbers = itertools.count()
         self.requests: dict[str, TrackedRequest] = {}
@@ -89,10 +89,10 @@ class Scheduler:
         self._lookups = Lookups(session, ranks, planner, self._step_timer, log)
         self._selection = StoreSelection(geometry)
         self._loads = Loads(session, geometry, ranks.send_note)
-        self._stores = Stores(session, own_cache.open_pins)
-        self._protection = PrefixProtection(geometry, self._stores.pins, own_cache.resident)
+        self._stores = Stores(session, engine_cache.open_pins)
+        self._protection = PrefixProtection(geometry, self._stores.pins, engine_cache.resident)
         self.invalidation = Invalidation(
-            session, keys, self.requests, self._loads, self._stores, params, log, own_cache.restart
+            session, keys, self.requests, self._loads, self._stores, params, log, engine_cache.restart
         )
         self._step = 0
         self._confirmed_step = 0
@@ -422,7 +422,7 @@ class Scheduler:
         return self._log.has_news or bool(self.invalidation.wishes) or self._stores.has_pins
 
     def take_events(self, form: Callable[[BlockEvent], Any], *, is_off: bool = False) -> list[Any] | None:
-        """Return KV events for routers, at the end of a step (`RequestEvents.take_events`)."""
+        """Do the requested clears, then return KV events for routers (`RequestEvents.take_events`)."""
         if not is_off:
             self.invalidation.clear_wished()
         return self._log.take_events(form, is_off=is_off)

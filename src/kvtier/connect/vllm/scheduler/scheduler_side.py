@@ -18,15 +18,15 @@ from kvtier.connect.vllm.requests.keys import KeyMaker
 from kvtier.connect.vllm.requests.kv_events import STORAGE, Events, Extras, Source
 from kvtier.connect.vllm.requests.request_events import RequestEvents
 from kvtier.connect.vllm.requests.transfer_params import Announces, TransferParams
+from kvtier.connect.vllm.scheduler.engine_cache import EngineCache
 from kvtier.connect.vllm.scheduler.lookups import UNKNOWN_PLACE, hit_sources
-from kvtier.connect.vllm.scheduler.own_cache import OwnCache
 from kvtier.connect.vllm.scheduler.scheduler import Scheduler
 from kvtier.connect.vllm.scheduler.weight_calls import WeightCalls
 from kvtier.connect.vllm.vllm_types import Request, VllmScheduler
 from kvtier.core.planner import Planner
 from kvtier.layout import History, KvLayout, engine_bytes, of_all_ranks
+from kvtier.runtime.control_handlers import Control, EngineCalls
 from kvtier.runtime.control_socket import ControlError, ControlSocket
-from kvtier.runtime.engine_calls import Control, EngineCalls
 from kvtier.runtime.observers.guards import Feature, unless_unusable
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank_server import connect
@@ -48,7 +48,7 @@ class SchedulerSide:
         extras_of, hash_of: functions as in `Events`.
         wake: makes an idle engine take a step. Any thread may call it.
         ask: calls a method of `WorkerSide` in all workers (`WeightCalls`).
-        is_alone: whether no other connector passes KV between engines (`OwnCache`, `TransferParams`).
+        is_alone: whether no other connector passes KV between engines (`EngineCache`, `TransferParams`).
 
     Raises:
         ProtocolError: a worker cannot be reached.
@@ -74,7 +74,7 @@ class SchedulerSide:
         vllm_config, geometry, config = setup.vllm_config, setup.geometry, setup.config
         self.ask = ask
         self._hit_sources = {it.name: UNKNOWN_PLACE if kind_of(it).is_remote else "disk" for it in config.tiers}
-        self.own_cache = OwnCache(
+        self.engine_cache = EngineCache(
             engine,
             is_alone=is_alone,
             has_prefix_caching=vllm_config.cache_config.enable_prefix_caching,
@@ -122,7 +122,7 @@ class SchedulerSide:
                 planner=Planner(
                     step_tokens=vllm_config.scheduler_config.max_num_batched_tokens, is_on=config.planner.enabled
                 ),
-                own_cache=self.own_cache,
+                engine_cache=self.engine_cache,
                 params=TransferParams(
                     *(opened.session, announces),
                     is_alone=is_alone,
@@ -146,7 +146,9 @@ class SchedulerSide:
                 lends_host=self._session if config.vllm.sleep_frees_host else None,
             )
             invalidation = self.scheduler.invalidation
-            self.own_cache.watch_resets(guarded(invalidation.own_reset_begins), guarded(invalidation.own_reset_ended))
+            self.engine_cache.watch_resets(
+                guarded(invalidation.own_reset_begins), guarded(invalidation.own_reset_ended)
+            )
             self._session.watch(
                 None if events is None else events.watched, lambda: wake() if self.scheduler.has_news else None
             )

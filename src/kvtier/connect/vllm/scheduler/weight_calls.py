@@ -124,7 +124,7 @@ class WeightCalls:
         self._keys.has_old_items = self._keys.has_old_items or not self._invalidation.is_encoder_empty
 
     def was_reset(self) -> bool:
-        """Note a reset of the connector's cache. Return whether it is part of vLLM's sleep.
+        """Record a reset of the connector's cache. Return whether it is part of vLLM's sleep.
 
         If it is not, the user who resets the cache thereby says that the weights are complete.
         """
@@ -216,7 +216,7 @@ class WeightCalls:
             self._invalidation.mixes_weights()
             self._doubt_items()
         logger.info(
-            "the weights are %s: KV stored before is %s",
+            "the weights are %s; KV stored with the previous weights %s",
             "those of the start" if not self._keys.weights else (digest or b"").hex()[:16] or "not identified",
-            "found" if self._keys.weights == before else "not found",
+            "can be loaded" if self._keys.weights == before else "is not used",
         )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvtier.config.loader import load
 from kvtier.config.sections import Config
-from kvtier.connect.vllm import engine_hooks, identity, installed, support
+from kvtier.connect.vllm import engine_environment, engine_hooks, identity, support
 from kvtier.connect.vllm.engine_setup import settings_of
 from kvtier.connect.vllm.geometry import DcpShards, Geometry, layer_starts
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, VllmConfig
@@ -80,7 +80,7 @@ def setup_of(
         raise ConfigError("none", setting="tiers", origin=ORIGIN, allowed='one or more, such as ["disk:/path/to/kv"]')
     support.check_settings(config, loaded.origins, loaded.file, is_start=True)
     check_class(config.store.loss)
-    version = installed.check_release()
+    version = engine_environment.check_release()
     check_tiering_engine(vllm_config)
     geometry = Geometry.of(kv_cache_config, shards=DcpShards.of(vllm_config))
     about, chunk = spec.config, spec.config.cache.blocks_per_chunk

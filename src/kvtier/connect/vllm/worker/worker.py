@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from kvtier.connect.vllm.files_read import AdapterRead, AdaptersRead
+from kvtier.connect.vllm.checkpoint_reads import AdapterRead, AdaptersRead
 from kvtier.connect.vllm.step_metadata import LOADED_NOTE, LoadReport, StepDone, StepOrders
 from kvtier.runtime.protocol import Note
 from kvtier.types import RequestId
@@ -135,4 +135,4 @@ class Worker:
     def _fence(self, requests: Sequence[RequestId]) -> None:
         """Stop copies. A copy that cannot be stopped would overwrite computed KV, so the engine must not continue."""
         if not self._revoke(requests, FENCE_WAIT_S):
-            raise TimeoutError(f"a KV copy has not ended within {FENCE_WAIT_S:g} s; the device hangs")
+            raise TimeoutError(f"a KV copy did not end within {FENCE_WAIT_S:g} s; the device appears to hang")

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from kvtier.connect.local_files import note_fingerprint
 from kvtier.connect.vllm import engine_hooks, support
+from kvtier.connect.vllm.checkpoint_reads import AdaptersRead
 from kvtier.connect.vllm.engine_setup import EngineSetup
-from kvtier.connect.vllm.files_read import AdaptersRead
 from kvtier.connect.vllm.rank_parts import parts_of_rank
 from kvtier.connect.vllm.worker import weight_changes
 from kvtier.connect.vllm.worker.copier import open_copier
@@ -17,7 +17,7 @@ from kvtier.device.page_lock import cuda_page_lock
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer
 from kvtier.runtime.shared_memory import Exchange, share
-from kvtier.runtime.tier_codecs import in_class
+from kvtier.runtime.tier_encoding import in_class
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class WorkerSide:
         """
         self.worker.is_asleep = True
         if not self._copier.close(FENCE_WAIT_S):
-            raise TimeoutError(f"a KV copy has not ended within {FENCE_WAIT_S:g} s; the device hangs")
+            raise TimeoutError(f"a KV copy did not end within {FENCE_WAIT_S:g} s; the device appears to hang")
 
     def wake_up(self) -> None:
         """Resume copying KV and looking at weights."""

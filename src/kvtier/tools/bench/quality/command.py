@@ -82,7 +82,8 @@ def quality(
     from kvtier.tools.bench.quality.measure import QualityPlan, QualityResult, measure
     from kvtier.tools.bench.quality.report import quality_json, quality_report
     from kvtier.tools.bench.quality.texts import read_texts
-    from kvtier.tools.demo.model import PRETRAINED, pretrained_file, read_trace
+    from kvtier.tools.demo.model import PRETRAINED, pretrained_file
+    from kvtier.tools.demo.request_plan import read_trace
     from kvtier.tools.demo.run import check_libraries
 
     check_libraries()

@@ -109,7 +109,7 @@ class QualityPlan:
     seed: int
 
     def steps(self, texts: Texts) -> int:
-        """Return how often `measure` reports progress for one judge, if all answers are right."""
+        """Return how many times `measure` reports progress for one judge, if all answers are right."""
         return len(texts) * (self.positions + len(self.tokens) - 1 + self.turns) + self.answers
 
 

@@ -15,14 +15,14 @@ from kvtier.errors import ConfigError
 from kvtier.report.format import bytes_text
 from kvtier.report.output import progress, write_json
 from kvtier.tools.bench.serve.arms import Arm, model_context, parse_arms
+from kvtier.tools.bench.serve.campaign import START_S, Record, RunKey, ServeSettings, known_context, pinned
 from kvtier.tools.bench.serve.checkpoint import CONTEXT_TOKENS, kv_bytes_per_token
 from kvtier.tools.bench.serve.generator import find_generator, served_model
 from kvtier.tools.bench.serve.join import write_joined
-from kvtier.tools.bench.serve.load import GeneratedLoad, LoadSettings, tokens_per_word
+from kvtier.tools.bench.serve.offered_load import GeneratedLoad, LoadSettings, tokens_per_word
 from kvtier.tools.bench.serve.regret import join_runs
 from kvtier.tools.bench.serve.report import serve_report
 from kvtier.tools.bench.serve.results import Prices, serve_record
-from kvtier.tools.bench.serve.run import START_S, Record, RunKey, ServeSettings, known_context, pinned
 from kvtier.tools.bench.serve.server import find_lmcache, find_vllm
 from kvtier.tools.bench.serve.summary import ServeRecord
 from kvtier.tools.bench.serve.workload import PRESETS, ConversationSizes, SingleShotSizes

@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """The content of one run's directory."""
+    """The contents of one run's directory."""
 
     name: str
     run: Row
@@ -367,7 +367,7 @@ def _offered(own: Row) -> dict[str, int] | None:
 def _per_second(
     files: RunFiles, requests: Sequence[JoinedRequest], since_s: float, until_s: float
 ) -> dict[str, list[float | None]]:
-    """Return columns over the intervals between samples, or over whole seconds if there are no samples."""
+    """Return columns over the intervals between samples, or over seconds if there are fewer than two samples."""
     inside = [float(row["time_s"]) for row in files.samples if since_s <= row["time_s"] <= until_s]
     whole = np.arange(since_s, min(until_s, since_s + EDGES_MAX), 1.0).tolist() if until_s > since_s else []
     edges = np.unique(inside if len(inside) > 1 else whole)[:EDGES_MAX]

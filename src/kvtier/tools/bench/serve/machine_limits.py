@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvtier.device.control_groups import control_groups, text_of
 from kvtier.errors import ConfigError
-from kvtier.tools.run_record import Mount, mount_of, read_mounts, whole_drive
+from kvtier.tools.machine_facts import Mount, mount_of, read_mounts, whole_drive
 
 REMOVAL_S = 20.0
 PREFIX = "kvtier-serve-"

@@ -108,7 +108,7 @@ class ArmResult:
 
     @property
     def point(self) -> tuple[tuple[tuple[str, float], ...], float]:
-        """The load and R that its repetitions share. R is 0 if the drive is not throttled."""
+        """The load and R (see `docs/benchmarks.md`) of all repetitions. R is 0 if the drive is not throttled."""
         return tuple(sorted(self.load.items())), self.tier_ratio or 0.0
 
 

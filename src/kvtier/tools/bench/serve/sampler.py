@@ -35,7 +35,7 @@ class Nvml:
         self._nvml = nvml
 
     def joules(self) -> float | None:
-        """Return the joules of a counter that only rises, or None if the device has none."""
+        """Return the device's cumulative energy in joules, or None if it has no such counter."""
         return self._asked("nvmlDeviceGetTotalEnergyConsumption", 1e3)
 
     def watts(self) -> float | None:

@@ -121,7 +121,7 @@ class SingleShotSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A published workload, as published and scaled down for a small model on a two-core machine."""
+    """A published workload in two sizes: as published, and scaled down for a small model on two cores."""
 
     source: str
     original: ConversationSizes | SingleShotSizes

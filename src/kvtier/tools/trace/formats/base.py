@@ -385,7 +385,7 @@ def open_trace(path: Path, options: ReadOptions | None = None) -> TraceReader:
     if isinstance(head, list) or {"ts", "events"} <= keys:
         return _kv_events(path, options)
     if "requests" in keys:
-        from kvtier.tools.trace.formats.session_lines import BLOCK_TOKENS_DEFAULT, SessionLines  # noqa: PLC0415
+        from kvtier.tools.trace.formats.kv_cache_tester import BLOCK_TOKENS_DEFAULT, SessionLines  # noqa: PLC0415
 
         least = 1 if options.has_contents else BLOCK_TOKENS_DEFAULT
         return SessionLines(path, options.block_tokens, options.window_h, options.seed, least)
@@ -414,7 +414,7 @@ def open_trace(path: Path, options: ReadOptions | None = None) -> TraceReader:
 
 def _with_ids(path: Path, options: ReadOptions, *, has_components: bool) -> TraceReader:
     if has_components:
-        from kvtier.tools.trace.formats.component_lines import ComponentLines  # noqa: PLC0415
+        from kvtier.tools.trace.formats.ragpulse import ComponentLines  # noqa: PLC0415
 
         return ComponentLines(path, options.block_tokens, options.time_unit, has_contents=options.has_contents)
     from kvtier.tools.trace.formats.request_lines import RequestLines  # noqa: PLC0415

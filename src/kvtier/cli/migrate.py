@@ -1,6 +1,6 @@
 """Converts settings of LMCache, vLLM's own offloading, Mooncake and HiCache to kvtier's, and reports the result.
 
-`foreign_keys` lists the keys. Values of secrets are never printed.
+`migration_tables` lists the keys. Values of secrets are never printed.
 """
 
 import json
@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import click
 
 from kvtier.cli.engine_settings import HOST_BYTES
-from kvtier.cli.foreign_keys import (
+from kvtier.cli.migration_tables import (
     ALLOWED,
     HICACHE_FOLDER,
     KINDS,
@@ -52,7 +52,7 @@ from kvtier.config.loader import AND, Loaded, load
 from kvtier.config.schema import FILE_BYTES_MAX, short
 from kvtier.config.tier_list import HOST, SettingOrigin
 from kvtier.config.value_types import parse_count, parse_size
-from kvtier.connect.sglang.installed import EXTRA, OWN_KEYS
+from kvtier.connect.sglang.engine_environment import EXTRA, OWN_KEYS
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import redacted
 from kvtier.report import table as report

@@ -25,8 +25,8 @@ from kvtier.tools.bench.serve import checkpoint
 from kvtier.tools.bench.serve.arms import Arm, chunk_tokens, server_command, transfer_config
 from kvtier.tools.bench.serve.generator import REQUESTS_FILE
 from kvtier.tools.bench.serve.join import as_row
-from kvtier.tools.bench.serve.load import GeneratedLoad
 from kvtier.tools.bench.serve.machine_limits import Drive, MachineLimits, drive_of
+from kvtier.tools.bench.serve.offered_load import GeneratedLoad
 from kvtier.tools.bench.serve.sampler import Processes, Sampler, Sensor, first_gpu, parse_metrics
 from kvtier.tools.bench.serve.server import (
     LmcachePackages,

@@ -220,7 +220,7 @@ class Hints:
             self._refused["waiting"] += dropped.priority is not Priority.OPERATOR
 
     def _has_place(self, at_s: float, priority: Priority) -> bool:
-        """Whether a prefetch that is due at `at_s` gets a place. It may take that of the one due latest."""
+        """Return whether a prefetch that is due at `at_s` gets a place. It may take that of the one due latest."""
         is_operators = priority is Priority.OPERATOR
         due = [it for it in self._due.values() if (it.priority is Priority.OPERATOR) is is_operators]
         begun = [it.priority is Priority.OPERATOR for it in self._operations.prefetches.values()]

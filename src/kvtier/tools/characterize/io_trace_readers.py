@@ -18,7 +18,7 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.tools.characterize.blktrace import looks_like_blkparse, read_blkparse
-from kvtier.tools.characterize.events import NO_PROCESS, IoKind, IoLayer, IoTrace, rows_of, transfers
+from kvtier.tools.characterize.io_trace import NO_PROCESS, IoKind, IoLayer, IoTrace, rows_of, transfers
 from kvtier.tools.trace.trace_files import LineErrors, number, short, text_lines, whole
 
 LINE_CHARACTERS_MAX = 1 << 16

@@ -79,7 +79,7 @@ class GeneratedLoad:
 
     @property
     def prompt_tokens(self) -> int:
-        """Mean length of the counted prompts. A prompt contains everything said before it."""
+        """Mean length of the counted prompts in the model's tokens. A prompt contains everything said before it."""
         drawn = self.workload(0, None)
         lengths: list[int] = []
         for talk in drawn.conversations:
@@ -89,7 +89,7 @@ class GeneratedLoad:
                 if not talk.is_warm_up:
                     lengths.append(so_far)
                 so_far += turn.answer_tokens
-        return round(sum(lengths) / len(lengths))
+        return round(sum(lengths) / len(lengths) * self.tokens_per_word)
 
     @property
     def context_tokens(self) -> int:

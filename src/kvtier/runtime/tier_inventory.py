@@ -17,7 +17,7 @@ from kvtier.keys.object_names import names_of
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import page_aligned
 from kvtier.runtime.executor import Completion
-from kvtier.runtime.tier_codecs import StoredForm
+from kvtier.runtime.tier_encoding import StoredForm
 from kvtier.tier.base import Read, Tier
 from kvtier.tier.loan import Loan
 from kvtier.types import ChunkKey, ChunkRecord, ObjectName, Outcome, Recall, RecallPage

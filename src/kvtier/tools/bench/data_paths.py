@@ -19,7 +19,7 @@ from kvtier.runtime.mover import Threads
 from kvtier.runtime.observers.guards import Observer
 from kvtier.runtime.session import Session
 from kvtier.tier.base import Tier
-from kvtier.tools.bench.io_workloads import (
+from kvtier.tools.bench.io_harness import (
     BLOCKS,
     CHUNK_TOKENS,
     COMPARED_BYTES,
@@ -240,7 +240,7 @@ class _Written(Observer):
         self._done = threading.Event()
 
     def completed(self, completion: Completion) -> None:
-        """Note that a command was completed."""
+        """Record that a command was completed."""
         command = completion.command
         if not isinstance(command, Transfer) or command.direction is not Direction.DEMOTE:
             return

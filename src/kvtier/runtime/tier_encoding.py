@@ -21,7 +21,7 @@ from kvtier.keys.keyring import Keyring, SealKey
 from kvtier.keys.secret import Secret
 from kvtier.layout import GroupLayout, KvLayout
 from kvtier.runtime.codec_choice import CodecChoice
-from kvtier.runtime.secret import within
+from kvtier.runtime.secret_source import within
 from kvtier.tier.registry import is_sealed
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Keys of LMCache 0.5.6, vLLM 0.32 and 0.33, Mooncake 0.3.13 and SGLang 0.5.23, and what becomes of them.
 
-The tables hold facts about other packages. `coming_from` converts the values of keys that become settings of kvtier.
+The tables hold facts about other packages. `migrate` converts the values of keys that become settings of kvtier.
 The functions return what becomes of a key, as a row shows it.
 """
 
@@ -186,7 +186,7 @@ TIER_KEYS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("tenant_id", "mooncake_tenant_id", "MOONCAKE_TENANT_ID"), "tenant_id"),
     },
 }
-"""Settings of a tier by the keys of other packages. `coming_from` converts the values of some."""
+"""Settings of a tier by the keys of other packages. `migrate` converts the values of some."""
 
 SECRETS: Mapping[str, str] = {
     **dict.fromkeys(("aws_access_key_id", "access_key"), "AWS_ACCESS_KEY_ID"),

@@ -34,7 +34,7 @@ class RawBucket:
             raise OSError(None, f"{count} of {into.nbytes} bytes arrived")
 
     def has(self, name: ObjectName) -> bool:
-        """Whether the object exists, with one request."""
+        """Return whether the object exists, with one request."""
         return is_there(self._store, self._key(name))
 
     def delete(self, name: ObjectName) -> None:

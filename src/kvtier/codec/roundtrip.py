@@ -101,7 +101,7 @@ def _refusing(codec: Codec | LossyCodec) -> Generator[None]:
 
 
 def is_refused(codec: Codec | LossyCodec) -> bool:
-    """Whether `codec` has changed bytes or failed in this process."""
+    """Return whether `codec` has changed bytes or failed in this process."""
     return codec.name in _refused
 
 

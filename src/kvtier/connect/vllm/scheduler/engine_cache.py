@@ -24,7 +24,7 @@ _LOADING = "WAITING_FOR_REMOTE_KVS"
 _WAITING = ("WAITING", "PREEMPTED")
 
 
-class OwnCache:
+class EngineCache:
     """vLLM's own prefix cache. Used by the scheduler's thread only.
 
     Args:
@@ -71,7 +71,7 @@ class OwnCache:
         return BlockPins(self._scheduler.kv_cache_manager.block_pool, on_reuse, self._guarded)
 
     def restart(self, names: Collection[str]) -> None:
-        """Restart these requests if they hold blocks while they wait. What their loads delivered is not used."""
+        """Restart these requests if they hold blocks while they wait. KV that their loads delivered is discarded."""
         for request in [it for name in names if (it := self._scheduler.requests.get(name)) is not None]:
             status = plain_name(request.status)
             if status == _LOADING:

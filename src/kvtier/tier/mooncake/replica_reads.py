@@ -70,7 +70,7 @@ class MooncakeNodes:
         return any(map(self.is_silent, list(self._silent_until)))
 
     def is_silent(self, endpoint: str) -> bool:
-        """Whether the node is left alone at present."""
+        """Return whether the node is left alone at present."""
         return self._silent_until.get(endpoint, 0.0) > time.monotonic()
 
     def read(self, wants: Sequence[Want], deadline_s: float) -> None:
@@ -115,7 +115,7 @@ class MooncakeNodes:
         return None
 
     def _has_ended(self, running: _Running, waiting: deque[Want]) -> bool:
-        """Whether the transfer has ended. If it failed, its read waits for the next copy."""
+        """Return whether the transfer has ended. If it failed, its read waits for the next copy."""
         want, copy, batch = running
         status = self._engine.transfer_check_status(batch)
         if status == _PENDING:
@@ -130,7 +130,7 @@ class MooncakeNodes:
         return True
 
     def _contact(self, endpoint: str) -> bool:
-        """Whether the node is alive. A silent one would block the library's other reads."""
+        """Return whether the node is alive. A silent one would block the library's other reads."""
         if len(self._met_until) + len(self._silent_until) >= NODES_MAX:
             self._met_until, self._silent_until = {}, {}
         return self._met_until.get(endpoint, 0.0) > time.monotonic() or self._answers(endpoint)

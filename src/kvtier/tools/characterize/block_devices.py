@@ -1,21 +1,15 @@
-"""Finds the devices, files and processes that block I/O requests name on this machine.
+"""Finds the block devices that I/O requests name on this machine, and where files and allocation groups lie on them.
 
-A block device has a path, what it is stacked on, and what its queue allows. Threads are mapped to processes, because
-the kernel's events name threads and users choose processes.
-
-Also asks a file system where the files of a directory lie on their device, and for its allocation groups. See
-`Documentation/filesystems/fiemap.rst` of the kernel, and `ioctl_xfs_fsgeometry(2)`.
+A block device has a path, what it is stacked on, and what its queue allows. For extents of files see
+`Documentation/filesystems/fiemap.rst` of the kernel, for allocation groups `ioctl_xfs_fsgeometry(2)`.
 """
 
 import errno
 import fcntl
 import os
-import select
-import signal
 import stat
 import struct
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +19,8 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.tier.files.safe_open import folder_at, open_file
-from kvtier.tools.characterize.events import NO_PROCESS, SECTOR_BYTES, IoLayer
-from kvtier.tools.run_record import read_mounts
+from kvtier.tools.characterize.io_trace import SECTOR_BYTES, IoLayer
+from kvtier.tools.machine_facts import read_mounts
 
 SYSFS = Path("/sys")
 MINOR_BITS = 20
@@ -255,148 +249,3 @@ def _extents(file: TextIO) -> Iterator[np.ndarray]:
         if len(found) < EXTENTS:
             return
         begin = int(found["file"][-1] + found["bytes"][-1])
-
-
-PROC = Path("/proc")
-CLONE_THREAD = 0x10000
-_KTHREADD = 2
-"""Parent of all kernel threads."""
-
-
-class ProcessTree:
-    """Knows which process a thread belongs to, and whose child a process is.
-
-    It starts with what runs now and learns from the kernel's `task_newtask` events, so that it knows short-lived
-    processes too.
-    """
-
-    def __init__(self) -> None:
-        self._process: dict[int, int] = {}
-        self._parent: dict[int, int] = {}
-        self._names: dict[int, str] = {}
-        for folder in PROC.iterdir():
-            if folder.name.isdecimal():
-                with suppress(OSError):  # the process has ended
-                    process = int(folder.name)
-                    self._learn(process)
-                    for thread in (folder / "task").iterdir():
-                        self._process[int(thread.name)] = self._process[process]
-
-    def _learn(self, process: int) -> None:
-        text = (PROC / str(process) / "stat").read_text(errors="replace")  # a name may have any bytes
-        name, _, rest = text.partition("(")[2].rpartition(")")
-        parent = int(rest.split()[1])
-        is_kernel = _KTHREADD in {process, parent}
-        self._process[process] = NO_PROCESS if is_kernel else process
-        if not is_kernel:
-            self._parent[process] = parent
-            self._names[process] = name
-
-    def born(self, creator: int, thread: int, flags: int) -> None:
-        """Note a new thread, or the first thread of a new process. `creator` and `thread` are thread ids."""
-        process = self.process_of(creator)
-        if creator == _KTHREADD:
-            self._process[thread] = NO_PROCESS
-        elif flags & CLONE_THREAD:
-            self._process[thread] = process
-        else:
-            self._process[thread] = thread
-            self._parent[thread] = process
-            self._names.pop(thread, None)
-
-    def process_of(self, thread: int) -> int:
-        """Return the process of a thread, or `NO_PROCESS` for a kernel thread."""
-        if thread == 0:
-            return NO_PROCESS
-        found = self._process.get(thread)
-        if found is None:  # it is older than the events, or its event was lost
-            self._process[thread] = thread
-            with suppress(OSError):
-                process = _process_id(thread)
-                self._learn(process)
-                self._process[thread] = self._process[process]
-            found = self._process[thread]
-        return found
-
-    def name(self, process: int, seen: str) -> None:
-        """Note the name of a process. `seen` is the thread's name in an event."""
-        if process != NO_PROCESS and process not in self._names:
-            with suppress(OSError):
-                seen = (PROC / str(process) / "comm").read_text(errors="replace").strip()
-            self._names[process] = seen
-
-    def names(self, processes: Iterable[int]) -> dict[int, str]:
-        """Return the name of each process."""
-        return {it: self._names.get(it, f"process {it}") for it in processes if it != NO_PROCESS}
-
-    def with_children(self, roots: Iterable[int]) -> frozenset[int]:
-        """Return `roots` and all processes that descend from them."""
-        chosen = set(roots)
-        grew = True
-        while grew:
-            grown = {child for child, parent in self._parent.items() if parent in chosen} - chosen
-            chosen |= grown
-            grew = bool(grown)
-        return frozenset(chosen)
-
-    def threads_of(self, processes: frozenset[int]) -> list[int]:
-        """Return the ids of all threads of `processes`."""
-        return [thread for thread, process in self._process.items() if process in processes]
-
-
-def check_process(process: int) -> None:
-    """Refuse a process that does not run, a thread, or a kernel thread.
-
-    Raises:
-        ConfigError: `process` is one of these.
-    """
-    try:
-        owner = _process_id(process)
-        tree = ProcessTree()
-    except OSError as error:
-        raise ConfigError(f"--pid {process}: no such process; allowed: the id of a running process") from error
-    if owner != process:
-        raise ConfigError(f"--pid {process}: a thread of process {owner}; allowed: --pid {owner}")
-    if tree.process_of(process) == NO_PROCESS:
-        raise ConfigError(
-            f"--pid {process}: a thread of the kernel, whose requests belong to no process; allowed: the id of a "
-            "process, or no --pid: the whole device"
-        )
-
-
-def opened(processes: Iterable[int]) -> list[int]:
-    """Return descriptors of the processes that run. Unlike ids, they never come to name another process."""
-    found: list[int] = []
-    for process in processes:
-        with suppress(OSError):  # it has ended
-            found.append(os.pidfd_open(process))
-    return found
-
-
-def end_processes(descriptors: list[int], seconds: float) -> None:
-    """Terminate processes, kill those that still run after `seconds`, and close the descriptors."""
-    deadline_s = time.monotonic() + seconds
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for each in descriptors:
-            with suppress(OSError):  # it has ended
-                signal.pidfd_send_signal(each, number)
-        waiting = select.poll()
-        for each in descriptors:
-            waiting.register(each, select.POLLIN)
-        running = len(descriptors) if number == signal.SIGTERM else 0
-        while running and (left_s := deadline_s - time.monotonic()) > 0:
-            for each, _ in waiting.poll(left_s * 1000):
-                waiting.unregister(each)
-                running -= 1
-    for each in descriptors:
-        os.close(each)
-
-
-def _process_id(thread: int) -> int:
-    """Return the process of a running thread.
-
-    Raises:
-        OSError: no thread has this id.
-    """
-    status = (PROC / str(thread) / "status").read_text(errors="replace")
-    return next((int(line[5:]) for line in status.splitlines() if line.startswith("Tgid:")), thread)

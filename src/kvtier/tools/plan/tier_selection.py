@@ -161,7 +161,10 @@ def user_prices(found: Sequence[Choice]) -> dict[tuple[str, ...], float]:
 
 
 def _is_as_good(choice: Choice, first: Choice) -> bool:
-    """Whether it serves as many whole users as `first` for no more money. A fraction of a user is no reason to buy."""
+    """Return whether it serves as many whole users as `first` for no more money.
+
+    A fraction of a user is no reason to buy.
+    """
     counted = choice.deployment.workload.counted
     mine, least = (it.cost.total if it.cost else None for it in (choice, first))
     return (mine is None or least is None or mine <= least) and counted(choice.users) >= counted(first.users)
@@ -173,7 +176,7 @@ def smallest(found: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def why_not(deployment: Deployment, name: str) -> str:
-    """Say why the tier `name` brings nothing beside the other tiers of `deployment`, at the most users they serve."""
+    """Explain why the tier `name` brings nothing beside the others of `deployment` at the most users they serve."""
     load, names = deployment.workload, [it.name for it in deployment.tiers]
     most, place = highest_load(deployment), names.index(name)
     tier = deployment.tiers[place]

@@ -26,7 +26,7 @@ class RawMooncake:
         self._check(OK if count == into.nbytes else min(count, BAD_SIZE))
 
     def has(self, name: ObjectName) -> bool:
-        """Whether the object exists, with one request."""
+        """Return whether the object exists, with one request."""
         code: int = self._client.store.is_exist(self._key(name))
         self._check(min(code, OK))
         return code == 1

@@ -34,7 +34,7 @@ class RawValkey:
         )
 
     def is_cluster(self) -> bool:
-        """Whether the server is part of a cluster."""
+        """Return whether the server is part of a cluster."""
         return bool(self._client.info("cluster")["cluster_enabled"])
 
     def put(self, name: ObjectName, frame: memoryview) -> None:
@@ -46,7 +46,7 @@ class RawValkey:
         into[:] = self._client.get(self._key(name))
 
     def has(self, name: ObjectName) -> bool:
-        """Whether the object exists, with one request."""
+        """Return whether the object exists, with one request."""
         return self._client.exists(self._key(name)) == 1
 
     def delete(self, name: ObjectName) -> None:
