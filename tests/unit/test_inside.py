@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import logging
 import os
 import socket
@@ -167,3 +168,24 @@ def test_a_forked_child_closes_its_copies_and_so_keeps_no_lock(tmp_path):
     descriptor.close()
     with pytest.raises(OSError, match="is closed"):
         descriptor.fileno()
+
+
+def test_a_descriptor_of_a_file_system_that_is_gone_ends_without_an_error(monkeypatch):
+    """As one of FUSE does whose server has ended. The negative control says that `close` itself reports it."""
+    number, other = os.pipe()
+    closed = []
+
+    def close(which):
+        closed.append(which)
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        descriptor = Descriptor(number)
+        del descriptor  # an error here fails the test as unraisable
+        gc.collect()
+        with pytest.raises(OSError, match="not connected"):
+            Descriptor(other).close()
+    assert closed == [number, other]
+    os.close(number)
+    os.close(other)

@@ -76,7 +76,8 @@ class Descriptor:
         close_in_children(self)
 
     def __del__(self) -> None:
-        self.close()
+        with suppress(OSError):  # the file system may be gone
+            self.close()
 
     @property
     def is_open(self) -> bool:
