@@ -83,6 +83,14 @@ def test_the_suite_sees_a_wrong_lossy_codec(codec, check):
         getattr(contract, check)()
 
 
+def test_the_suite_sees_a_codec_that_forgets_the_scales_of_tokens(monkeypatch):
+    lossy_torch = pytest.importorskip("kvtier.codec.lossy_torch", reason="torch is not installed")
+    monkeypatch.setattr(lossy_torch, "OTHERS", 1)
+    contract = type("Broken", (LossyCodecContract,), {"make": lambda _self: lossy.Int4("torch")})()
+    with pytest.raises(AssertionError):
+        contract.test_coding_again_ten_times_adds_a_hundredth_of_the_error_at_most()
+
+
 class Shifts:
     """A wrong codec: it loses the last byte. The suite must see it."""
 

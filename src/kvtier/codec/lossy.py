@@ -34,6 +34,16 @@ BLOCK_TOKENS = 8
 """Tokens whose codes are stored together."""
 STEP_MIN = 2.0**-100
 """Smallest step. Its inverse is finite, and no product of it is denormal."""
+BIAS = 127
+"""The exponent field of 1 in float32."""
+SHIFT_MIN, SHIFT_MAX = 2, 31
+"""Range of exponents of scales, up or down."""
+OCTAVE = 1 << 23
+"""Difference between the bits of a number in float32 and of its double."""
+OTHERS = 32
+"""Tokens, in places divisible by it, among which a token that was coded before is sought."""
+COPIED = 4
+"""A token was coded before if more than one of so many numbers, scaled, is another token's."""
 
 _KERNELS = {"numba": "kvtier.codec.lossy_numba", "torch": "kvtier.codec.lossy_torch"}
 """Modules that implement `Kernels`, by the package that each needs; the fastest first."""
@@ -49,10 +59,6 @@ HALF_STEP = 0.501
 Array = npt.NDArray[Any]
 
 _HEAD = struct.Struct("<IHH")
-_BIAS = 127
-"""The exponent field of 1 in float32."""
-_SHIFT_MIN, _SHIFT_MAX = 2, 31
-"""Range of exponents of scales, up or down."""
 _ORDER: tuple[Axis, ...] = ("side", "head", "page", "token", "channel")
 
 
@@ -206,18 +212,6 @@ class K8V4(Int4):
 
     name: str = "k8v4"
     id: int = 4
-
-
-def exponents(fields: Array) -> Array:
-    """Choose the exponents of the scales of tokens.
-
-    Most tokens keep their size, because a scale makes channels with a large mean differ more.
-
-    Args:
-        fields: the exponent field, of float32, of each token's largest magnitude.
-    """
-    shift = np.clip(fields - np.sort(fields)[len(fields) // 2], -_SHIFT_MAX, _SHIFT_MAX)
-    return np.where(np.abs(shift) < _SHIFT_MIN, _BIAS, _BIAS + shift).astype(np.uint8)
 
 
 @cache

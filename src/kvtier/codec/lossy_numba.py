@@ -20,7 +20,20 @@ from numpy import int32 as i32
 from numpy import uint8 as u8
 from numpy import uint32 as u32
 
-from kvtier.codec.lossy import BLOCK_TOKENS, HALF_STEP, STEP_MIN, TOLERANCES, Array, Form, exponents
+from kvtier.codec.lossy import (
+    BIAS,
+    BLOCK_TOKENS,
+    COPIED,
+    HALF_STEP,
+    OCTAVE,
+    OTHERS,
+    SHIFT_MAX,
+    SHIFT_MIN,
+    STEP_MIN,
+    TOLERANCES,
+    Array,
+    Form,
+)
 from kvtier.layout import ELEMENT_BYTES
 
 _STEP_MIN, _HALF_STEP = f32(STEP_MIN), f32(HALF_STEP)
@@ -51,7 +64,7 @@ def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
     out, limit = np.frombuffer(stored, u8), _LIMITS[form.element]
     for shape in shapes:
         if shape.exponents_at < shape.codes_at:
-            out[shape.exponents_at : shape.codes_at] = exponents(_largest(numbers, places, shape))
+            _choose(numbers, out, places, shape)
     return all(_encode(numbers, out, places, shape, limit) for shape in shapes)
 
 
@@ -264,19 +277,41 @@ def _scales(stored: Array, shape: _Shape) -> Array:
     return found
 
 
-@_kernel([types.Array(types.int32, 1, "C")(it, _PLACES, _SHAPE) for it in _NUMBERS])
-def _largest(numbers: Array, places: Array, shape: _Shape) -> Array:
-    """Return the exponent field of each token's largest magnitude."""
-    found = np.zeros(shape.tokens, i32)
+@_kernel([types.void(it, types.Array(types.uint8, 1, "C"), _PLACES, _SHAPE) for it in _NUMBERS])
+def _choose(numbers: Array, stored: Array, places: Array, shape: _Shape) -> None:  # noqa: C901
+    """Write the exponents of the tokens' scales, as `lossy_torch` does."""
+    tokens, channels, largest = shape.tokens, shape.channels, np.zeros(shape.tokens, i32)
     for head in range(shape.heads):
-        for token in range(shape.tokens):
+        for token in range(tokens):
             at = shape.origin + head * shape.head_step + places[token]
-            row = numbers[at : at + shape.channels]
-            largest = i32(0)
-            for c in range(shape.channels):
-                largest = max(largest, i32(f32(_number(row[c])).view(i32) & i32(0x7FFFFFFF)))
-            found[token] = max(found[token], largest >> i32(23))
-    return found
+            row = numbers[at : at + channels]
+            most = i32(0)
+            for c in range(channels):
+                most = max(most, i32(f32(_number(row[c])).view(i32) & i32(0x7FFFFFFF)))
+            largest[token] = max(largest[token], most)
+    largest -= np.sort(largest)[tokens // 2]
+    is_found = np.zeros(channels, u8)
+    for token in range(tokens):
+        octaves = largest[token]
+        near = min(max((octaves + OCTAVE // 2) >> 23, -SHIFT_MAX), SHIFT_MAX)
+        chosen, most = near if abs(near) >= SHIFT_MIN else 0, channels // COPIED
+        if abs(octaves) > OCTAVE:
+            row = numbers[shape.origin + places[token] : shape.origin + places[token] + channels]
+            for shift in (0, near - 1, near, near + 1):
+                inverse = i32((BIAS - shift) << 23).view(f32)
+                is_found[:] = 0
+                for number in range(1, OTHERS):
+                    other = min(token ^ number, tokens - 1)
+                    if abs(largest[other]) <= OCTAVE:
+                        its = numbers[shape.origin + places[other] : shape.origin + places[other] + channels]
+                        for c in range(channels):
+                            is_found[c] |= u8(_number(row[c]) * inverse == _number(its[c]))
+                found = 0
+                for c in range(channels):
+                    found += i32(is_found[c]) & i32(_number(row[c]) != f32(0))
+                if found > most:
+                    chosen, most = shift, found
+        stored[shape.exponents_at + token] = BIAS + chosen
 
 
 @_kernel([types.boolean(it, types.Array(types.uint8, 1, "C"), _PLACES, _SHAPE, types.float32) for it in _NUMBERS])

@@ -11,7 +11,21 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from kvtier.codec.lossy import BLOCK_TOKENS, HALF_STEP, STEP_MIN, TOLERANCES, Array, Form, Side, exponents
+from kvtier.codec.lossy import (
+    BIAS,
+    BLOCK_TOKENS,
+    COPIED,
+    HALF_STEP,
+    OCTAVE,
+    OTHERS,
+    SHIFT_MAX,
+    SHIFT_MIN,
+    STEP_MIN,
+    TOLERANCES,
+    Array,
+    Form,
+    Side,
+)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _PIECE_NUMBERS = (1 << 15) - 1
@@ -28,7 +42,7 @@ def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
         if len(chosen):
             magnitudes = np.bitwise_and(its_numbers, (1 << 8 * its_numbers.itemsize - 1) - 1).max((0, 2))
             largest = _floats(magnitudes[form.exact_tokens :], form).view(torch.int32)
-            chosen[:] = exponents((largest >> 23).numpy())
+            chosen[:] = _exponents(largest.numpy(), its_numbers[0, form.exact_tokens :], form)
         for heads, group, tokens, x in _pieces(its_numbers, side, form):
             scale = _scale(chosen, tokens)
             x.mul_(1 / scale)
@@ -74,6 +88,32 @@ def wrong(raw: memoryview, stored: memoryview, decoded: memoryview, form: Form) 
             allowed = y.abs().mul_(relative).add_(half_step + absolute)
             found += x.numel() - int(torch.count_nonzero(x.sub_(y).abs_() <= allowed))
     return found
+
+
+def _exponents(largest: Array, head: Array, form: Form) -> Array:
+    """Choose the exponents of the tokens' scales.
+
+    Most tokens keep their size, because a scale makes channels with a large mean differ more. A token that was coded
+    before keeps its scale: its numbers, scaled, are among those of other tokens, which a group has few of.
+
+    Args:
+        largest: the bits, in float32, of each token's largest magnitude.
+        head: numbers of one head, of shape (tokens, channels).
+        form: has their element.
+    """
+    octaves = largest - np.sort(largest)[len(largest) // 2]
+    near = np.clip((octaves + OCTAVE // 2) >> 23, -SHIFT_MAX, SHIFT_MAX)
+    chosen, is_usual = np.where(np.abs(near) < SHIFT_MIN, 0, near), np.abs(octaves) <= OCTAVE
+    for token in np.flatnonzero(~is_usual):
+        others = np.minimum(token ^ np.arange(1, OTHERS), len(head) - 1)
+        numbers = _floats(head[others[is_usual[others]]], form)
+        its = _floats(head[token], form)
+        most = head.shape[1] // COPIED
+        for shift in (0, *range(near[token] - 1, near[token] + 2)):
+            found = int(torch.count_nonzero((its * 2.0**-shift == numbers).any(0) & (its != 0)))
+            if found > most:
+                chosen[token], most = shift, found
+    return (BIAS + chosen).astype(np.uint8)
 
 
 def _numbers(memory: memoryview, form: Form) -> Array:

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -151,10 +152,10 @@ class LossyCodecContract:
                 assert codec.error(memoryview(_kv(cut, seed=2)), stored, decoded, cut), "other numbers are within it"
 
     def test_coding_again_ten_times_adds_a_hundredth_of_the_error_at_most(self) -> None:
-        """Frames move between tiers, and turns are stored again."""
+        """Frames move between tiers, and turns are stored again. Tokens of any size keep their scales."""
         codec = self.make()
-        for cut in _cuts():
-            raw = decoded = _kv(cut)
+        for cut, is_uneven in product(_cuts(), (False, True)):
+            raw = decoded = _kv(cut, is_uneven=is_uneven)
             errors: list[float] = []
             for _ in range(11):
                 decoded = _decoded(codec, _coded(codec, decoded, cut), len(raw), cut)
@@ -224,13 +225,20 @@ def _cuts() -> Iterator[Cut]:
             yield Cut(0, 0, math.prod(axes.sizes) * ELEMENT_BYTES[element], element, kind, axes)
 
 
-def _kv(cut: Cut, seed: int = 1) -> bytes:
-    """Return random KV like a model's: channels differ in magnitude, and some have a large mean."""
+def _kv(cut: Cut, seed: int = 1, *, is_uneven: bool = False) -> bytes:
+    """Return random KV like a model's: channels differ in magnitude, and some have a large mean.
+
+    If `is_uneven`, about every fourth token is larger or smaller by a factor of up to 16.
+    """
     assert cut.axes is not None
     draw = np.random.default_rng(seed)
     channels = cut.axes.size("channel")
     size, mean = draw.uniform(0.2, 3, channels), draw.standard_normal(channels) * 8 * (draw.random(channels) < 0.2)
-    return _elements(draw.standard_normal(cut.axes.sizes) * size + mean, cut.element)
+    numbers = draw.standard_normal(cut.axes.sizes) * size + mean
+    if is_uneven:
+        sizes = [it if name in {"page", "token"} else 1 for name, it in zip(cut.axes.names, numbers.shape, strict=True)]
+        numbers *= np.exp2(draw.uniform(-4, 4, sizes) * (draw.random(sizes) < 0.25))
+    return _elements(numbers, cut.element)
 
 
 def _elements(numbers: np.typing.NDArray[np.float64], element: Element) -> bytes:
