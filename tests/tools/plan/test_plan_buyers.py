@@ -449,12 +449,13 @@ def test_the_life_beside_a_write_budget_is_that_of_the_planned_load(count, fits)
     (worn,) = [it for it in conclusion(plan) if "the drives last" in it]
     assert plan.drives.write_policy == "budget"
     assert (plan.drives.users >= count) == fits
+    assert before.startswith("# write_bytes_per_day = ")
+    assert last == f"# and serve {math.floor(plan.drives.users):,} users; without it {count:,} for {life} years"
     if fits:
-        assert last.startswith("write_bytes_per_day = ")  # the budget costs none of the users that are planned for
+        assert not plan.bought  # the settings are for a full server, which has more users than the budget
+        assert plan.chosen.users > plan.drives.users
         assert "within all limits" not in worn
     else:
-        assert before.startswith("# write_bytes_per_day = ")
-        assert last == f"# and serve {math.floor(plan.drives.users):,} users; without it 5,000 for {life} years"
         assert f"(then {math.floor(plan.drives.users):,} users within all limits)" in worn
 
 

@@ -260,7 +260,8 @@ def test_the_plan_ends_with_settings_that_kvtier_reads(capsys, tmp_path, argumen
         disk = config.tiers[0]
         drives = value("disk.count") * value("disk.capacity_bytes") * value("disk.filled")
         assert disk.capacity_bytes == pytest.approx(drives / replicas, rel=1e-3)
-        is_free = plan["drives"]["users"] >= value("traffic.users")
+        is_bought = any(it["is_worth_buying_for_load"] for it in plan["choices"])
+        is_free = is_bought and plan["drives"]["users"] >= value("traffic.users")
         assert bool(disk.write_bytes_per_day) == (plan["drives"]["write_policy"] == "budget" and is_free)
     if "shared" in worth:
         assert config.tiers[-1].capacity_bytes == pytest.approx(value("shared.capacity_bytes"), rel=1e-3)

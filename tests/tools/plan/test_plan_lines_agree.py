@@ -1,6 +1,7 @@
 """No two lines of a plan contradict each other: what a buyer recalculates gives what the page says."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_write_budgets_of_all_ranks_are_what_the_drives_are_rated_for():
     plan = planned("llama-3.3-70b", "disk=8xpm1753", model__weights="fp8", traffic__users=100, gpu__count=12)
     text = settings_toml(plan)
     assert "# the last host has 1 engine instead of 2; each of its engines gets\n# 2 times these bytes" in text
-    budget = int(re.search(r"^write_bytes_per_day = (\d+) # of each of 12 ranks", text, re.MULTILINE)[1])
+    budget = int(re.search(r"^(?:# )?write_bytes_per_day = (\d+) # of each of 12 ranks", text, re.MULTILINE)[1])
     assert (8 + 2 * 4) * budget == pytest.approx(8 * 15.36e12, rel=1e-5)
 
 
@@ -459,3 +460,34 @@ def test_a_load_of_a_trace_has_one_number_of_users(tmp_path):
     assert in_words(plan, plan.requested_users) == f"{users} users"
     reserve = plan.alone.reserve
     assert reserve.user_price * users == pytest.approx(reserve.cost.total)
+
+
+@pytest.mark.parametrize(("users", "is_named"), [(98, True), (60, False)])
+def test_limits_of_another_way_than_the_loads_name_their_tiers(users, is_named):
+    """98 users fitted with local drives, and exceeded the time to first token, which host memory meets for 95."""
+    plan = planned("llama-3.3-70b", model__weights="fp8", traffic__users=users)
+    found = " ".join(conclusion(plan))
+    assert ("Binding limit with host memory: " in found) == is_named
+    assert ("With host memory, the requested load, 98 users, exceeds: " in found) == is_named
+    assert is_named or "Binding limit: " in found
+
+
+@pytest.mark.parametrize(("users", "is_bought"), [(40, False), (98, True)])
+def test_drives_that_are_not_bought_for_a_load_have_no_budget_of_it(users, is_bought):
+    """A file for a full server of 100 users capped them at the 73 that the budget of 40 users serves."""
+    plan = planned("llama-3.3-70b", "disk=4xpm1753", model__weights="fp8", traffic__users=users)
+    (drives,) = (it for it in tables(plan) if it.title.startswith("Drives "))
+    assert bool(plan.bought) == is_bought
+    assert ("If drives are bought all the same, " in drives.note) != is_bought
+    assert is_bought or "\nwrite_bytes_per_day" not in settings_toml(plan)
+
+
+@pytest.mark.parametrize("written", [0, 1, 50, 99, 100])
+def test_the_command_of_the_mix_is_one_that_bench_io_takes(written):
+    """`--mix 0/100` was printed, and refused."""
+    plan = planned("llama-3.3-70b", "disk=4xpm1753", model__weights="fp8", traffic__users=98)
+    writes = (plan.chosen.need or plan.chosen).point.write_bytes_per_s["disk"]
+    drives = replace(plan.drives, read_bytes_per_s=writes * (100 - written) / (written or 1e-4))
+    (table,) = (it for it in tables(replace(plan, drives=drives)) if it.title.startswith("Drives "))
+    (command,) = (row[2] for row in table.rows if row[0] == "mix")
+    assert command == ("kvtier bench io" if written in {0, 100} else f"kvtier bench io --mix {100 - written}/{written}")

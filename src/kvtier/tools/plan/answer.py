@@ -375,6 +375,11 @@ def _traffic(plan: Plan) -> str:
 def conclusion(plan: Plan) -> list[str]:
     """Explain in sentences what binds with tiers, what raises that limit, what binds next, and how drives wear."""
     binding, following = plan.binding, plan.tiered.ceiling.next
+    over = [it.name for it in plan.tiered.ceiling.serving if plan.used[it.name] > 1]
+    # These limits are of the way to a full server. The load may have another.
+    beside = (
+        f" with {names_text(plan.tiered.tiers or (GPU,))}" if over and plan.tiered.tiers != plan.chosen.tiers else ""
+    )
     sentences: list[str] = []
     if not plan.deployment.workload.is_any(binding.users):
         load = "One user" if binding.users else "The smallest load"
@@ -382,7 +387,7 @@ def conclusion(plan: Plan) -> list[str]:
     else:
         raised_by = _raised_by(plan) or f"To raise it, change {binding.raised_by}."
         users = in_words(plan, binding.users)
-        sentences.append(f"Binding limit: {binding.name}, at {users} ({binding.meaning}). {raised_by}")
+        sentences.append(f"Binding limit{beside}: {binding.name}, at {users} ({binding.meaning}). {raised_by}")
         sentences += _ttft_parts(plan)
     if following is not None and math.isfinite(following.users):
         sentences.append(f"Next limit: {following.name}, at {in_words(plan, following.users)}.")
@@ -393,9 +398,9 @@ def conclusion(plan: Plan) -> list[str]:
             f"From {in_words(plan, first.users)} on, {first.name} is short in bursts, so that loads take "
             f"longer or prompts are computed. To raise it, change {first.raised_by}."
         )
-    over = [it.name for it in plan.tiered.ceiling.serving if plan.used[it.name] > 1]
     if over:
-        sentences.append(f"The requested load, {in_words(plan, plan.requested_users)}, exceeds: {', '.join(over)}.")
+        the = f"{beside[1:].capitalize()}, the" if beside else "The"
+        sentences.append(f"{the} requested load, {in_words(plan, plan.requested_users)}, exceeds: {', '.join(over)}.")
     if plan.deployment.workload.is_any(binding.users):
         sentences += [_idle(plan, it) for it in plan.idle_tiers]
     return [*sentences, *wear(plan)]

@@ -204,7 +204,7 @@ def drives_table(plan: Plan, drives: DriveLoad) -> Table:
         (
             "mix",
             f"{100 - writes}% of the bytes are read, {writes}% written",
-            f"kvtier bench io --mix {100 - writes}/{writes}",
+            f"kvtier bench io --mix {100 - writes}/{writes}" if 0 < writes < 100 else "kvtier bench io",
         ),
         (
             "time",
@@ -251,6 +251,8 @@ def drives_table(plan: Plan, drives: DriveLoad) -> Table:
         if drives.write_policy != "through":
             serves = f", which serves {in_words(plan, drives.users)}" if drives.write_share else ""
             note += f" Or keep these and {_lasting_writes(plan, drives)}{serves}."
+    if not plan.bought:
+        note = f"If drives are bought all the same, {note[0].lower()}{note[1:]}"
     note = f"{slow if is_slow else ''}{note}"
     title = f"Drives {arm_name(plan.chosen)}, at {shown_load(plan)}"
     return Table(("", "load", "provided"), rows, title=title, note=note)

@@ -77,7 +77,8 @@ def _budget(plan: Plan, drives: DriveLoad, deployment: Deployment) -> Iterator[s
     budget = int(rated * disk.rated_years / years / _parts(deployment) / storing) // _MIB * _MIB
     line = f"write_bytes_per_day = {budget} # of each of {storing * deployment.replicas} ranks"
     line += f": the drives then last {years:g} years"
-    if is_served(plan.planned_users, drives.users):
+    # Without a tier that the load needs, the settings are for a full server.
+    if is_served(plan.planned_users if plan.bought else plan.chosen.users, drives.users):
         yield line
     else:
         yield f"# {line}"
