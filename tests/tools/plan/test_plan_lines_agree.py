@@ -491,3 +491,39 @@ def test_the_command_of_the_mix_is_one_that_bench_io_takes(written):
     (table,) = (it for it in tables(replace(plan, drives=drives)) if it.title.startswith("Drives "))
     (command,) = (row[2] for row in table.rows if row[0] == "mix")
     assert command == ("kvtier bench io" if written in {0, 100} else f"kvtier bench io --mix {100 - written}/{written}")
+
+
+@pytest.mark.parametrize(("users", "is_kept"), [(80, False), (70, True)])
+def test_a_write_budget_that_spends_the_reserve_is_a_comment(users, is_kept):
+    """Drives were bought so that 4 GPUs have a reserve for 80 users, and a budget in the settings took it away."""
+    plan = planned("gemma-3-27b", gpu__count=2, traffic__users=users)
+    need, drives = plan.chosen.need, plan.drives
+    assert (drives.users * 0.7 >= users or need.users * 0.7 < users) == is_kept
+    lines = [it for it in settings_toml(plan).splitlines() if "write_bytes_per_day" in it or "and serve" in it]
+    if not is_kept:
+        assert lines[0].startswith("# write_bytes_per_day = ")
+        assert lines[1].startswith(f"# and serve {int(drives.users)} users, without a reserve; without it {users} ")
+    else:
+        assert not any(it.startswith("#") for it in lines)
+
+
+@pytest.mark.parametrize("reuse", [0.1, 0.5, 0.9])
+def test_what_nothing_reuses_fills_memory_as_fast_as_it_is_computed(reuse):
+    """With --reuse 0.5, memory that new KV fills in 173 s kept unused KV for 817 s."""
+    load = planned("llama-3.1-8b", gpu__name="l40s", gpu__count=4, traffic__reuse=reuse).deployment.workload
+    new = load.input_tokens * (1 - load.reuse) + load.answer_tokens
+    for residence_s in (1.0, 10.0, 100.0, 1e4):
+        held = load.curve.tokens_held(residence_s, 2.0)
+        assert held >= 2.0 * new * residence_s * 0.99
+        assert held <= 2.0 * (load.input_tokens + load.answer_tokens) * residence_s * 1.01
+
+
+def test_a_share_of_reuse_that_the_inputs_have_leaves_the_curve_as_it_is():
+    """The curve for a given share counts reused tokens as the model of conversations does."""
+    inputs = {"traffic__prefix_tokens": 0, "software__chunk_tokens": 16}
+    found = planned("llama-3.1-8b", **inputs).deployment.workload
+    again = planned("llama-3.1-8b", **inputs, traffic__reuse=found.reuse).deployment.workload
+    for residence_s in (5.0, 20.0, 60.0, 1000.0):
+        assert again.curve.tokens_held(residence_s, 1.0) == pytest.approx(
+            found.curve.tokens_held(residence_s, 1.0), rel=0.05
+        )

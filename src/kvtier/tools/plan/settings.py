@@ -78,12 +78,16 @@ def _budget(plan: Plan, drives: DriveLoad, deployment: Deployment) -> Iterator[s
     line = f"write_bytes_per_day = {budget} # of each of {storing * deployment.replicas} ranks"
     line += f": the drives then last {years:g} years"
     # Without a tier that the load needs, the settings are for a full server.
-    if is_served(plan.planned_users if plan.bought else plan.chosen.users, drives.users):
+    users = plan.planned_users if plan.bought else plan.chosen.users
+    reserve = plan.planned_users / plan.inputs.target.gpu_used
+    spends_reserve = bool(plan.bought) and drives.users < reserve <= (plan.chosen.need or plan.chosen).users
+    if is_served(users, drives.users) and not spends_reserve:
         yield line
     else:
         yield f"# {line}"
         before = f"without it {load_text(plan, plan.planned_users)} for {drives.life_years:.3g} years"
-        yield f"# and serve {in_words(plan, drives.users)}; {before}"
+        without = ", without a reserve" * (spends_reserve and is_served(users, drives.users))
+        yield f"# and serve {in_words(plan, drives.users)}{without}; {before}"
 
 
 def _remarks(plan: Plan) -> Iterator[str]:

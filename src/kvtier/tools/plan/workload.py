@@ -67,6 +67,20 @@ class ReuseCurve:
             held.append(token_bytes * token_s + snapshot_bytes * (read_s + time_s))
         return replace(self, held_token_s=tuple(held))
 
+    def of_reuse(self, reused_tokens: float, tokens: float) -> "ReuseCurve":
+        """Return this curve for requests that leave `tokens`, of which later ones reuse `reused_tokens`.
+
+        Reused tokens stay until their reuse, at most T, and all others for T. The mean of min(g, T) is the integral of
+        the share of pauses beyond each time up to T.
+        """
+        held = [0.0]
+        live_s = before_s = before = 0.0
+        for time_s, share in zip(self.residence_s[1:], self.found[1:], strict=True):
+            live_s += (time_s - before_s) * (1 - (before + share) / 2)
+            before_s, before = time_s, share
+            held.append(reused_tokens * live_s + (tokens - reused_tokens) * time_s)
+        return replace(self, held_token_s=tuple(held))
+
     def residence_for(self, share: float) -> float:
         """Return the shortest residence time, in seconds, within which that share of reuses happens."""
         return _interpolate(self.found, self.residence_s, share)
@@ -178,7 +192,9 @@ def workload(inputs: Inputs, trace: TraceSummary | None) -> Workload:
     first_share = min(measured.first_share, max(1 - share * measured.input_tokens / measured.later_tokens, 0.0))
     later = share * measured.input_tokens / (1 - first_share) if share else 0.0
     reusable = min(later, measured.later_tokens)
-    return replace(measured, first_share=first_share, prefix_tokens=0.0, reusable_tokens=reusable)
+    found = replace(measured, first_share=first_share, prefix_tokens=0.0, reusable_tokens=reusable)
+    curve = measured.curve.of_reuse((1 - first_share) * reusable, found.input_tokens + found.answer_tokens)
+    return replace(found, curve=curve)
 
 
 def without_effect(trace: TraceSummary | None) -> tuple[str, ...]:
