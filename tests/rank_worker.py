@@ -141,7 +141,7 @@ class SlowCopier:
 
 def hold_tiers(gate):
     """Make reads and writes of directories pass the gate first."""
-    for method, work in (("read_one", "promote"), ("write_one", "demote")):
+    for method, work in (("read_many", "promote"), ("write_many", "demote")):
         inner = getattr(DirectoryTier, method)
 
         def held(tier, *arguments, inner=inner, work=work):

@@ -86,14 +86,15 @@ def test_another_directory_is_no_second_mount(tmp_path, capsys):
 
 
 def test_a_tier_that_gives_other_bytes_fails_the_run(tmp_path, monkeypatch):
-    real = DirectoryTier.read_one
+    real = DirectoryTier.read_many
 
-    def read(self, name, into, offset):
-        count = real(self, name, into, offset)
-        into[-1] ^= 1
-        return count
+    def read(self, reads):
+        counts = real(self, reads)
+        for each in reads:
+            each.into[-1] ^= 1
+        return counts
 
-    monkeypatch.setattr(DirectoryTier, "read_one", read)
+    monkeypatch.setattr(DirectoryTier, "read_many", read)
     with pytest.raises(KvError, match=r"the tier read back different bytes from those it stored|restored 0 of"):
         bench(tmp_path).run()
     assert list(tmp_path.iterdir()) == []

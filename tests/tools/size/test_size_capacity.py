@@ -213,7 +213,7 @@ def test_weights_that_are_not_known(capsys, tmp_path):
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert run(["size", str(tmp_path), "--gpu", "h100-sxm"]) == 2
-    assert "give bytes, such as 141GB" in capsys.readouterr().err
+    assert "give a size, such as 141GB" in capsys.readouterr().err
 
 
 def test_notes_on_the_context_and_on_the_format_of_the_checkpoint(capsys, tmp_path):

@@ -230,16 +230,16 @@ def test_want_of_memory_is_not_the_codecs_fault(monkeypatch):
 ZSTD_WITHOUT_MEMORY = """
 import resource
 from pathlib import Path
-from kvtier.codec import proof
+from kvtier.codec import roundtrip
 from kvtier.codec.zstd import Zstd
 
 codec, raw, rooms = Zstd(), memoryview(bytes(1 << 16)), [memoryview(bytearray(1 << 17)) for _ in range(2)]
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
 try:
-    proof.encoded(codec, raw, rooms[0], rooms[1][: len(raw)], "bf16")
+    roundtrip.encoded(codec, raw, rooms[0], rooms[1][: len(raw)], "bf16")
 except Exception as error:
-    print(type(error).__name__, proof.is_refused(codec))
+    print(type(error).__name__, roundtrip.is_refused(codec))
 """
 
 

@@ -375,7 +375,7 @@ def test_a_model_that_cannot_be_identified_uses_no_tier_that_persists_or_is_shar
     monkeypatch.setattr(sections.registry, "kind_of", lambda tier: declared[tier.name])
     config = Config(tiers=tuple(TierSettings(name=name) for name in declared), store=StoreConfig(secret=bytes(32)))
     monkeypatch.setattr(engine_setup, "check_start", lambda _: (config, "0.32.0"))
-    for name in ("follow_engine", "Geometry", "DcpShards", "installed"):
+    for name in ("follow_engine", "Geometry", "DcpShards", "engine_environment"):
         monkeypatch.setattr(engine_setup, name, MagicMock())
     for is_private, names in ((True, ["passing"]), (False, [*declared])):
         monkeypatch.setattr(engine_setup, "identify", MagicMock())

@@ -89,7 +89,7 @@ def test_a_prefill_engine_must_store_at_once(monkeypatch, role, policy):
     config = vllm_config()
     config.kv_transfer_config.kv_role = role
     config.kv_transfer_config.kv_connector_extra_config = {"store.write_policy": policy}
-    monkeypatch.setattr(engine_setup.installed, "check_release", lambda: "0.32.0")
+    monkeypatch.setattr(engine_setup.engine_environment, "check_release", lambda: "0.32.0")
     if role == "kv_both":
         assert engine_setup.check_start(config)[1] == "0.32.0"
         return
@@ -125,7 +125,7 @@ def test_the_length_at_which_vllm_stops_drafting_is_that_of_the_shorter_model():
 
 @pytest.mark.parametrize("way", ["pipeline", "decode_context", "prefill_context"])
 def test_stages_and_shares_of_tokens_below_vllms_offloading_are_refused(monkeypatch, tmp_path, way):
-    monkeypatch.setattr(tiering_setup.installed, "check_release", lambda: "0.32.0")
+    monkeypatch.setattr(tiering_setup.engine_environment, "check_release", lambda: "0.32.0")
     config = vllm_config(**{f"parallel__{way}_parallel_size": 2})
     with pytest.raises(
         UnsupportedModelError, match=f"{way}_parallel_size = 2 below vLLM's offloading is not supported"
@@ -136,7 +136,7 @@ def test_stages_and_shares_of_tokens_below_vllms_offloading_are_refused(monkeypa
 @pytest.mark.parametrize("loss", ["int4", "k8v4", "none"])
 def test_a_class_below_vllms_offloading_is_refused(monkeypatch, tmp_path, loss):
     """vLLM passes each chunk of its host memory to all secondary tiers, under names that lack the class."""
-    monkeypatch.setattr(tiering_setup.installed, "check_release", lambda: "0.32.0")
+    monkeypatch.setattr(tiering_setup.engine_environment, "check_release", lambda: "0.32.0")
     config = vllm_config(parallel__pipeline_parallel_size=2)
     settings = {"tiers": [f"directory:{tmp_path}"], "store.loss": loss}
     with (

@@ -27,7 +27,7 @@ from kvtier.inspection import inspector
 from kvtier.keys.keyring import Keyring, SealKey
 from kvtier.layout import GroupLayout, History, Part, Run
 from kvtier.testing.tier import empty_frame, object_name
-from kvtier.tier.base import UNKNOWN
+from kvtier.tier.base import Write
 from kvtier.tier.directory.tier import DirectoryTier
 
 pytest.importorskip("cryptography", reason="the extra 'seal' is not installed")
@@ -272,7 +272,7 @@ def test_only_the_tenants_frames_are_resealed(store, inspect, keys, monkeypatch)
     assert inspect("reseal", store, "--keys", file, "--tenant", "-")[1]["outcomes"] == {"resealed": 1, "left": 4}
     code, told = inspect("reseal", store, "--keys", file, "--tenant", "c")
     assert code == 2
-    assert "no key of tenant c" in told["error"]
+    assert "no key for tenant c" in told["error"]
     assert "there is no key" in inspect("reseal", store)[1]["error"]
 
 
@@ -292,7 +292,7 @@ def test_after_a_failed_write_no_further_object_is_touched(store, inspect, keys,
     keys_file = keys(("a", 1), ("a", 2))
     tier = DirectoryTier(store, capacity_bytes=1 << 30, direct_io="off")
     for number in range(6, 9):
-        assert tier.write_one(object_name(number), memoryview(frame_of(number, ("a", 1))), UNKNOWN)
+        assert tier.write_many([Write(object_name(number), memoryview(frame_of(number, ("a", 1))))]) == [True]
     tier.close()
     code, told = inspect("reseal", store, "--keys", keys_file)
     assert (code, told["outcomes"]) == (1, {"lost": 1, "left": 6, "current": 1})

@@ -46,18 +46,18 @@ COPIES = [
 
 
 class Counted(DirectoryTier):
-    """Remembers what was written and deleted; `write` raises while `is_broken`."""
+    """Remembers what was written and deleted; `write_many` fails while `is_broken`."""
 
     def __init__(self, folder, *, is_broken=False):
         super().__init__(folder, name="below", capacity_bytes=64 << 20)
         self.is_broken = is_broken
         self.written, self.deleted = [], []
 
-    def write_one(self, name, frame, about):
+    def write_many(self, writes):
         if self.is_broken:
-            raise TierError(self.name, "planned")
-        self.written.append(name)
-        return super().write_one(name, frame, about)
+            return [TierError(self.name, "planned") for _ in writes]
+        self.written += [each.name for each in writes]
+        return super().write_many(writes)
 
     def delete(self, name):
         self.deleted.append(name)
