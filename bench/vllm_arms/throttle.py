@@ -3,9 +3,11 @@
 import os
 import threading
 import time
+from collections.abc import Sequence
 
+from kvtier.errors import TierError
+from kvtier.tier.base import Read
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.types import ObjectName
 
 RATE = "BENCH_READ_BYTES_PER_S"
 
@@ -15,15 +17,15 @@ def throttle_reads() -> None:
     bytes_per_s = float(os.environ[RATE])
     lock = threading.Lock()
     free_s = 0.0
-    read = DirectoryTier.read_one
+    read = DirectoryTier.read_many
 
-    def slowly(self: DirectoryTier, name: ObjectName, into: memoryview, offset: int) -> int | None:
+    def slowly(self: DirectoryTier, reads: Sequence[Read]) -> list[int | TierError | None]:
         nonlocal free_s
-        count = read(self, name, into, offset)
+        counts = read(self, reads)
         with lock:
-            free_s = max(free_s, time.monotonic()) + (count or 0) / bytes_per_s
+            free_s = max(free_s, time.monotonic()) + sum(it for it in counts if isinstance(it, int)) / bytes_per_s
             until_s = free_s
         time.sleep(max(0.0, until_s - time.monotonic()))
-        return count
+        return counts
 
-    DirectoryTier.read_one = slowly  # type: ignore[method-assign]
+    DirectoryTier.read_many = slowly  # type: ignore[method-assign]

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from engines import PAGE, Engine, Prefetched, chain, engine, equal
 from tests.faults.hanging_fs import HangingFs, hanging_fs, missing
 from tests.waiting import wait_until
 
+from kvtier.errors import TierError
+from kvtier.tier.base import Write
 from kvtier.types import ChunkKey, ObjectId
 
 PAGES = 8
@@ -91,14 +93,13 @@ def test_a_failing_write_is_reported_for_its_page(start: Start, monkeypatch: pyt
     engine = start()
     engine.fill(0)
     keys, indices = [f"{at:064x}" for at in range(PAGES)], engine.host.alloc(PAGES * PAGE)
-    write, count = DirectoryTier.write_one, iter(range(1000))
+    write, count = DirectoryTier.write_many, iter(range(1000))
 
-    def fails(tier: DirectoryTier, *args: Any) -> Any:
-        if next(count) % 3 == 2:
-            raise OSError(28, "no space left on device")
-        return write(tier, *args)
+    def fails(tier: DirectoryTier, writes: Sequence[Write]) -> list[Any]:
+        full = TierError(tier.name, "no space left on device")
+        return [full if next(count) % 3 == 2 else write(tier, [each])[0] for each in writes]
 
-    monkeypatch.setattr(DirectoryTier, "write_one", fails)
+    monkeypatch.setattr(DirectoryTier, "write_many", fails)
     done = engine.storage.batch_set_v1(keys, indices)
     monkeypatch.undo()
     assert 0 < done.count(False) < PAGES

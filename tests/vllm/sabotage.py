@@ -33,7 +33,7 @@ def lose_unpin_blocks() -> None:
 
 def hang_reads() -> None:
     """A device that does not answer: every read of the directory waits."""
-    _hang("read_one")
+    _hang("read_many")
 
 
 def hang_probes() -> None:
@@ -43,7 +43,7 @@ def hang_probes() -> None:
 
 def hang_writes() -> None:
     """Every write to the directory waits."""
-    _hang("write_one")
+    _hang("write_many")
 
 
 def code_all() -> None:
