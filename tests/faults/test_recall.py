@@ -33,15 +33,15 @@ from kvtier.config.loader import flat, override
 from kvtier.config.sections import Config, EventsConfig, HostConfig
 from kvtier.config.value_types import PrivateText
 from kvtier.core.cache import Cache
-from kvtier.core.inventory_schedule import Recalls
 from kvtier.core.limits import TierRules
+from kvtier.core.recall_schedule import Recalls
 from kvtier.errors import TierError
 from kvtier.keys.chain import Chain
 from kvtier.keys.key_source import KeySource, open_keys
 from kvtier.keys.keyring import Keyring, SealKey
 from kvtier.keys.object_names import object_names
 from kvtier.policy.registry import make_evictor
-from kvtier.runtime import tier_inventory
+from kvtier.runtime import tier_recall
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.deferred_tier import DeferredTier
@@ -172,8 +172,8 @@ def test_below_the_bound_the_newest_chains_come_whole(kind, tmp_path, monkeypatc
         for seed in range(1, 5):
             prefixes += write(config, texts, seeds=(seed,))
             time.sleep(0.02)
-        monkeypatch.setattr(tier_inventory, "CHUNKS_MAX", 9)  # of both groups; a prompt has five or six objects
-        monkeypatch.setattr(tier_inventory, "BATCH", 2)
+        monkeypatch.setattr(tier_recall, "CHUNKS_MAX", 9)  # of both groups; a prompt has five or six objects
+        monkeypatch.setattr(tier_recall, "BATCH", 2)
         got = learned(config)
         check_parents_first(got.records)
         assert [it.key for it in got.records[:CHUNKS]] == list(prefixes[-1].keys)
@@ -293,7 +293,7 @@ def test_whatever_heads_say_of_parents_only_whole_chains_come_parents_first(foun
             return False
         return depth == 0 if identity.parent is None else is_whole(by_name.get(identity.parent), depth - 1)
 
-    records = tier_inventory.records_of(by_name)
+    records = tier_recall.records_of(by_name)
     check_parents_first(records)
     assert {it.key for it in records} == {it.name for it in found if is_whole(it, it.depth)}
     assert all((it.tokens, it.extras, it.parent) == (b"1234", b"x", by_name[it.key].parent) for it in records)
@@ -440,8 +440,8 @@ def test_a_recall_that_hangs_delays_no_load_and_not_the_end(hanging):
 
 
 def test_a_recall_that_fails_is_tried_again_and_costs_the_tier_nothing(monkeypatch, caplog):
-    monkeypatch.setattr("kvtier.core.inventory_schedule.RETRY_S", 0.1)
-    monkeypatch.setattr("kvtier.core.inventory_schedule.ATTEMPTS_MAX", 100)  # however long this thread sleeps
+    monkeypatch.setattr("kvtier.core.recall_schedule.RETRY_S", 0.1)
+    monkeypatch.setattr("kvtier.core.recall_schedule.ATTEMPTS_MAX", 100)  # however long this thread sleeps
     memory, texts = MemoryTier(capacity_bytes=64 << 20), Texts()
     tier = Listing(memory)
     tier.failure = RuntimeError("of another package, at https://user:hunter2@host/list")
@@ -495,7 +495,7 @@ def missing(answer, chunk):
 @pytest.mark.parametrize("answer", [None, TierError("memory", "of another package")], ids=["absent", "error"])
 def test_what_a_recall_misses_is_read_again_and_holds_up_nothing_else(answer, chunk, monkeypatch):
     """A parent that another engine is still writing, and any head that could not be read."""
-    monkeypatch.setattr(tier_inventory, "PAUSES_S", (0.05,) * 600)
+    monkeypatch.setattr(tier_recall, "PAUSES_S", (0.05,) * 600)
     tier, prefix, texts, session = missing(answer, chunk)
     assert tier.asked.wait(WAIT_S)
     wait_until(lambda: len(texts.got) == chunk, "those before it", WAIT_S)
@@ -508,7 +508,7 @@ def test_what_a_recall_misses_is_read_again_and_holds_up_nothing_else(answer, ch
 
 @pytest.mark.parametrize("is_revoked", [True, False])
 def test_a_key_that_is_revoked_while_a_recall_waits_opens_nothing_more(is_revoked, monkeypatch):
-    monkeypatch.setattr(tier_inventory, "PAUSES_S", (0.02,) * 50 if is_revoked else (0.05,) * 600)
+    monkeypatch.setattr(tier_recall, "PAUSES_S", (0.02,) * 50 if is_revoked else (0.05,) * 600)
     tier, prefix, texts, session = missing(None, 1)
     wait_until(lambda: len(texts.got) == 1, "what comes before", WAIT_S)
     if is_revoked:
@@ -520,7 +520,7 @@ def test_a_key_that_is_revoked_while_a_recall_waits_opens_nothing_more(is_revoke
 
 
 def test_a_parent_that_never_comes_ends_no_later_than_the_pauses(monkeypatch):
-    monkeypatch.setattr(tier_inventory, "PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(tier_recall, "PAUSES_S", (0.01, 0.01))
     _, _, texts, session = missing(None, 1)
     wait_until(lambda: over(session._recalls), "the recall ends", WAIT_S)
     assert len(texts.got) == 1
@@ -548,7 +548,7 @@ def test_a_tier_that_opens_late_is_recalled_then(monkeypatch):
 
 
 def test_pages_are_small_and_in_order(monkeypatch):
-    monkeypatch.setattr(tier_inventory, "PAGE_BYTES", 200)
+    monkeypatch.setattr(tier_recall, "PAGE_BYTES", 200)
     memory, texts = MemoryTier(capacity_bytes=64 << 20), Texts()
     first = local(memory, texts, Engine(40))
     prefix = texts.prompt(bytes(32), 1, 10)

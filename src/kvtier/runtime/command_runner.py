@@ -24,7 +24,7 @@ from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.executor import Completion, Job, Work
 from kvtier.runtime.tier_encoding import RAW, StoredForm
-from kvtier.runtime.tier_inventory import TierRecall
+from kvtier.runtime.tier_recall import TierRecall
 from kvtier.runtime.worker_queues import Scratch
 from kvtier.tier.base import About, Read, Tier, Write, clear_frames
 from kvtier.tier.loan import Loan

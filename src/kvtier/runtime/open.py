@@ -12,8 +12,8 @@ from functools import partial
 from kvtier.codec.frame_header import EXTRAS_BYTES_MAX
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
-from kvtier.core.inventory_schedule import Recalls
 from kvtier.core.limits import Limits, TierRules, WritePolicy
+from kvtier.core.recall_schedule import Recalls
 from kvtier.device.copier import Copier
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import root_key

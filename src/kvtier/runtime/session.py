@@ -7,8 +7,8 @@ from functools import partial
 from typing import TypeVar
 
 from kvtier.core.cache import Cache
-from kvtier.core.inventory_schedule import Recalls
 from kvtier.core.load_budget import LoadBudget
+from kvtier.core.recall_schedule import Recalls
 from kvtier.core.survey import Survey
 from kvtier.core.tier_searches import ASK_AGAIN_S_MAX
 from kvtier.layout import Loss

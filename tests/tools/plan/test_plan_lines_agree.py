@@ -527,3 +527,11 @@ def test_a_share_of_reuse_that_the_inputs_have_leaves_the_curve_as_it_is():
         assert again.curve.tokens_held(residence_s, 1.0) == pytest.approx(
             found.curve.tokens_held(residence_s, 1.0), rel=0.05
         )
+
+
+def test_limits_of_gpu_memory_are_named_as_it_is_written():
+    """`str.capitalize` made "With gpu memory" of it."""
+    plan = planned("llama-3.3-70b", model__weights="fp8", traffic__users=120)
+    alone = replace(plan, ways=(plan.alone,))
+    assert plan.chosen.tiers
+    assert any(it.startswith("With GPU memory, the requested load, ") for it in conclusion(alone))

@@ -31,7 +31,7 @@ from kvtier.connect.vllm.requests import transfer_params
 from kvtier.connect.vllm.requests.account import RequestAccount
 from kvtier.connect.vllm.requests.history import RequestHistory
 from kvtier.connect.vllm.requests.kv_events import STORAGE, Events, Source
-from kvtier.core.inventory_schedule import Recalls
+from kvtier.core.recall_schedule import Recalls
 from kvtier.errors import TierError
 from kvtier.observe.metrics import Bound, Metrics
 from kvtier.runtime import locked_core
@@ -41,7 +41,7 @@ from kvtier.runtime.observers.journal import Journal
 from kvtier.runtime.observers.trace_recorder import Recorder
 from kvtier.runtime.observers.transfer_metrics import CommandCounters, Gauges, TierGauges
 from kvtier.runtime.open_object_store import open_object_store
-from kvtier.runtime.tier_inventory import TierRecall
+from kvtier.runtime.tier_recall import TierRecall
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.types import Outcome, RequestId
 

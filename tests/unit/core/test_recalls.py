@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.core.inventory_schedule import ATTEMPTS_MAX, POLL_S, RETRY_S, Recalls
+from kvtier.core.recall_schedule import ATTEMPTS_MAX, POLL_S, RETRY_S, Recalls
 from kvtier.types import Outcome, Recall
 
 DONE, FAILED = Outcome.DONE, Outcome.FAILED

@@ -27,7 +27,7 @@ _HARDWARE = ("gpu.", "host.", "disk.", "shared.", "software.")
 
 
 def verdict(plan: Plan) -> str:
-    """Explain how many users the given GPUs serve, and which tiers are worth buying for a full server.
+    """State how many users the given GPUs serve, and which tiers are worth buying for a full server.
 
     The requested load has no part in it, unless the hosts for this load share given totals of tiers.
     """
@@ -114,7 +114,7 @@ def _they_need(load: str) -> str:
 
 
 def _early_wear(plan: Plan, arm: Variant) -> str:
-    """Explain how long the drives of an arm last at the requested load, if that is less than the wanted life."""
+    """State how long the drives of an arm last at the requested load, if that is less than the wanted life."""
     years = (arm.need and arm.need.life_years) or math.inf
     if years >= plan.inputs.target.life_years:
         return ""
@@ -305,7 +305,7 @@ def _split_text(size: ModelInputs | PlannedSize) -> str:
 
 
 def size_text(deployment: Deployment) -> str:
-    """Explain how many GPUs share a copy of the model, and how many copies there are."""
+    """State how many GPUs share a copy of the model, and how many copies there are."""
     split, copies = _split_text(deployment.inputs.model), deployment.copies
     idle = deployment.inputs.gpu.count - deployment.used_gpus
     text = f"{split}, {'one copy' if copies == 1 else f'{copies:,} copies'}"
@@ -399,7 +399,7 @@ def conclusion(plan: Plan) -> list[str]:
             f"longer or prompts are computed. To raise it, change {first.raised_by}."
         )
     if over:
-        the = f"{beside[1:].capitalize()}, the" if beside else "The"
+        the = f"W{beside[2:]}, the" if beside else "The"
         sentences.append(f"{the} requested load, {in_words(plan, plan.requested_users)}, exceeds: {', '.join(over)}.")
     if plan.deployment.workload.is_any(binding.users):
         sentences += [_idle(plan, it) for it in plan.idle_tiers]
@@ -420,7 +420,7 @@ def _idle(plan: Plan, tier: PlannedTier) -> str:
 
 
 def wear(plan: Plan) -> list[str]:
-    """Explain how long drives last at the requested load, and which write policy makes them last long enough."""
+    """State how long drives last at the requested load, and which write policy makes them last long enough."""
     drives, target = plan.drives, plan.inputs.target
     if drives is None or drives.life_years >= target.life_years:
         return []

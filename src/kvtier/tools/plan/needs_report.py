@@ -163,7 +163,7 @@ def _needs_note(plan: Plan, names: Sequence[str]) -> str:
 
 
 def _windows(plan: Plan) -> str:
-    """Explain how many bytes a found token reads where layers have a window, which is less than it stores."""
+    """State how many bytes a found token reads where layers have a window, which is less than it stores."""
     model, tokens = plan.deployment.model, plan.deployment.workload.reusable_tokens
     read = (model.loaded_bytes(tokens) - model.state_bytes) / tokens if tokens else 0.0
     return (

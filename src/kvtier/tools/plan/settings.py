@@ -121,7 +121,7 @@ def _engines(deployment: Deployment) -> int:
 
 
 def _of_last_host(deployment: Deployment, kept: Collection[str]) -> Iterator[str]:
-    """Explain how much more an engine of the last host gets, if that host has fewer engines than the others."""
+    """State how much more an engine of the last host gets, if that host has fewer engines than the others."""
     engines, missing = _engines(deployment), _parts(deployment) - deployment.replicas
     if missing > 0 and {"host", "disk"} & {*kept}:
         last = engines - missing
