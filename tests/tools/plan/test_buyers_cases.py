@@ -40,10 +40,10 @@ def need(document, *tiers):
 
 
 def conversation(history=20_000, question=100, output=100, turns=10, system=0):
-    """Mean tokens of a query: prompt, and what an earlier query left in whole chunks of 256."""
+    """Mean tokens of a query in whole chunks of 256: those that an earlier one left, and those that it adds."""
     prompts = [system + history + question + turn * (question + output) for turn in range(turns)]
     stored = [(it + output) // 256 * 256 for it in prompts[:-1]]
-    return sum(prompts) / turns, sum(stored) / turns
+    return sum(stored) / turns, (prompts[-1] + output) // 256 * 256 / turns
 
 
 def gpu_bytes(count, memory, weights, copies):
@@ -60,14 +60,14 @@ def test_1_a_small_model_with_host_memory(answer):
     plan = answer("llama-3.1-8b --users 80 --tier host=1TiB --tp 1", *CERTAIN)
     found = need(plan, "host")
     token = 32 * 2 * 8 * 128 * 2
-    prompt, stored = conversation()
+    stored, new = conversation()
     assert (plan["bytes_per_token_stored"], found["gpus"], found["hosts"]) == (token, 8, 1)
     assert found["gpu_kv_bytes"] == pytest.approx(gpu_bytes(8, 80 * 2**30, 8e9 * 2, 8), rel=EXACT)
     assert found["tier_bytes"] == {"host": 2**40}
     assert found["read_bytes_per_s"]["host"] == pytest.approx(4 * stored * token, rel=EXACT)
     assert found["read_burst_bytes_per_s"]["host"] == pytest.approx(2 * 4 * stored * token, rel=EXACT)
-    assert found["write_bytes_per_s"]["host"] == pytest.approx(4 * (prompt - stored + 100) * token, rel=EXACT)
-    assert found["hit_rate"] == pytest.approx(stored / prompt, rel=EXACT)
+    assert found["write_bytes_per_s"]["host"] == pytest.approx(4 * new * token, rel=EXACT)
+    assert found["hit_rate"] == pytest.approx(stored / 21_000, rel=EXACT)
     assert found["output_tokens_per_s"] == 400
 
 
@@ -76,14 +76,14 @@ def test_2_a_large_model_above_what_fits(answer):
     plan = answer("llama-3.3-70b --users 500 --ttft 4s --set host.capacity_bytes=0", *CERTAIN)
     found, alone = need(plan, "disk"), need(plan)
     token = 80 * 2 * 8 * 128 * 2
-    prompt, stored = conversation()
+    stored, new = conversation()
     assert plan["is_overloaded"]
     assert found["users"] == alone["users"] == 500 <= found["users_at_most"]
     assert found["hosts"] == math.ceil(found["gpus"] / 8) > 1
     assert found["gpus"] < alone["gpus"]
     assert found["drives"] == 4 * found["hosts"]
     assert found["tier_bytes"]["disk"] == pytest.approx(found["drives"] * PM1753 * 0.9, rel=EXACT)
-    written = 25 * (prompt - stored + 100) * token
+    written = 25 * new * token
     assert found["read_bytes_per_s"]["disk"] == pytest.approx(25 * stored * token, rel=EXACT)
     assert found["write_bytes_per_s"]["disk"] == pytest.approx(written, rel=EXACT)
     assert found["drive_life_years"] == pytest.approx(drive_years(found["drives"], written), rel=EXACT)
@@ -101,8 +101,8 @@ def test_3_what_two_gpus_and_their_tiers_cost(answer):
     line = "qwen3-32b --gpu 2xh200-sxm --tp 2 --users 10 --ttft 5s --tier disk=3xpm1753 --tier host=500GB"
     plan = answer(line, *CERTAIN, *sets)
     token = 64 * 2 * 8 * 128 * 2
-    prompt, stored = conversation()
-    written = 0.5 * (prompt - stored + 100) * token
+    _, new = conversation()
+    written = 0.5 * new * token
     years = drive_years(3, written)
     worn = 3 * 2000 * max(4 / years - 1, 0)
     tiers = {(): 0, ("host",): 3_000, ("disk",): 6_000 + worn, ("host", "disk"): 9_000 + worn}
@@ -125,10 +125,10 @@ def test_4_one_latent_on_eight_ranks_is_stored_eight_times(answer):
     """DeepSeek-R1 keeps 61 x (512 + 64) numbers a token; all 8 ranks share one copy in a tier, or each stores them."""
     line = "deepseek-r1 --gpu 8xh200-sxm --weights fp8 --tp 8 --users 20 --interval 60s --tier disk=4xpm1753"
     each, shared = answer(line, *CERTAIN, "--set", "software.copies=0"), answer(line, *CERTAIN)
-    prompt, stored = conversation()
+    stored, new = conversation()
     for plan, copies in ((each, 8), (shared, 1)):
         token, found = copies * 61 * (512 + 64) * 2, need(plan, "disk")
-        written = 20 / 60 * (prompt - stored + 100) * token
+        written = 20 / 60 * new * token
         assert plan["bytes_per_token_stored"] == token
         assert found["read_bytes_per_s"]["disk"] == pytest.approx(20 / 60 * stored * token, rel=EXACT)
         assert found["write_bytes_per_s"]["disk"] == pytest.approx(written, rel=EXACT)
@@ -141,10 +141,10 @@ def test_5_windows_are_stored_in_every_chunk_and_loaded_once(answer):
     line = "gpt-oss-120b --weights fp4 --gpu 2xh100-sxm --tp 2 --users 30 --tier host=2TB"
     found = need(answer(line, *CERTAIN), "host")
     half = 18 * 2 * 8 * 64 * 2
-    prompt, stored = conversation()
+    stored, new = conversation()
     later = 9 / 10
     assert found["read_bytes_per_s"]["host"] == pytest.approx(1.5 * half * (stored + later * 128), rel=EXACT)
-    assert found["write_bytes_per_s"]["host"] == pytest.approx(1.5 * 1.5 * half * (prompt - stored + 100), rel=EXACT)
+    assert found["write_bytes_per_s"]["host"] == pytest.approx(1.5 * 1.5 * half * new, rel=EXACT)
 
 
 def test_6_a_hybrid_stores_a_snapshot_with_each_query(answer):
@@ -153,9 +153,9 @@ def test_6_a_hybrid_stores_a_snapshot_with_each_query(answer):
     found = need(answer(line, *CERTAIN), "host")
     token = 12 * 2 * 2 * 256 * 2
     state = 36 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)
-    prompt, stored = conversation()
+    stored, new = conversation()
     assert found["read_bytes_per_s"]["host"] == pytest.approx(2 * (stored * token + 0.9 * state), rel=EXACT)
-    assert found["write_bytes_per_s"]["host"] == pytest.approx(2 * ((prompt - stored + 100) * token + state), rel=EXACT)
+    assert found["write_bytes_per_s"]["host"] == pytest.approx(2 * (new * token + state), rel=EXACT)
 
 
 def test_7_the_room_for_a_share_of_the_hits(answer):
@@ -163,10 +163,10 @@ def test_7_the_room_for_a_share_of_the_hits(answer):
     line = "llama-3.1-8b --users 600 --interval 300s --history 40000 --turns 20 --system 0 --tier disk=10xpm1753"
     plan = answer(line, "--set", "traffic.interval_cv=0")
     prompts = [40_100 + turn * 200 for turn in range(20)]
-    held = 600 * (sum(prompts[1:]) / 19 + 100)
+    tokens, partial = sum(prompts[1:]) / 19 + 100, sum((it + 100) % 256 for it in prompts) / 20
     assert [it["tiers"] for it in plan["needs"]] == [[], ["disk"]]
-    for found in plan["needs"]:
-        assert found["kv_bytes_for_hits"] == pytest.approx(held * 131_072, rel=STAYS)
+    for found, held in zip(plan["needs"], (tokens, tokens - partial), strict=True):  # tiers store whole chunks
+        assert found["kv_bytes_for_hits"] == pytest.approx(600 * held * 131_072, rel=STAYS)
 
 
 def test_8_a_trace_gives_rate_and_reuse(answer, tmp_path):
@@ -186,7 +186,7 @@ def test_8_a_trace_gives_rate_and_reuse(answer, tmp_path):
     assert plan["traffic"]["input_tokens"] == 512 * 9
     assert plan["traffic"]["reusable_share"] == pytest.approx(8 / 18, rel=EXACT)
     assert found["read_bytes_per_s"]["host"] == pytest.approx(rate / 2 * 8 * 512 * token, rel=EXACT)
-    assert found["write_bytes_per_s"]["host"] == pytest.approx(rate * (512 * (9 - 4) + 50) * token, rel=EXACT)
+    assert found["write_bytes_per_s"]["host"] == pytest.approx(rate * (512 * (9 - 4) + 50 - 127.5) * token, rel=EXACT)
     assert f"queries/s fit on {found['gpus']} x h100-sxm" in plan["request"]
 
 
@@ -201,7 +201,8 @@ def test_9_gpus_that_are_too_slow_for_one_user(answer):
         copies = found["gpus"] // found["tp"]
         assert found["users"] == 100 <= found["users_at_most"]
         assert found["gpu_kv_bytes"] == pytest.approx(gpu_bytes(found["gpus"], 24 * 2**30, 16e9, copies), rel=EXACT)
-        written = 5 * (22_000 * (1 - found["hit_rate"]) + 100) * 131_072  # what is not found is new
+        partial = sum((22_100 - 900 + 200 * turn) % 256 for turn in range(10)) / 10
+        written = 5 * (22_000 * (1 - found["hit_rate"]) + 100 - partial) * 131_072  # what is not found is new
         assert list(found["write_bytes_per_s"].values()) == [pytest.approx(written, rel=EXACT)] * len(found["tiers"])
         hosts = "one host" if found["gpus"] <= 8 else f"{math.ceil(found['gpus'] / 8)} hosts"
         assert f" {found['gpus']} GPUs in {hosts}" in plan["request"]
@@ -211,8 +212,8 @@ def test_10_drives_for_the_wanted_life(answer):
     """Half of the load on average over a day doubles the life; seven years need drives in proportion."""
     line = "llama-3.3-70b --users 60 --tier disk=4xpm1753 --set target.life_years=7"
     full, half = answer(line, *CERTAIN), answer(line, *CERTAIN, "--set", "traffic.day_share=0.5")
-    prompt, stored = conversation()
-    written = 3 * (prompt - stored + 100) * 327_680
+    _, new = conversation()
+    written = 3 * new * 327_680
     years = drive_years(4, written)
     for plan, times in ((full, 1), (half, 2)):
         assert need(plan, "disk")["drive_life_years"] == pytest.approx(times * years, rel=EXACT)
@@ -226,8 +227,8 @@ def test_11_windows_longer_than_a_chunk_are_stored_in_full_and_loaded_in_part(an
     line = "gemma-3-12b --gpu l4 --weights fp8 --users 4 --interval 60s --ttft 20s"
     plan = answer(f"{line} --tier disk=1x3.84TB?read=6GB/s&write=3GB/s", *CERTAIN)
     found, layer = need(plan, "disk"), 2 * 8 * 256 * 2
-    prompt, stored = conversation()
-    written = 4 / 60 * (prompt - stored + 100) * 48 * layer
+    stored, new = conversation()
+    written = 4 / 60 * new * 48 * layer
     assert found["gpu_kv_bytes"] == pytest.approx(gpu_bytes(1, 24 * 2**30, 12e9, 1), rel=EXACT)
     read = 4 / 60 * (stored * 8 + 0.9 * 1024 * 40) * layer
     assert found["read_bytes_per_s"]["disk"] == pytest.approx(read, rel=EXACT)
@@ -245,8 +246,8 @@ def test_12_latents_and_states_of_several_hosts_on_one_total_of_drives(answer):
     more = "--question 1000 --answer 500 --ttft 4s --tier disk=200TB?read=400GB/s&write=200GB/s"
     found = need(answer(f"{line} {more}", *CERTAIN, *sets), "disk")
     token, state = 24 * (512 + 64) * 2, 69 * (96 * 128 * 128 * 4 + 3 * 3 * 96 * 128 * 2)
-    prompt, stored = conversation(30_000, 1000, 500, 20)
-    written = 5 * ((prompt - stored + 500) * token + state)
+    stored, new = conversation(30_000, 1000, 500, 20)
+    written = 5 * (new * token + state)
     years = drive_years(200 / 15.36, written)
     assert found["hosts"] == math.ceil(found["gpus"] / 8)
     assert (found["drives"], found["tier_bytes"]["disk"]) == (1, pytest.approx(180e12, rel=EXACT))
@@ -263,11 +264,11 @@ def test_13_a_store_that_many_hosts_share_costs_its_total(answer):
     sets = [part for it in EUROS.split() for part in ("--set", it)]
     more = "--question 300 --answer 400 --ttft 5s --tier shared_directory=2000TB?read=900GB/s&write=200GB/s"
     found, token = need(answer(f"{line} {more}", *CERTAIN, *sets), "shared"), 126 * 2 * 8 * 128 * 2
-    prompt, stored = conversation(12_000, 300, 400, 8)
+    stored, new = conversation(12_000, 300, 400, 8)
     assert found["tier_bytes"] == {"shared": 2000e12}
     assert found["hosts"] == found["gpus"] / 8 > 4
     assert found["read_bytes_per_s"]["shared"] == pytest.approx(20_000 / 600 * stored * token, rel=EXACT)
-    written = 20_000 / 600 * (prompt - stored + 400) * token
+    written = 20_000 / 600 * new * token
     assert found["write_bytes_per_s"]["shared"] == pytest.approx(written, rel=EXACT)
     assert found["price"] == pytest.approx(found["gpus"] * 28_000 + found["hosts"] * 45_000 + 2000 * 120, rel=EXACT)
     fixed, gpus = 1500 * found["hosts"], 750 * found["gpus"]

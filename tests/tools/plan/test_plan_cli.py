@@ -162,7 +162,8 @@ def test_the_text_fits_into_100_columns_and_begins_with_the_answer(capsys, argum
             ("--tier", "host=1GiB", "--tier", "disk=4xpm1753", "--set", "disk.write_bytes_per_s=5e7"),
             (
                 "No tier is worth buying for a full server: not host memory, because host memory holds 1.074 GB, less "
-                "than one conversation, and not local drives, because new KV is written too slowly, 2% of it in time."
+                "than one conversation, and not local drives, because new KV is written too slowly, 2% of it in time "
+                "at 288 users."
             ),
         ),
     ],

@@ -274,7 +274,7 @@ def heading(plan: Plan) -> str:
     """Model, GPUs and sizes in one line."""
     inputs, tiered, alone = plan.inputs, plan.tiered.deployment, plan.alone.deployment
     why = _why_size(plan)
-    sizes = f"{size_text(tiered)} with tiers{why}, {size_text(alone)} without"
+    sizes = f"{size_text(tiered)} {arm_name(plan.tiered)}{why}, {size_text(alone)} with {names_text(())}"
     if (tiered.inputs.model.tp, tiered.replicas) == (alone.inputs.model.tp, alone.replicas):
         sizes = f"{size_text(tiered)}{why}"
     if plan.chosen.need and plan.chosen.need.gpus != inputs.gpu.count:
@@ -320,7 +320,7 @@ def circumstances(plan: Plan) -> list[tuple[str, str]]:
     if model.duplication > 1:
         stored = model.duplication / model.delivered_ratio
         copies = f"; ranks that cannot split it hold {digits(model.duplication)} copies, a tier has {digits(stored)}"
-    stored_bytes = model.stored_bytes(load.session_tokens)
+    stored_bytes = model.stored_bytes(load.stored_tokens)
     own = f", {bytes_text(stored_bytes - load.prefix_tokens * model.token_bytes)} without the system prompt"
     conversation = f"{bytes_text(stored_bytes)} a conversation{own if load.prefix_tokens else ''}{copies}"
     ignored = ", ".join(deployment.basis.model.ignored)

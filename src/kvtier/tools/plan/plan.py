@@ -489,7 +489,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "replicas": deployment.replicas,
         "bytes_per_token_stored": deployment.model.token_bytes,
         "chunk_bytes": deployment.model.token_bytes * plan.inputs.software.chunk_tokens,
-        "session_bytes": deployment.model.stored_bytes(load.session_tokens),
+        "session_bytes": deployment.model.stored_bytes(load.stored_tokens),
         "gpu_kv_bytes_per_replica": deployment.kv_bytes,
         "prefill_gpu_s_per_token": prefill_s(deployment, load.input_tokens, load.input_tokens)
         * (deployment.server_gpus / load.input_tokens),

@@ -27,6 +27,8 @@ _TAIL_STEPS = 40
 _STORE_CLOSE = 1e-4
 _CHUNK_TOKENS = 8192
 """Tokens of a prompt that one step computes, by vLLM's default on these GPUs."""
+_FULL = 1e-9
+"""A server whose GPU has less time than this share left is full: the rest is rounding."""
 _USE_MAX = 0.99
 """Highest use of a pipe that the planner admits. At its whole bandwidth a queue would grow without end."""
 PipeUse = tuple[float, float]
@@ -148,8 +150,8 @@ def operate(deployment: Deployment, requests_per_s: float) -> OperatingPoint:
     prefill_mean, load_mean = _mean(classes, prefills), _mean(classes, loads)
     gpu_used = rate * (mean_s + decode_s)
     wait_s = ttft_s = busy = math.inf
-    if free > 0 and gpu_used < 1 and math.isfinite(load_mean):
-        busy = min(rate * mean_s / free, 1 - 1e-15)
+    if free > 0 and gpu_used < 1 - _FULL and math.isfinite(load_mean):
+        busy = rate * mean_s / free
         square = _mean(classes, [it * it for it in services])
         spread = (deployment.inputs.traffic.arrivals_cv2 + square / mean_s**2 - 1) / 2
         wait_s = max(spread, 0.0) * busy / (1 - busy) * mean_s / free
@@ -251,10 +253,10 @@ def _stored(
 ) -> tuple[list[RequestClass], float, dict[str, float]]:
     """Compute the classes of requests, the new KV in bytes per second, and how much of it each tier is given to write.
 
-    All computed KV, of prompt and answer, and the snapshots of recurrent states are written to every tier. A tier that
-    writes more slowly drops the rest. That share of its hits is computed, which makes more new KV, so the calculation
-    is repeated until it converges. Admission (``software.write_share``) takes KV that is reused first, so hits are lost
-    only if it admits less than the reused share.
+    All computed KV in whole chunks, of prompt and answer, and the snapshots of recurrent states are written to every
+    tier. A tier that writes more slowly drops the rest. That share of its hits is computed, which makes more new KV,
+    so the calculation is repeated until it converges. Admission (``software.write_share``) takes KV that is reused
+    first, so hits are lost only if it admits less than the reused share.
     """
     load, software = deployment.workload, deployment.inputs.software
     reused = load.kept_share or 1.0
@@ -264,9 +266,9 @@ def _stored(
     kept = admitted
     while True:
         classes = _request_classes(deployment, requests_per_s, residence_s, kept)
-        tokens = _mean(classes, [each.computed_tokens for each in classes]) + load.answer_tokens
+        tokens = _mean(classes, [each.computed_tokens for each in classes]) + load.answer_tokens - load.partial_tokens
         new = requests_per_s * (
-            tokens * deployment.model.token_bytes + software.snapshots * deployment.model.state_bytes
+            max(tokens, 0.0) * deployment.model.token_bytes + software.snapshots * deployment.model.state_bytes
         )
         given = {it.name: new * (1.0 if it.name == "host" else software.write_share) for it in deployment.tiers}
         before = kept

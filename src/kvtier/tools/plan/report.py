@@ -227,7 +227,7 @@ def _gains(plan: Plan) -> Table:
 
 
 def _sizes(plan: Plan) -> Table:
-    planned = {"GPU memory alone": plan.alone} | ({"with tiers": plan.tiered} if plan.deployment.tiers else {})
+    planned = {arm_name(it): it for it in (plan.alone, plan.tiered)}
     rows = [
         (
             size_name(size),
@@ -249,8 +249,9 @@ def _sizes(plan: Plan) -> Table:
 
 def _capacities(plan: Plan) -> Table:
     deployment = plan.chosen.need.deployment if plan.chosen.need else plan.deployment
-    tokens = deployment.workload.session_tokens
-    stored, held = deployment.model.stored_bytes(tokens), deployment.model.gpu_bytes(tokens)
+    load = deployment.workload
+    stored = deployment.model.stored_bytes(load.stored_tokens)
+    held = deployment.model.gpu_bytes(load.session_tokens)
     reuses = plan.inputs.software.gpu_reuse
     kept = "GPU memory keeps a part of it, so this is no size to buy. Reads are as if it had no hits. "
     counted = (

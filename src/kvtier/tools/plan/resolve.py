@@ -309,7 +309,7 @@ def _deployment(
         gpu_tokens=kv_bytes / session_bytes * load.session_tokens,
         batch=min(gpu.batch_max, int(kv_bytes / session_bytes)),
         tiers=_tiers(inputs),
-        tier_curve=load.curve.stored(model.token_bytes, software.snapshots * model.state_bytes),
+        tier_curve=load.curve.stored(load.stored_share * model.token_bytes, software.snapshots * model.state_bytes),
         sources=sources,
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from kvtier.report.format import decimal, time_text
+from kvtier.report.format import decimal, digits, time_text
 from kvtier.tools.plan.cost import Cost, cost, tier_prices, worn
 from kvtier.tools.plan.limits import best, highest_load, life_years, most_users
 from kvtier.tools.plan.queueing import GPU, operate
@@ -197,23 +197,23 @@ def why_not(deployment: Deployment, name: str) -> str:
         return f"only the system prompt repeats{held}"
     if not load.is_any(most * load.interval_s):
         return "no load is within the limits, with it or without"
-    if tier.capacity_bytes < deployment.model.stored_bytes(load.session_tokens):
+    if tier.capacity_bytes < deployment.model.stored_bytes(load.stored_tokens):
         return f"{holds} one conversation"
     if tier.capacity_bytes < above_bytes:
         counted = "" if place else " as tiers store it"
         return f"{holds} the {decimal(above_bytes)} that {TIER_NAMES[above]} holds{counted}"
-    point = operate(deployment, most)
+    point, unit = operate(deployment, most), "users" if load.has_users else "queries/s"
     if point.write_bytes_per_s[tier.name] * LEAST_GAIN < point.given_bytes_per_s[tier.name]:
         stored = point.write_bytes_per_s[tier.name] / point.given_bytes_per_s[tier.name]
-        return f"new KV is written too slowly, {stored:.0%} of it in time"
+        at_load = digits(load.counted(most * load.interval_s))
+        return f"new KV is written too slowly, {stored:.0%} of it in time at {at_load} {unit}"
     if point.read_bytes_per_s[tier.name] < point.wanted_bytes_per_s[tier.name] / 2:
         return "prompts compute faster than they load from it"
     if names[place + 1 :]:
         serve = "serve" if names[-1] == "disk" else "serves"
-        return f"{TIER_NAMES[names[-1]]} alone {serve} nearly as many {'users' if load.has_users else 'queries/s'}"
+        return f"{TIER_NAMES[names[-1]]} alone {serve} nearly as many {unit}"
     residence_s = point.residence_s[above] if above_bytes else 0.0
     if (within := load.curve.found_within(residence_s)) > _NEARLY_ALL:
-        unit = "users" if load.has_users else "queries/s"
         keep = "keep" if above == "disk" else "keeps"
         kept = f"{TIER_NAMES[above]} {keep} KV for {time_text(residence_s)} at the most {unit}"
         return f"{kept}, and {within:.1%} of the reuses come within that"

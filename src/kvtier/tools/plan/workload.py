@@ -132,6 +132,8 @@ class Workload:
     reusable_tokens: float
     """Tokens that a later request can reuse, including the prefix."""
     answer_tokens: float
+    partial_tokens: float
+    """Tokens after the last whole chunk of a prompt and its answer, which no tier stores."""
     longest_tokens: float
     """Tokens of the longest prompt with its answer."""
     kept_share: float
@@ -169,6 +171,17 @@ class Workload:
     def session_tokens(self) -> float:
         """Tokens of a conversation after a later query and its answer."""
         return self.later_tokens + self.answer_tokens
+
+    @property
+    def stored_tokens(self) -> float:
+        """The same in whole chunks, as tiers store them."""
+        return max(self.session_tokens - self.partial_tokens, 0.0)
+
+    @property
+    def stored_share(self) -> float:
+        """Share of a conversation's own tokens, without the system prompt, that are in whole chunks."""
+        own = self.session_tokens - self.prefix_tokens
+        return max(1 - self.partial_tokens / own, 0.0) if own else 1.0
 
 
 def workload(inputs: Inputs, trace: TraceSummary | None) -> Workload:
@@ -225,6 +238,7 @@ def _from_inputs(inputs: Inputs) -> Workload:
         prefix_tokens=prefix_tokens,
         reusable_tokens=sum(stored) / len(stored) if stored else 0.0,
         answer_tokens=float(traffic.answer_tokens),
+        partial_tokens=sum((prompt + traffic.answer_tokens) % chunk for prompt in prompts) / len(prompts),
         longest_tokens=float(prompts[-1] + traffic.answer_tokens),
         kept_share=1 - step / (prompts[-1] + traffic.answer_tokens) if stored else 0.0,
         curve=_lognormal(inputs, later_tokens + traffic.answer_tokens - prefix_tokens),
@@ -249,6 +263,7 @@ def _from_trace(inputs: Inputs, trace: TraceSummary) -> Workload:
         prefix_tokens=0.0,
         reusable_tokens=min(reusable, trace.input_tokens),
         answer_tokens=trace.output_tokens,
+        partial_tokens=min((inputs.software.chunk_tokens - 1) / 2, trace.input_tokens),  # lengths end anywhere
         longest_tokens=trace.longest_tokens,
         kept_share=trace.kept_share if trace.curve else 1 - first_share,
         curve=trace.curve or _lognormal(inputs, trace.input_tokens + trace.output_tokens),
