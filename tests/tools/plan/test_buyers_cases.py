@@ -163,9 +163,9 @@ def test_7_the_room_for_a_share_of_the_hits(answer):
     line = "llama-3.1-8b --users 600 --interval 300s --history 40000 --turns 20 --system 0 --tier disk=10xpm1753"
     plan = answer(line, "--set", "traffic.interval_cv=0")
     prompts = [40_100 + turn * 200 for turn in range(20)]
-    tokens, partial = sum(prompts[1:]) / 19 + 100, sum((it + 100) % 256 for it in prompts) / 20
+    left, whole = (sum((it + 100) // chunk * chunk for it in prompts) / 20 for chunk in (1, 256))
     assert [it["tiers"] for it in plan["needs"]] == [[], ["disk"]]
-    for found, held in zip(plan["needs"], (tokens, tokens - partial), strict=True):  # tiers store whole chunks
+    for found, held in zip(plan["needs"], (left, whole), strict=True):  # tiers store whole chunks
         assert found["kv_bytes_for_hits"] == pytest.approx(600 * held * 131_072, rel=STAYS)
 
 

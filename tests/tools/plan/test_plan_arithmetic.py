@@ -80,13 +80,13 @@ def simulated_lru(rng, users, capacity_sessions, mean_s, cv, turns, accesses):
 @pytest.mark.parametrize(("cv", "capacity"), [(0.5, 60), (1.0, 100), (1.7, 40), (1.7, 120), (1.7, 250)])
 def test_the_reuse_curve_matches_a_simulated_lru_cache(cv, capacity):
     """200 users with conversations of equal size; `capacity` of them fit."""
-    curve = lognormal_curve(30.0, cv, tokens=1.0, last_share=1 / 8)
+    curve = lognormal_curve(30.0, cv, tokens=1.0, last_tokens=1.0, last_share=1 / 8)
     found = curve.found_within(curve.residence(capacity, 200 / 30.0))
     assert found == pytest.approx(simulated_lru(random.Random(3), 200, capacity, 30.0, cv, 8, 60_000), abs=0.03)
 
 
 def test_users_with_fixed_intervals_hit_always_or_never():
-    curve = lognormal_curve(20.0, 0.0, tokens=1.0, last_share=0.1)
+    curve = lognormal_curve(20.0, 0.0, tokens=1.0, last_tokens=1.0, last_share=0.1)
     assert [curve.found_within(curve.residence(users, 10.0)) for users in (150, 199, 201, 400)] == [0, 0, 1, 1]
 
 

@@ -195,7 +195,7 @@ def test_slow_drives_cost_no_users(capsys):
     slow = json.loads(output(capsys, MODEL, "--set", "disk.read_bytes_per_s=100e6", "--json"))
     assert slow["tiered"]["users_at_all_limits"] >= slow["alone"]["users_at_all_limits"]
     less = json.loads(output(capsys, MODEL, "--tier", "disk=4xpm1753", "--set", "disk.read_bytes_per_s=4e9", "--json"))
-    assert any("drive bandwidth is short in bursts" in it for it in less["conclusion"])
+    assert any("drive bandwidth is short (" in it for it in less["conclusion"])
 
 
 @pytest.mark.usefixtures("quick")
@@ -205,7 +205,7 @@ def test_the_size_that_serves_most_users_is_planned_for_each_arm(capsys):
     assert (plan["tp_with_tiers"], plan["tp_without_tiers"]) == (8, 8)
     assert plan["inputs"]["model.tp"]["from"] == "the smallest size that serves most users"
     by_tp = {it["tp"]: (int(it["users_without_tiers"]), int(it["users_with_tiers"])) for it in plan["sizes"]}
-    assert by_tp == {2: (5, 9), 4: (39, 51), 8: (53, 66)}
+    assert by_tp == {2: (5, 9), 4: (38, 51), 8: (53, 66)}
     assert (int(plan["users_without_tiers"]), int(plan["users_with_tiers"])) == by_tp[8]
     fixed = json.loads(output(capsys, "llama-3.3-70b", "--tp", "4", "--json"))
     assert (fixed["tp_with_tiers"], fixed["tp_without_tiers"]) == (4, 4)

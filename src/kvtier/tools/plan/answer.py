@@ -17,7 +17,7 @@ from kvtier.report.format import (
 )
 from kvtier.tools.plan.hardware import COUNT_MAX
 from kvtier.tools.plan.inputs import SETTINGS, ModelInputs
-from kvtier.tools.plan.limits import FIRST_TOKEN, TPOT, TTFT, TTFT_P95, is_served
+from kvtier.tools.plan.limits import FIRST_TOKEN, TPOT, TTFT, TTFT_P95, is_served, most_users
 from kvtier.tools.plan.plan import Plan, PlannedTier, Variant
 from kvtier.tools.plan.queueing import GPU
 from kvtier.tools.plan.resolve import SEARCHED, Deployment, given_totals, of_each_host
@@ -322,7 +322,7 @@ def circumstances(plan: Plan) -> list[tuple[str, str]]:
         copies = f"; ranks that cannot split it hold {digits(model.duplication)} copies, a tier has {digits(stored)}"
     stored_bytes = model.stored_bytes(load.stored_tokens)
     own = f", {bytes_text(stored_bytes - load.prefix_tokens * model.token_bytes)} without the system prompt"
-    conversation = f"{bytes_text(stored_bytes)} a conversation{own if load.prefix_tokens else ''}{copies}"
+    conversation = f"{bytes_text(stored_bytes)} a finished conversation{own if load.prefix_tokens else ''}{copies}"
     ignored = ", ".join(deployment.basis.model.ignored)
     bursts = [f"the busiest 10 s of the trace have {load.burst:.1f} times its average"] if load.burst else []
     return [
@@ -395,7 +395,7 @@ def conclusion(plan: Plan) -> list[str]:
     if reserves:
         first = reserves[0]
         sentences.append(
-            f"From {in_words(plan, first.users)} on, {first.name} is short in bursts, so that loads take "
+            f"From {in_words(plan, first.users)} on, {first.name} is short ({first.meaning}), so that loads take "
             f"longer or prompts are computed. To raise it, change {first.raised_by}."
         )
     if over:
@@ -431,14 +431,27 @@ def wear(plan: Plan) -> list[str]:
         is_selective = drives.write_policy == "selective"
         by = f"writing KV at its second use, {share} of it" if is_selective else f"a write budget of {share} of new KV"
     if drives.write_share and not is_served(plan.planned_users, drives.users):
-        by += f" (then {in_words(plan, drives.users)} within all limits)"
+        by += f" (then {in_words(plan, drives.users)} within all limits{without_drives(plan)})"
     life = time_text(drives.life_years * YEAR_S)
+    deployment = plan.chosen.need.deployment if plan.chosen.need else plan.deployment
+    if deployment.replicas % (most := deployment.host_engines):
+        full_s = drives.life_years * YEAR_S * deployment.replicas / (most * deployment.hosts)
+        life += f" on average, and {time_text(full_s)} in a host with {most} of the {deployment.replicas:,} engines"
     return [
         (
             f"At {shown_load(plan)} the drives last {life}. {target.life_years:g} years need {by}, or "
             f"{counted(drives.drives_for_life, 'drive')}."
         )
     ]
+
+
+def without_drives(plan: Plan) -> str:
+    """State the users of the same GPUs without drives, if a write budget leaves little of what drives gain."""
+    deployment = plan.chosen.need.deployment if plan.chosen.need else plan.deployment
+    names = {it.name for it in deployment.tiers} - {"disk"}
+    users = most_users(deployment.only(names))
+    is_little = plan.drives is not None and plan.drives.users < users * LEAST_GAIN
+    return f", against {load_text(plan, users)} without drives" if is_little else ""
 
 
 def shown_load(plan: Plan) -> str:

@@ -132,7 +132,7 @@ def rules(deployment: Deployment) -> list[LimitRule]:
         ),
         LimitRule(
             "load stream",
-            "from a host to its GPUs",
+            "from a host to its GPUs, on average",
             "software.load_bytes_per_s, gpu.link_bytes_per_s, gpu.count",
             lambda it, point: sum(point.wanted_bytes_per_s.values()) / it.replicas / it.load_bytes_per_s,
             is_reserve=True,

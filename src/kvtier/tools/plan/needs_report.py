@@ -15,7 +15,7 @@ from kvtier.report.format import (
     time_text,
 )
 from kvtier.report.table import Table
-from kvtier.tools.plan.answer import arm_name, in_words, load_unit, shown_load, with_energy
+from kvtier.tools.plan.answer import arm_name, in_words, load_unit, shown_load, with_energy, without_drives
 from kvtier.tools.plan.cost import worn
 from kvtier.tools.plan.inputs import ModelInputs
 from kvtier.tools.plan.limits import is_served
@@ -146,8 +146,9 @@ def _needs_note(plan: Plan, names: Sequence[str]) -> str:
             it and it.life_years and it.deployment.inputs.disk.count < it.deployment.hosts for it in needs
         ),
         "A tier that keeps KV for many pauses keeps it unused for its capacity / (new conversations a second x KV of "
-        "one without the system prompt), less the pauses of a conversation.": names
-        and plan.deployment.workload.has_users,
+        "a finished one without the system prompt), less the pauses of a conversation.": names
+        and plan.deployment.workload.has_users
+        and inputs.traffic.reuse is None,
         _windows(plan): names and any(math.isfinite(it.last_tokens) for it in plan.deployment.model.spans),
         _snapshots(plan): names and plan.deployment.model.state_bytes,
         "Shared storage is as fast here as the network adapters of the hosts; state what yours reads and writes with "
@@ -249,7 +250,9 @@ def drives_table(plan: Plan, drives: DriveLoad) -> Table:
             f"{digits(disk.count / years)} a year{kept}. Or buy {counted(buy, 'drive')}{bought}: {needs}"
         )
         if drives.write_policy != "through":
-            serves = f", which serves {in_words(plan, drives.users)}" if drives.write_share else ""
+            serves = (
+                f", which serves {in_words(plan, drives.users)}{without_drives(plan)}" if drives.write_share else ""
+            )
             note += f" Or keep these and {_lasting_writes(plan, drives)}{serves}."
     if not plan.bought:
         note = f"If drives are bought all the same, {note[0].lower()}{note[1:]}"

@@ -251,11 +251,12 @@ def _capacities(plan: Plan) -> Table:
     deployment = plan.chosen.need.deployment if plan.chosen.need else plan.deployment
     load = deployment.workload
     stored = deployment.model.stored_bytes(load.stored_tokens)
-    held = deployment.model.gpu_bytes(load.session_tokens)
+    held = deployment.model.gpu_bytes(load.longest_tokens if load.has_users else load.session_tokens)
     reuses = plan.inputs.software.gpu_reuse
     kept = "GPU memory keeps a part of it, so this is no size to buy. Reads are as if it had no hits. "
+    prompt = "The hit rate counts the shared system prompt of every query, the reads only that of hits."
     counted = (
-        f" KV is as {'tiers store' if deployment.tiers else 'GPU memory holds'} it: a conversation takes "
+        f" KV is as {'tiers store' if deployment.tiers else 'GPU memory holds'} it: a finished conversation takes "
         f"{bytes_text(stored)} in tiers"
         + (f" and, between its queries, {bytes_text(held)} in GPU memory." if reuses else ".")
     )
@@ -276,8 +277,7 @@ def _capacities(plan: Plan) -> Table:
         rows,
         numeric=6,
         title=f"KV for a share of the possible hits, at {in_words(plan, plan.requested_users)}",
-        note=f"{kept if reuses else ''}The hit rate counts the shared system prompt of every "
-        "query, the reads only that of hits."
+        note=f"{kept if reuses else ''}{prompt if load.prefix_tokens else ''}"
         f"{'' if math.isclose(stored, held, rel_tol=0.01) else counted}",
     )
 
@@ -298,7 +298,7 @@ def _limits(plan: Plan) -> Table:
     columns = ("limit", "meaning", f"met at {load_unit(plan)}", "load / limit", "")
     note = f"The load is {load}. Ratios are those of the unrounded figures. "
     if plan.deployment.tiers:
-        note += "Reserve: bandwidth for bursts. Where it is short, loads take longer or prompts are computed."
+        note += "Reserve: bandwidth. Where it is short, loads take longer or prompts are computed."
     title = f"Limits of {gpus_text(plan, plan.inputs.gpu.count)} with {names_text(plan.tiered.tiers)}"
     return Table(columns, rows, numeric=3, title=title, note=note.strip())
 

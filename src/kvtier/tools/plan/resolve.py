@@ -152,6 +152,11 @@ class Deployment:
         """Hosts that contain the GPUs."""
         return -(-self.inputs.gpu.count // self.inputs.host.gpus)
 
+    @property
+    def host_engines(self) -> int:
+        """Engines that a full host has room for, at most all of them; 1 if an engine needs several hosts."""
+        return min(self.replicas, max(self.inputs.host.gpus // self.server_gpus, 1))
+
     def step_weight_bytes(self, batch: float) -> float:
         """Weights that one server reads in a decode step of `batch` requests.
 
@@ -309,7 +314,7 @@ def _deployment(
         gpu_tokens=kv_bytes / session_bytes * load.session_tokens,
         batch=min(gpu.batch_max, int(kv_bytes / session_bytes)),
         tiers=_tiers(inputs),
-        tier_curve=load.curve.stored(load.stored_share * model.token_bytes, software.snapshots * model.state_bytes),
+        tier_curve=load.stored_curve.stored(model.token_bytes, software.snapshots * model.state_bytes),
         sources=sources,
     )
 

@@ -7,7 +7,7 @@ share. Paths are examples.
 from collections.abc import Collection, Iterator
 
 from kvtier.report.format import bytes_text, counted
-from kvtier.tools.plan.answer import in_words, load_text, shown_load, size_text
+from kvtier.tools.plan.answer import in_words, shown_load, size_text
 from kvtier.tools.plan.limits import is_served
 from kvtier.tools.plan.plan import Plan
 from kvtier.tools.plan.resolve import Deployment
@@ -41,7 +41,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     parts = _parts(deployment)
     host = inputs.host.capacity_bytes // parts // _MIB * _MIB if "host" in kept else 0
     if host:
-        yield from ("[host]", f"capacity_bytes = {_size(host)}", "")
+        shared = " # of an engine, whose ranks share one copy" * (_storing_ranks(deployment) < deployment.server_gpus)
+        yield from ("[host]", f"capacity_bytes = {_size(host)}{shared}", "")
     yield from ("[store]", f"chunk_tokens = {software.chunk_tokens}")
     if shared_bytes:
         yield 'secret_file = "/etc/kvtier/secret" # the same for all engines'
@@ -85,9 +86,9 @@ def _budget(plan: Plan, drives: DriveLoad, deployment: Deployment) -> Iterator[s
         yield line
     else:
         yield f"# {line}"
-        before = f"without it {load_text(plan, plan.planned_users)} for {drives.life_years:.3g} years"
+        before = f"without it {drives.life_years:.3g} years at {in_words(plan, plan.planned_users)}"
         without = ", without a reserve" * (spends_reserve and is_served(users, drives.users))
-        yield f"# and serve {in_words(plan, drives.users)}{without}; {before}"
+        yield f"# and serve at most {in_words(plan, drives.users)}{without}; {before}"
 
 
 def _remarks(plan: Plan) -> Iterator[str]:
@@ -112,21 +113,16 @@ def _storing_ranks(deployment: Deployment) -> int:
 
 def _parts(deployment: Deployment) -> int:
     """Return the number of parts of all hosts' tiers: one per engine that a full host has room for."""
-    return -(-deployment.used_gpus // deployment.inputs.host.gpus) * _engines(deployment)
-
-
-def _engines(deployment: Deployment) -> int:
-    """Return the number of engines that a full host has room for, at most all of them."""
-    return min(deployment.replicas, max(deployment.inputs.host.gpus // deployment.server_gpus, 1))
+    return -(-deployment.used_gpus // deployment.inputs.host.gpus) * deployment.host_engines
 
 
 def _of_last_host(deployment: Deployment, kept: Collection[str]) -> Iterator[str]:
     """State how much more an engine of the last host gets, if that host has fewer engines than the others."""
-    engines, missing = _engines(deployment), _parts(deployment) - deployment.replicas
+    engines, missing = deployment.host_engines, _parts(deployment) - deployment.replicas
     if missing > 0 and {"host", "disk"} & {*kept}:
         last = engines - missing
         yield f"# the last host has {counted(last, 'engine')} instead of {engines}; each of its engines gets"
-        yield f"# {engines / last:.3g} times these bytes of host memory and drives"
+        yield f"# {engines / last:.3g} times these bytes of host memory and drives, and of writes a day"
 
 
 def _size(count: int) -> str:

@@ -70,11 +70,10 @@ def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
     """Compute the capacity and reads that a share of the possible hits needs at the requested load."""
     load, model = deployment.workload, deployment.model
     residence_s = load.curve.residence_for(hit_share) if load.has_returns else 0.0
-    own_tokens = load.curve.tokens_held(residence_s, load.requests_per_s)
-    tokens = own_tokens + load.prefix_tokens
+    curve = load.stored_curve if deployment.tiers else load.curve
+    tokens = curve.tokens_held(residence_s, load.requests_per_s) + load.prefix_tokens
     size = tokens * model.gpu_bytes(load.session_tokens) / load.session_tokens
     if deployment.tiers:
-        tokens = own_tokens * load.stored_share + load.prefix_tokens
         size = deployment.tier_curve.tokens_held(residence_s, load.requests_per_s)
         size += load.prefix_tokens * model.token_bytes
     hit_requests = (1 - load.first_share) * hit_share

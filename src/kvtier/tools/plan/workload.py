@@ -134,11 +134,15 @@ class Workload:
     answer_tokens: float
     partial_tokens: float
     """Tokens after the last whole chunk of a prompt and its answer, which no tier stores."""
+    stored_tokens: float
+    """Tokens of a finished conversation that tiers store: whole chunks."""
     longest_tokens: float
     """Tokens of the longest prompt with its answer."""
     kept_share: float
     """Share of new KV that a later request reuses. A write policy that waits for the second use writes this share."""
     curve: ReuseCurve
+    stored_curve: ReuseCurve
+    """The curve in whole chunks, as tiers store them."""
     burst: float | None
     """Load at the busiest time, divided by the average; None without a trace."""
     notes: tuple[str, ...]
@@ -172,17 +176,6 @@ class Workload:
         """Tokens of a conversation after a later query and its answer."""
         return self.later_tokens + self.answer_tokens
 
-    @property
-    def stored_tokens(self) -> float:
-        """The same in whole chunks, as tiers store them."""
-        return max(self.session_tokens - self.partial_tokens, 0.0)
-
-    @property
-    def stored_share(self) -> float:
-        """Share of a conversation's own tokens, without the system prompt, that are in whole chunks."""
-        own = self.session_tokens - self.prefix_tokens
-        return max(1 - self.partial_tokens / own, 0.0) if own else 1.0
-
 
 def workload(inputs: Inputs, trace: TraceSummary | None) -> Workload:
     """Build the workload from the trace if there is one, or else from the inputs.
@@ -206,8 +199,10 @@ def workload(inputs: Inputs, trace: TraceSummary | None) -> Workload:
     later = share * measured.input_tokens / (1 - first_share) if share else 0.0
     reusable = min(later, measured.later_tokens)
     found = replace(measured, first_share=first_share, prefix_tokens=0.0, reusable_tokens=reusable)
-    curve = measured.curve.of_reuse((1 - first_share) * reusable, found.input_tokens + found.answer_tokens)
-    return replace(found, curve=curve)
+    reused, tokens = (1 - first_share) * reusable, found.input_tokens + found.answer_tokens
+    whole = max(tokens - found.partial_tokens, reused)
+    curve, stored = measured.curve.of_reuse(reused, tokens), measured.curve.of_reuse(reused, whole)
+    return replace(found, curve=curve, stored_curve=stored)
 
 
 def without_effect(trace: TraceSummary | None) -> tuple[str, ...]:
@@ -224,7 +219,9 @@ def _from_inputs(inputs: Inputs) -> Workload:
     step = traffic.question_tokens + traffic.answer_tokens
     prompts = [begin + turn * step for turn in range(traffic.turns)]
     # A later prompt finds the previous prompt and its answer in the store, in whole chunks.
-    stored = [(prompt + traffic.answer_tokens) // chunk * chunk for prompt in prompts[:-1]]
+    left = [prompt + traffic.answer_tokens for prompt in prompts]
+    whole = [tokens // chunk * chunk for tokens in left]
+    stored = whole[:-1]
     later = prompts[1:] or prompts
     later_tokens = sum(later) / len(later)
     prefix_tokens = float(traffic.prefix_tokens // chunk * chunk)
@@ -238,10 +235,12 @@ def _from_inputs(inputs: Inputs) -> Workload:
         prefix_tokens=prefix_tokens,
         reusable_tokens=sum(stored) / len(stored) if stored else 0.0,
         answer_tokens=float(traffic.answer_tokens),
-        partial_tokens=sum((prompt + traffic.answer_tokens) % chunk for prompt in prompts) / len(prompts),
-        longest_tokens=float(prompts[-1] + traffic.answer_tokens),
-        kept_share=1 - step / (prompts[-1] + traffic.answer_tokens) if stored else 0.0,
-        curve=_lognormal(inputs, later_tokens + traffic.answer_tokens - prefix_tokens),
+        partial_tokens=(sum(left) - sum(whole)) / len(left),
+        stored_tokens=float(whole[-1]),
+        longest_tokens=float(left[-1]),
+        kept_share=1 - step / left[-1] if stored else 0.0,
+        curve=_lognormal(inputs, [tokens - prefix_tokens for tokens in left]),
+        stored_curve=_lognormal(inputs, [tokens - prefix_tokens for tokens in whole]),
         burst=None,
         notes=(),
     )
@@ -253,6 +252,9 @@ def _from_trace(inputs: Inputs, trace: TraceSummary) -> Workload:
         raise ConfigError(f"trace {trace.path} has no block ids, so its reuse is unknown; set traffic.reuse (--reuse)")
     first_share = trace.first_share if trace.curve else 1 / inputs.traffic.turns
     reusable = trace.reusable_tokens / (1 - first_share) if first_share < 1 else 0.0
+    tokens = trace.input_tokens + trace.output_tokens
+    partial = min((inputs.software.chunk_tokens - 1) / 2, trace.input_tokens)  # lengths end anywhere
+    curve = trace.curve or _lognormal(inputs, [tokens])
     return Workload(
         interval_s=1.0 if trace.curve else inputs.traffic.interval_s,
         requests_per_s=inputs.traffic.load * trace.requests / trace.duration_s,
@@ -263,22 +265,31 @@ def _from_trace(inputs: Inputs, trace: TraceSummary) -> Workload:
         prefix_tokens=0.0,
         reusable_tokens=min(reusable, trace.input_tokens),
         answer_tokens=trace.output_tokens,
-        partial_tokens=min((inputs.software.chunk_tokens - 1) / 2, trace.input_tokens),  # lengths end anywhere
+        partial_tokens=partial,
+        stored_tokens=tokens - partial,
         longest_tokens=trace.longest_tokens,
         kept_share=trace.kept_share if trace.curve else 1 - first_share,
-        curve=trace.curve or _lognormal(inputs, trace.input_tokens + trace.output_tokens),
+        curve=curve,
+        stored_curve=curve.stored(1 - partial / tokens, 0.0),
         burst=trace.burst,
         notes=trace.notes,
     )
 
 
-def _lognormal(inputs: Inputs, tokens: float) -> ReuseCurve:
-    traffic = inputs.traffic
-    return lognormal_curve(traffic.interval_s, traffic.interval_cv, tokens=tokens, last_share=1 / traffic.turns)
+def _lognormal(inputs: Inputs, left: Sequence[float]) -> ReuseCurve:
+    """Build the curve of conversations whose queries leave these tokens, the last query the last ones."""
+    traffic, earlier = inputs.traffic, left[:-1] or left
+    return lognormal_curve(
+        traffic.interval_s,
+        traffic.interval_cv,
+        tokens=sum(earlier) / len(earlier),
+        last_share=1 / traffic.turns,
+        last_tokens=left[-1],
+    )
 
 
 @lru_cache(maxsize=64)
-def lognormal_curve(mean_s: float, cv: float, *, tokens: float, last_share: float) -> ReuseCurve:
+def lognormal_curve(mean_s: float, cv: float, *, tokens: float, last_share: float, last_tokens: float) -> ReuseCurve:
     """Build the curve of conversations with log-normal pauses.
 
     Measured pauses are log-normal: Mooncake's conversation trace has 114, 519 and 1,578 s at 50, 90 and 99 %, a
@@ -287,8 +298,9 @@ def lognormal_curve(mean_s: float, cv: float, *, tokens: float, last_share: floa
     Args:
         mean_s: mean pause between two queries of a conversation.
         cv: standard deviation over mean of the pauses; 0 means all are equal.
-        tokens: tokens that a request occupies.
-        last_share: share of requests that are the last of their conversation, whose tokens are never reused.
+        tokens: tokens that a request occupies until the next one of its conversation.
+        last_share: share of requests that are the last of their conversation.
+        last_tokens: tokens that such a request occupies, which are never reused.
     """
     if cv < _CV_LEAST:
         times = [*_grid(mean_s * 1e-3, mean_s * (1 - 1e-9), _STEPS // 2), *_grid(mean_s, mean_s * 1e7, _STEPS // 2)]
@@ -304,7 +316,10 @@ def lognormal_curve(mean_s: float, cv: float, *, tokens: float, last_share: floa
             mean_s * shifted.cdf((math.log(time) - pauses.mean - sigma**2) / sigma) + time * (1 - share)
             for time, share in zip(times, found, strict=True)
         ]
-    held = [tokens * ((1 - last_share) * stay + last_share * time) for time, stay in zip(times, live, strict=True)]
+    held = [
+        (1 - last_share) * tokens * stay + last_share * last_tokens * time
+        for time, stay in zip(times, live, strict=True)
+    ]
     return ReuseCurve(residence_s=(0.0, *times), found=(0.0, *found), held_token_s=(0.0, *held))
 
 
