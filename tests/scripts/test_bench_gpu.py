@@ -140,6 +140,7 @@ def test_every_program_runs_on_the_cpu_and_its_record_is_complete(tmp_path: Path
 
 @needs_engine
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.timeout(620)
 @pytest.mark.parametrize("first", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_dry_run_of_what_a_machine_with_a_gpu_would_run(first: int, tmp_path: Path) -> None:

@@ -36,10 +36,12 @@ STEP_MIN = 2.0**-100
 """Smallest step. Its inverse is finite, and no product of it is denormal."""
 BIAS = 127
 """The exponent field of 1 in float32."""
-SHIFT_MIN, SHIFT_MAX = 2, 31
-"""Range of exponents of scales, up or down."""
+SHIFT_MAX = 31
+"""Largest exponent of a scale, up or down."""
 OCTAVE = 1 << 23
-"""Difference between the bits of a number in float32 and of its double."""
+"""Difference between the bits of a number in float32 and of its double. Tokens that differ by less have no scale."""
+USUAL = OCTAVE * 3 // 4
+"""Tokens that differ by no more are compared with others: coding moves none of them beyond an octave."""
 OTHERS = 32
 """Tokens, in places divisible by it, among which a token that was coded before is sought."""
 COPIED = 4

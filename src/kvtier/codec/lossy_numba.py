@@ -28,9 +28,9 @@ from kvtier.codec.lossy import (
     OCTAVE,
     OTHERS,
     SHIFT_MAX,
-    SHIFT_MIN,
     STEP_MIN,
     TOLERANCES,
+    USUAL,
     Array,
     Form,
 )
@@ -277,6 +277,25 @@ def _scales(stored: Array, shape: _Shape) -> Array:
     return found
 
 
+@njit(inline="always")
+def _was_coded(numbers: Array, largest: Array, places: Array, shape: _Shape) -> bool:
+    """Return whether the first group of the first head has no more different numbers in a channel than codes."""
+    levels = 1 << shape.bits
+    found = np.zeros(levels, f32)
+    for c in range(shape.channels):
+        count = 0
+        for token in range(min(shape.token_group, shape.tokens)):
+            if abs(largest[token]) <= USUAL:
+                number, place = f32(_number(numbers[shape.origin + places[token] + c])), 0
+                while place < count and found[place] != number:
+                    place += 1
+                if place == levels:
+                    return False
+                found[place] = number
+                count = max(count, place + 1)
+    return True
+
+
 @_kernel([types.void(it, types.Array(types.uint8, 1, "C"), _PLACES, _SHAPE) for it in _NUMBERS])
 def _choose(numbers: Array, stored: Array, places: Array, shape: _Shape) -> None:  # noqa: C901
     """Write the exponents of the tokens' scales, as `lossy_torch` does."""
@@ -290,19 +309,19 @@ def _choose(numbers: Array, stored: Array, places: Array, shape: _Shape) -> None
                 most = max(most, i32(f32(_number(row[c])).view(i32) & i32(0x7FFFFFFF)))
             largest[token] = max(largest[token], most)
     largest -= np.sort(largest)[tokens // 2]
-    is_found = np.zeros(channels, u8)
+    is_found, was_coded = np.zeros(channels, u8), _was_coded(numbers, largest, places, shape)
     for token in range(tokens):
         octaves = largest[token]
         near = min(max((octaves + OCTAVE // 2) >> 23, -SHIFT_MAX), SHIFT_MAX)
-        chosen, most = near if abs(near) >= SHIFT_MIN else 0, channels // COPIED
-        if abs(octaves) > OCTAVE:
+        chosen, most = near if abs(octaves) >= OCTAVE else 0, channels // COPIED
+        if was_coded and abs(octaves) > USUAL:
             row = numbers[shape.origin + places[token] : shape.origin + places[token] + channels]
             for shift in (0, near - 1, near, near + 1):
                 inverse = i32((BIAS - shift) << 23).view(f32)
                 is_found[:] = 0
                 for number in range(1, OTHERS):
                     other = min(token ^ number, tokens - 1)
-                    if abs(largest[other]) <= OCTAVE:
+                    if abs(largest[other]) <= USUAL:
                         its = numbers[shape.origin + places[other] : shape.origin + places[other] + channels]
                         for c in range(channels):
                             is_found[c] |= u8(_number(row[c]) * inverse == _number(its[c]))

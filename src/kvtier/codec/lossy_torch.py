@@ -19,9 +19,9 @@ from kvtier.codec.lossy import (
     OCTAVE,
     OTHERS,
     SHIFT_MAX,
-    SHIFT_MIN,
     STEP_MIN,
     TOLERANCES,
+    USUAL,
     Array,
     Form,
     Side,
@@ -42,7 +42,7 @@ def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
         if len(chosen):
             magnitudes = np.bitwise_and(its_numbers, (1 << 8 * its_numbers.itemsize - 1) - 1).max((0, 2))
             largest = _floats(magnitudes[form.exact_tokens :], form).view(torch.int32)
-            chosen[:] = _exponents(largest.numpy(), its_numbers[0, form.exact_tokens :], form)
+            chosen[:] = _exponents(largest.numpy(), its_numbers[0, form.exact_tokens :], side, form)
         for heads, group, tokens, x in _pieces(its_numbers, side, form):
             scale = _scale(chosen, tokens)
             x.mul_(1 / scale)
@@ -90,7 +90,7 @@ def wrong(raw: memoryview, stored: memoryview, decoded: memoryview, form: Form) 
     return found
 
 
-def _exponents(largest: Array, head: Array, form: Form) -> Array:
+def _exponents(largest: Array, head: Array, side: Side, form: Form) -> Array:
     """Choose the exponents of the tokens' scales.
 
     Most tokens keep their size, because a scale makes channels with a large mean differ more. A token that was coded
@@ -99,11 +99,15 @@ def _exponents(largest: Array, head: Array, form: Form) -> Array:
     Args:
         largest: the bits, in float32, of each token's largest magnitude.
         head: numbers of one head, of shape (tokens, channels).
+        side: has their bits and groups.
         form: has their element.
     """
     octaves = largest - np.sort(largest)[len(largest) // 2]
     near = np.clip((octaves + OCTAVE // 2) >> 23, -SHIFT_MAX, SHIFT_MAX)
-    chosen, is_usual = np.where(np.abs(near) < SHIFT_MIN, 0, near), np.abs(octaves) <= OCTAVE
+    chosen, is_usual = np.where(np.abs(octaves) < OCTAVE, 0, near), np.abs(octaves) <= USUAL
+    group = _floats(head[: side.token_group][is_usual[: side.token_group]], form).sort(0).values
+    if bool(((group[1:] != group[:-1]).sum(0) >= 1 << side.bits).any()):
+        return (BIAS + chosen).astype(np.uint8)  # no group was coded before
     for token in np.flatnonzero(~is_usual):
         others = np.minimum(token ^ np.arange(1, OTHERS), len(head) - 1)
         numbers = _floats(head[others[is_usual[others]]], form)
