@@ -286,7 +286,8 @@ def _was_coded(numbers: Array, largest: Array, places: Array, shape: _Shape) -> 
         count = 0
         for token in range(min(shape.token_group, shape.tokens)):
             if abs(largest[token]) <= USUAL:
-                number, place = f32(_number(numbers[shape.origin + places[token] + c])), 0
+                row, place = numbers[shape.origin + places[token] :], 0
+                number = f32(_number(row[c]))
                 while place < count and found[place] != number:
                     place += 1
                 if place == levels:

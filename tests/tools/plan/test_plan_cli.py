@@ -142,7 +142,7 @@ def test_the_text_fits_into_100_columns_and_begins_with_the_answer(capsys, argum
     answer, _, rest = "\n".join(lines).partition("\nWhat ")
     assert re.search(r" Within 1 s on average .* serve [\d,]+ users with ", " ".join(answer.split()))
     assert rest.startswith(("80 users need\n", "1,000,000 users need\n"))
-    assert rest.index("\nGPUs ") < rest.index("\npower, kW ") < rest.index("\n- Binding limit")
+    assert rest.index("\nGPUs ") < rest.index("\npower on average, kW ") < rest.index("\n- Binding limit")
     assert "# kvtier settings of " in "\n".join(lines[-24:])
 
 

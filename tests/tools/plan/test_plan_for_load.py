@@ -296,7 +296,9 @@ def test_fewer_writes_say_how_many_users_they_serve():
     """It was "Or keep 120 and write less", which serves 1,669 of the 2,000 users."""
     plan = planned("llama-3.1-70b", traffic__users=2000)
     assert plan.drives.users < 2000
-    share, served = re.search(r"write ([\d.]+)% of new KV, which serves ([\d,]+) users\b", drives(plan).note).groups()
+    share, served = re.search(
+        r"write ([\d.]+)% of new KV, a budget for at most ([\d,]+) users\b", drives(plan).note
+    ).groups()
     assert (float(share), served) == (round(plan.drives.write_share * 100, 1), f"{math.floor(plan.drives.users):,}")
     buy = int(re.search(r"[Bb]uy (\d+) drives", drives(plan).note)[1])
     bought = planned("llama-3.1-70b", f"disk={buy}xpm1753", traffic__users=2000)

@@ -504,11 +504,9 @@ def test_a_write_budget_that_spends_the_reserve_is_a_comment(users, is_kept):
     need, drives = plan.chosen.need, plan.drives
     assert (drives.users * 0.7 >= users or need.users * 0.7 < users) == is_kept
     lines = [it for it in settings_toml(plan).splitlines() if "write_bytes_per_day" in it or "and serve" in it]
-    if not is_kept:
-        assert lines[0].startswith("# write_bytes_per_day = ")
-        assert lines[1].startswith(f"# and serve at most {int(drives.users)} users, without a reserve; without")
-    else:
-        assert not any(it.startswith("#") for it in lines)
+    assert lines[0].startswith("write_bytes_per_day = " if is_kept else "# write_bytes_per_day = ")
+    reserve = "" if is_kept else ", without a reserve"
+    assert lines[1].startswith(f"# and serve at most {int(drives.users)} users{reserve}; without it ")
 
 
 @pytest.mark.parametrize("reuse", [0.1, 0.5, 0.9])
@@ -586,4 +584,20 @@ def test_a_write_budget_that_gains_little_says_what_gpu_memory_alone_serves():
     alone = most_users(need.deployment.only(()))
     assert alone < plan.drives.users < 1.1 * alone < need.users
     (drives,) = (it for it in tables(plan) if it.title.startswith("Drives "))
-    assert drives.note.endswith(f"which serves {int(plan.drives.users)} users, against {int(alone)} without drives.")
+    assert drives.note.endswith(
+        f"a budget for at most {int(plan.drives.users)} users, against {int(alone)} without drives."
+    )
+
+
+def test_drives_that_are_the_second_alternative_have_their_table():
+    """The headline offered host memory or drives that last 3 years, and no line had the drives that last 5."""
+    plan = planned(
+        "gpt-oss-120b", "host=2TB", "disk=4xpm1753", gpu__count=2, traffic__users=400, traffic__interval_s=60.0
+    )
+    assert plan.chosen.tiers == ("host",)
+    assert "disk" in {name for it in plan.bought for name in it.tiers}
+    (found,) = (it for it in tables(plan) if it.title.startswith("Drives with local drives, at 400 users"))
+    assert {row[0] for row in found.rows} >= {"mix", "life", "queue depth"}
+    assert "Buy " in found.note or "buy " in found.note
+    assert to_json(plan)["drives"]["life_years"] == plan.with_drives.chosen.need.life_years
+    assert 'kind = "disk"' not in settings_toml(plan)

@@ -403,7 +403,7 @@ def conclusion(plan: Plan) -> list[str]:
         sentences.append(f"{the} requested load, {in_words(plan, plan.requested_users)}, exceeds: {', '.join(over)}.")
     if plan.deployment.workload.is_any(binding.users):
         sentences += [_idle(plan, it) for it in plan.idle_tiers]
-    return [*sentences, *wear(plan)]
+    return [*sentences, *wear(plan.with_drives)]
 
 
 def _idle(plan: Plan, tier: PlannedTier) -> str:

@@ -86,7 +86,7 @@ def needs_table(plan: Plan) -> Table:
         row("mean time to first token, s", lambda it: digits(it.point.ttft_s)),
         row("95 % of first tokens within, s", lambda it: digits(it.point.ttft_within_s(0.95))),
         row("time per output token, ms", lambda it: digits(it.point.tpot_s * 1e3)),
-        row("power, kW", lambda it: f"{it.cost.watts / 1000:,.2f}"),
+        row("power on average, kW", lambda it: f"{it.cost.watts / 1000:,.2f}"),
     ]
     years, one = counted(inputs.price.years, "year"), load_unit(plan, one=True)
     if any(it and it.price for it in needs):
@@ -158,9 +158,23 @@ def _needs_note(plan: Plan, names: Sequence[str]) -> str:
         f"Prices are of the GPUs with a reserve and their hosts. The first has {worn_ones}no energy.": any(
             it and it.price for it in needs
         ),
+        "The power of GPUs grows with their use; plan the feed for all of gpu.watts.": True,
+        _reads_with_reserve(plan): names,
         "Energy needs price.energy_per_kwh.": any(it and it.price for it in needs) and not inputs.price.energy_per_kwh,
     }
-    return " ".join(text for text, applies in notes.items() if applies)
+    return " ".join(text for text, applies in notes.items() if text and applies)
+
+
+def _reads_with_reserve(plan: Plan) -> str:
+    """State how much tiers read with the GPUs of a reserve, if that is more than with those of the need."""
+    texts = [
+        f"{rate_text(reads)} {arm_name(it)}"
+        for it in plan.arms
+        if it.tiers and it.need and it.reserve
+        if (reads := sum(it.reserve.point.read_bytes_per_s.values()))
+        > LEAST_GAIN * sum(it.need.point.read_bytes_per_s.values())
+    ]
+    return f"With a reserve, tiers read more on average: {', '.join(texts)}." if texts else ""
 
 
 def _windows(plan: Plan) -> str:
@@ -250,9 +264,8 @@ def drives_table(plan: Plan, drives: DriveLoad) -> Table:
             f"{digits(disk.count / years)} a year{kept}. Or buy {counted(buy, 'drive')}{bought}: {needs}"
         )
         if drives.write_policy != "through":
-            serves = (
-                f", which serves {in_words(plan, drives.users)}{without_drives(plan)}" if drives.write_share else ""
-            )
+            served = f"{in_words(plan, drives.users)}{without_drives(plan)}"
+            serves = f", a budget for at most {served}" if drives.write_share else ""
             note += f" Or keep these and {_lasting_writes(plan, drives)}{serves}."
     if not plan.bought:
         note = f"If drives are bought all the same, {note[0].lower()}{note[1:]}"

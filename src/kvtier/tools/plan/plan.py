@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from kvtier.tools.plan.cost import BreakEven, Cost, break_evens, cost
@@ -205,6 +205,17 @@ class Plan:
     def tiered(self) -> Variant:
         """The recommended configuration, with only the tiers that are worth it."""
         return self.ways[0]
+
+    @property
+    def with_drives(self) -> "Plan":
+        """This plan, with the first alternative that has drives if the one planned for the requested load has none."""
+        if self.drives is not None:
+            return self
+        arm = next((it for it in (*self.bought, *self.ways) if "disk" in it.tiers and it.need), None)
+        if arm is None or arm.need is None:
+            return self
+        drives = drive_load(arm.need.deployment, arm.need.point, arm.need.enough_bytes["disk"])
+        return replace(self, chosen=arm, drives=drives)
 
     @property
     def refused(self) -> str:
@@ -511,7 +522,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             {**asdict(it), "worth_it": it.worth_it and (it.name == GPU or not plan.refused)} for it in plan.tiers
         ],
         "capacities": [asdict(it) for it in plan.capacities],
-        "drives": asdict(plan.drives) if plan.drives else None,
+        "drives": asdict(drives) if (drives := plan.with_drives.drives) else None,
         "break_evens": [asdict(it) for it in plan.break_evens],
         "sensitivity": [{**asdict(it), "swing": it.swing} for it in plan.sensitivities],
         "inputs": {

@@ -102,8 +102,8 @@ def tables(plan: Plan) -> Iterator[Table]:
         yield _sizes(plan)
     if plan.deployment.tiers:
         yield _gains(plan)
-    if plan.drives is not None:
-        yield drives_table(plan, plan.drives)
+    if (planned := plan.with_drives).drives is not None:
+        yield drives_table(planned, planned.drives)
     if plan.capacities:
         yield _capacities(plan)
     yield _limits(plan)

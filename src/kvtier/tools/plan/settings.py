@@ -82,13 +82,10 @@ def _budget(plan: Plan, drives: DriveLoad, deployment: Deployment) -> Iterator[s
     users = plan.planned_users if plan.bought else plan.chosen.users
     reserve = plan.planned_users / plan.inputs.target.gpu_used
     spends_reserve = bool(plan.bought) and drives.users < reserve <= (plan.chosen.need or plan.chosen).users
-    if is_served(users, drives.users) and not spends_reserve:
-        yield line
-    else:
-        yield f"# {line}"
-        before = f"without it {drives.life_years:.3g} years at {in_words(plan, plan.planned_users)}"
-        without = ", without a reserve" * (spends_reserve and is_served(users, drives.users))
-        yield f"# and serve at most {in_words(plan, drives.users)}{without}; {before}"
+    yield line if is_served(users, drives.users) and not spends_reserve else f"# {line}"
+    before = f"without it {drives.life_years:.3g} years at {in_words(plan, plan.planned_users)}"
+    without = ", without a reserve" * (spends_reserve and is_served(users, drives.users))
+    yield f"# and serve at most {in_words(plan, drives.users)}{without}; {before}"
 
 
 def _remarks(plan: Plan) -> Iterator[str]:
