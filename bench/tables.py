@@ -6,6 +6,7 @@ With `--check` it only compares the documents.
 import json
 import re
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from bench.published_steps import compare as published_steps
 from bench.published_steps import summary
 
 from kvtier.config.value_types import size_text
+from kvtier.report.table import Table, print_table
 from kvtier.tools.bench.repeats import ratio, ratio_text
 from kvtier.tools.bench.serve.report import arms_table, work_table
 from kvtier.tools.bench.serve.summary import ServeRecord, answer
@@ -698,6 +700,21 @@ def _ms(latency: dict[str, float] | None) -> str:
     return "-" if latency is None else f"{latency['p99'] / 1e3:,.1f} ms"
 
 
+TRANSFER_PATH = ("src/kvtier/codec", "src/kvtier/core", "src/kvtier/runtime", "src/kvtier/tier", "src/kvtier/connect")
+"""Directories that decide how bytes are stored and moved. A record that is older than their last change is old."""
+
+
+def age(name: str) -> tuple[str, str, str, str]:
+    """Return a record's name, its date, the commits since it, and those among them that changed `TRANSFER_PATH`."""
+    record = _read(name)
+
+    def count(*paths: str) -> str:
+        command = ["git", "rev-list", "--count", f"{record['commit']['id']}..HEAD", "--", *paths]
+        return subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=True).stdout.strip()
+
+    return name, record["time"][:10], count(), count(*TRANSFER_PATH)
+
+
 if __name__ == "__main__":
     plan = make_plan(load(example="samsung"))
     figures = compare(plan)
@@ -711,3 +728,8 @@ if __name__ == "__main__":
         sys.exit()
     plan_report(plan).write(None, PLAN_PICTURE)
     write_picture(SERVED_PICTURE, _read("serve_dell"))
+    named = "".join(it.read_text(encoding="utf-8") for it in DOCUMENTS)
+    dated = (it for it in sorted(set(re.findall(r"bench/records/(\w+)\.json", named))) if "time" in _read(it))
+    rows = [age(name) for name in dated]
+    columns = ("record", "of", "commits since", "of the transfer path")
+    print_table(Table(columns, rows, numeric=2, title="Ages of the records in documents"))
