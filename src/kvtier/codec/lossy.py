@@ -39,9 +39,11 @@ BIAS = 127
 SHIFT_MAX = 31
 """Largest exponent of a scale, up or down."""
 OCTAVE = 1 << 23
-"""Difference between the bits of a number in float32 and of its double. Tokens that differ by less have no scale."""
-USUAL = OCTAVE * 3 // 4
-"""Tokens that differ by no more are compared with others: coding moves none of them beyond an octave."""
+"""Difference between the bits of a number in float32 and of its double."""
+SCALED = OCTAVE * 4 // 5
+"""A token that differs from the median by less has no scale."""
+USUAL = OCTAVE * 3 // 5
+"""Tokens that differ by no more are those that others are compared with. Coding moves none of them to `SCALED`."""
 OTHERS = 32
 """Tokens, in places divisible by it, among which a token that was coded before is sought."""
 COPIED = 4

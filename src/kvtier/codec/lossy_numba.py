@@ -27,6 +27,7 @@ from kvtier.codec.lossy import (
     HALF_STEP,
     OCTAVE,
     OTHERS,
+    SCALED,
     SHIFT_MAX,
     STEP_MIN,
     TOLERANCES,
@@ -314,7 +315,7 @@ def _choose(numbers: Array, stored: Array, places: Array, shape: _Shape) -> None
     for token in range(tokens):
         octaves = largest[token]
         near = min(max((octaves + OCTAVE // 2) >> 23, -SHIFT_MAX), SHIFT_MAX)
-        chosen, most = near if abs(octaves) >= OCTAVE else 0, channels // COPIED
+        chosen, most = near if abs(octaves) >= SCALED else 0, channels // COPIED
         if was_coded and abs(octaves) > USUAL:
             row = numbers[shape.origin + places[token] : shape.origin + places[token] + channels]
             for shift in (0, near - 1, near, near + 1):

@@ -18,6 +18,7 @@ from kvtier.codec.lossy import (
     HALF_STEP,
     OCTAVE,
     OTHERS,
+    SCALED,
     SHIFT_MAX,
     STEP_MIN,
     TOLERANCES,
@@ -104,7 +105,7 @@ def _exponents(largest: Array, head: Array, side: Side, form: Form) -> Array:
     """
     octaves = largest - np.sort(largest)[len(largest) // 2]
     near = np.clip((octaves + OCTAVE // 2) >> 23, -SHIFT_MAX, SHIFT_MAX)
-    chosen, is_usual = np.where(np.abs(octaves) < OCTAVE, 0, near), np.abs(octaves) <= USUAL
+    chosen, is_usual = np.where(np.abs(octaves) < SCALED, 0, near), np.abs(octaves) <= USUAL
     group = _floats(head[: side.token_group][is_usual[: side.token_group]], form).sort(0).values
     if bool(((group[1:] != group[:-1]).sum(0) >= 1 << side.bits).any()):
         return (BIAS + chosen).astype(np.uint8)  # no group was coded before
