@@ -113,7 +113,7 @@ class TrackedRequest:
     def prefix(self, tokens: int) -> Prefix:
         """Return the full chunks in the leading `tokens`.
 
-        Each call returns the same object, because lookups compare by identity. Each token is hashed once.
+        Repeated calls return the same object, because lookups compare by identity. Each token is hashed once.
 
         Raises:
             ValueError: vLLM has removed tokens, so keys that cover them would be wrong.

@@ -1,4 +1,4 @@
-"""The scheduler side: what the scheduler's process opens at the start and closes at the end."""
+"""Opens the scheduler side at the start of the scheduler's process, and closes it at the end."""
 
 import logging
 import threading

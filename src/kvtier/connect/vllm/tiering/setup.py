@@ -1,4 +1,4 @@
-"""Determine what a secondary tier of vLLM's tiering manager stores, and what identifies its bytes.
+"""Determines what a secondary tier of vLLM's tiering manager stores, and what identifies the stored bytes.
 
 An object is one chunk of vLLM's host memory in one KV group: a row with the pages of all workers, as
 `SharedOffloadRegion` lays them out. Its bytes are opaque. The fingerprint and the layout's `pages` cover everything

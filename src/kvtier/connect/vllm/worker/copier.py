@@ -5,7 +5,7 @@ request's copies (`BlockCopier.revoke`) before the next step writes to the block
 
 - copies that have not started never start;
 - a running gather fails when it ends, whatever it has read, so the step need not wait for it;
-- a running scatter is waited for, because it writes.
+- `revoke` waits for a running scatter, because it writes.
 """
 
 import threading
@@ -48,7 +48,7 @@ class _Running:
         self.request = request
         self.is_scatter = is_scatter
         self.below: Fence | None = None
-        """The device's fence. None while the copy starts, or if it completes at once."""
+        """The device's fence. None while the copy starts, or if it completes immediately."""
 
 
 class BlockCopier:

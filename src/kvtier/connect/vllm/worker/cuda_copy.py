@@ -97,7 +97,7 @@ class CudaPageCopy:
     @contextmanager
     def _on_stream(self) -> Generator[torch.cuda.Stream]:
         if self._local.stream is None:
-            # A new thread is on device 0, where it would take memory for a context of its own.
+            # A new thread is on device 0, where it would take memory for its own context.
             torch.cuda.set_device(self._device)
             self._local.stream = torch.cuda.Stream(self._device)
         stream = self._local.stream
