@@ -94,7 +94,8 @@ class StatsReader:
         """Return whether an idle engine should take a step to report news. If so, the next `take` ignores the interval.
 
         Otherwise the engine would take hundreds of empty steps before the interval ends. A new engine takes empty steps
-        until the session has set its gauges, because `/metrics` would otherwise lack them before the first request.
+        until the session has set its gauges. Without these steps, `/metrics` would lack the gauges until the first
+        request.
         """
         if self._first_until_s is not None and time.monotonic() > self._first_until_s:
             self._first_until_s = None

@@ -1,7 +1,7 @@
 """`attach` and `Attachment` give `generate` a cache that outlives the process. See `docs/transformers.md`.
 
-A call reads the options and the padding, computes the chunk keys of each row, and looks up and loads the known prefix.
-The library then generates from there, and new chunks are stored. Only the store continues after the call.
+A call reads the options and the padding, and computes the chunk keys of each row. It then looks up and loads the known
+prefix. The library generates from there, and new chunks are stored. Only the store continues after the call.
 """
 
 import itertools

@@ -153,7 +153,7 @@ class RecordingWindowLayer(DynamicSlidingWindowLayer):
     """The library's sliding-window layer, extended to record all its K and V.
 
     The library keeps only the last window, but most chunks of a prompt lie before it. Attention reads the library's
-    own tensors, so results and speed stay the same.
+    own tensors, so results and speed do not change.
     """
 
     def __init__(self, sliding_window: int) -> None:

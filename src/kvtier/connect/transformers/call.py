@@ -1,8 +1,8 @@
 """Represents one `generate` call: its prompt, the rows of its batch with their chunk keys, and its report.
 
 A batch is padded on the left, so that all rows end at the same column. Row `i` has `pad_i` columns of padding, and its
-token `t` is in column `pad_i + t`. The library's cache has one length in columns for all rows. To resume at
-column `C`, each row needs the KV of its first `C - pad_i` tokens. The attention mask hides padding columns.
+token `t` is in column `pad_i + t`. The library's cache has one length in columns for all rows. Resuming at column `C`
+requires the KV of the first `C - pad_i` tokens of each row. The attention mask hides padding columns.
 """
 
 import time
@@ -61,7 +61,7 @@ class StoreCounts:
     """Objects stored: readable in host memory, and on their way to the tiers that the write policy selects."""
     dropped: int = 0
     """Objects that were not admitted, found no room in time, failed, or were refused because `held_calls` calls were
-    still being stored."""
+    being stored."""
     pending_calls: int = 0
     """Calls whose KV is still being copied."""
 

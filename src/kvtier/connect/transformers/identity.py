@@ -1,7 +1,7 @@
 """Identifies a model: computes the fingerprint of its weights and settings, and detects changes while it is in use.
 
-The weights' digest covers the tensors in memory (`state_dict` and the buffers that it omits). If the caller names a
-checkpoint and a sample of every weight matches it, the digest covers the checkpoint's files instead. The whole
+The weights' digest covers the tensors in memory (`state_dict` and the buffers that it omits). The digest covers a
+checkpoint's files instead if the caller names the checkpoint and a sample of every weight matches. The whole
 configuration enters the fingerprint, except `IGNORED_FIELDS`. An unknown field may change KV, so a miss is correct.
 
 Some position encodings depend on the length of the text. With ``dynamic`` and ``longrope`` scaling, a text beyond the
@@ -176,7 +176,7 @@ class ModelWatch:
 
     It detects every replaced tensor and every in-place change that torch counts. torch does not count changes through
     `.data`; the watch detects them only in a few sampled values. It detects an update of all weights, but may miss an
-    update of a few tensors through `.data`, which requires a new `attach`.
+    update of a few tensors through `.data`. That update requires a new `attach`.
     """
 
     def __init__(self, model: Model) -> None:

@@ -30,8 +30,8 @@ _ALLOWED = "allowed: decoder-only models whose layers have full or sliding-windo
 _PROBE_TOKENS = 6
 _PROBE_COMMON = 3
 _LEAK_MAX = 0.1
-"""Largest allowed relative change of a token's KV by later tokens. The change is 0 except for rounding in mixtures of
-experts, whose matrix shapes depend on the routing of all tokens. Attention to later tokens changes KV much more."""
+"""Largest allowed relative change of a token's KV by later tokens. The change is 0, except for rounding in mixtures of
+experts: their matrix shapes depend on the routing of all tokens. Attention to later tokens changes KV much more."""
 
 
 def check_model(model: object) -> Model:

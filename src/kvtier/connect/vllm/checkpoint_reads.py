@@ -7,8 +7,8 @@ all of its processes:
 early    while vLLM makes its configuration and reads settings and code: all files present. A download may come later
 read     in each worker, after any download, when the loader is about to open its first file: all weights
 
-An adapter is identified when a request arrives. The workers read it in the step that first uses it, and again after
-vLLM has evicted it from its own cache. `AdaptersRead` records the versions before and after each read.
+An adapter is identified when a request arrives. The workers read the adapter in the first step that uses it, and again
+after vLLM has evicted it from its cache. `AdaptersRead` records the versions before and after each read.
 
 Only files that differ from the identified ones cause a doubt. The age of a file does not matter.
 """

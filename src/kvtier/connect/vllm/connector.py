@@ -96,7 +96,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         """None in the scheduler's connector, and until vLLM registers its KV memory."""
 
     def _guarded(self, act: Callable[[], T], otherwise: T) -> T:
-        """Return the result of `act`, or `otherwise` after an exception, which turns kvtier off until a restart."""
+        """Return the result of `act`. After an exception, return `otherwise` and turn kvtier off until a restart."""
         if not self._is_broken:
             try:
                 return act()

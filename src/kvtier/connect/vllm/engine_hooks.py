@@ -56,7 +56,7 @@ SCHEDULER_STATE = (
     "finished_recving_kv_req_ids",
     "failed_recving_kv_req_ids",
 )
-"""Attributes of vLLM's scheduler that kvtier needs to keep vLLM's own prefix cache correct across a reset."""
+"""Attributes of vLLM's scheduler that kvtier requires to keep vLLM's own prefix cache correct across a reset."""
 
 
 class Hook(NamedTuple):
@@ -284,10 +284,10 @@ HOOKS = (
 
 
 def check(*parts: Part) -> None:
-    """Compare the hooks of these parts with the installed vLLM. Log a warning for each optional one that is missing.
+    """Compare the hooks of these parts with the installed vLLM. Log a warning for each optional hook that is missing.
 
     Raises:
-        ConfigError: vLLM lacks a required one, or its release is not supported. The message says what is missing.
+        ConfigError: vLLM lacks a required hook, or its release is not supported. The message says what is missing.
     """
     refused: list[str] = []
     for hook in HOOKS:

@@ -65,7 +65,7 @@ SKIP = -1
 """Replaces the id of a block that must not be written."""
 
 NULL_BLOCK = 0
-"""vLLM's id for a block that is not kept because it slid out of a window or its state was superseded."""
+"""vLLM's id for a block that is no longer kept. It slid out of a window, or its state was superseded."""
 
 
 class DcpShards(NamedTuple):
@@ -156,7 +156,7 @@ class TableLayout(NamedTuple):
     row_bytes: int = 0
     """Bytes of one turn."""
     channels: int = 0
-    """Channels of a key and of a value, or 0 if a page is more than the keys and values of its block's tokens."""
+    """Channels of a key and of a value; 0 if a page contains more than its block's keys and values."""
 
     @property
     def page_bytes(self) -> int:

@@ -44,7 +44,7 @@ DRAIN_S = 2.0
 """Seconds that `drain_jobs` gives transfers to end by themselves, while the engine waits."""
 
 EVENTS_MAX = 1 << 14
-"""Maximum number of events kept until vLLM takes them, which it does in each step."""
+"""Maximum number of events kept until vLLM takes them. It does so in each step."""
 
 _KEY_DOMAIN = b"kvtier.vllm.tiering\0"
 
@@ -146,7 +146,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         self._named: dict[str, _Named] = {}
         """Open requests that can be cached, by id."""
         self._epoch = b""
-        """Random bytes after a reset, which are part of every later name."""
+        """Empty before the first reset, then random bytes. They are part of every later name."""
         self._is_off = bool(private)
         self._pages = np.asarray(primary_kv_view)
         self._store: ObjectStore | None = None

@@ -22,8 +22,8 @@ DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_sp
 """Methods of speculative decoding whose drafts have no KV."""
 
 DRAFTS_WITH_KV = frozenset({"eagle", "eagle3", "mtp"})
-"""Methods whose draft KV at a position depends on the tokens up to the next one (`SpecDecodeBaseProposer`, vLLM 0.32
-and 0.33). Chunk keys cover that token; see `looks_ahead`."""
+"""Methods whose draft KV at a position depends on tokens up to the next one (`SpecDecodeBaseProposer`, vLLM 0.32 and
+0.33). Chunk keys cover that token; see `looks_ahead`."""
 
 QUANTISATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
 """Supported KV quantisations. Others store scales separately, and vLLM recomputes some of them at the first

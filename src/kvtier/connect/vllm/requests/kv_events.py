@@ -1,4 +1,4 @@
-"""Publishes KV events: routers learn which of vLLM's blocks are in kvtier's tiers (`--kv-events-config`).
+"""Publishes KV events, so that routers learn which vLLM blocks are in kvtier's tiers (`--kv-events-config`).
 
 The session's transfers and probes show which chunks enter and leave each place. Requests map chunks to vLLM's block
 hashes. A tier evicts by itself, and other engines evict from a shared tier. So health checks ask the tiers whether

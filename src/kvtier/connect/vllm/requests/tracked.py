@@ -64,8 +64,7 @@ class TrackedRequest:
     announced_tokens: int = 0
     """Leading tokens that another engine has announced."""
     published_tokens: int = 0
-    """Leading tokens that are cached or were handed to the session, up to a boundary from which a request can
-    resume."""
+    """Leading tokens that are cached or were handed to the session, up to a boundary where a request can resume."""
     junction_tokens: int = 0
     """Length of the cached history that another request shares with this one; 0 if there is none."""
     offers: list[StateOffer] = field(default_factory=list[StateOffer])

@@ -146,8 +146,8 @@ class TransferParams:
     def is_ours(self, request: Request) -> bool:
         """Return whether kvtier loads the request, and not another connector.
 
-        By the convention of vLLM's proxies, a request has `do_remote_prefill` if another engine has computed the prompt
-        and no load has started.
+        By the convention of vLLM's proxies, `do_remote_prefill` means that another engine has computed the prompt and
+        no load has started.
         """
         return self._is_alone or params_of(request).get("do_remote_prefill") is not True
 

@@ -54,8 +54,8 @@ class BlockPins:
 
         Args:
             blocks: block ids of one request and one group, deepest first.
-            is_thorough: whether to check every block. Otherwise only the first and last are checked, because a request
-                frees its blocks together, and a window frees the shallowest.
+            is_thorough: whether to check every block. Otherwise only the first and last are checked: a request frees
+                its blocks together, and a window frees the shallowest.
         """
         ends = (blocks[:1], blocks[-1:])
         if not is_thorough and not any(self._is_idle(block) for end in ends for block in self._blocks(end)):

@@ -1,8 +1,9 @@
 """Keeps the open loads of one engine, reports each load to vLLM, and polls the session in a thread.
 
-A step of a busy engine takes tens of milliseconds. A worker that learns during a step that a load has ended reports it
-at the end of that step, and vLLM schedules the request in the next one. Without the thread, vLLM would schedule it one
-step later. The next step's orders repeat each report, so a lost note costs one step and never a request.
+A step of a busy engine takes tens of milliseconds. A worker may learn during a step that a load has ended. It reports
+the load at the end of that step, and vLLM schedules the request in the next step. Without the thread, vLLM would
+schedule the request one step later. The next step's orders repeat each report, so a lost note costs one step and never
+a request.
 """
 
 import itertools
@@ -120,7 +121,7 @@ class Loads:
         )
 
     def drop(self, name: RequestId) -> OpenLoad:
-        """Void a load whose request has ended. Its end must still be reported."""
+        """Void a load whose request has ended. The load's end must still be reported."""
         load = self.void(name)
         load.is_dropped = True
         return load
@@ -143,7 +144,7 @@ class Loads:
         return freed
 
     def covered_tokens(self, prefix: Prefix, resident_tokens: int) -> int:
-        """Return the most leading tokens of `prefix` that a load delivers, or has delivered without vLLM knowing yet.
+        """Return how many leading tokens of `prefix` the best load delivers, or has delivered without vLLM knowing yet.
 
         A result of at most `resident_tokens` means that no load helps.
         """

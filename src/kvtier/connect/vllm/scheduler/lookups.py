@@ -18,8 +18,8 @@ PROBE_WAIT_S = 0.002
 answer, the request starts a step later, which costs more."""
 
 ANSWER_S = 0.1
-"""Seconds that a lookup's answer is reused, while vLLM asks about a request in every step but has no room for the
-request. A lookup of 64,000 tokens on a disk takes 1 ms."""
+"""Seconds that a lookup's answer is reused while vLLM asks about a request in every step but lacks room for it. A
+lookup of 64,000 tokens on a disk takes 1 ms."""
 
 UNKNOWN_PLACE = "external_unspecified"
 """The `CacheHitSource` of vLLM for a place that is neither the engine's host memory nor a drive of its machine."""

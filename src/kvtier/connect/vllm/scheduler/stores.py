@@ -21,8 +21,8 @@ class StoreSelection:
     """Selects which objects of a request to store.
 
     History groups store every chunk. Window groups store the chunks that a request requires to resume at a likely
-    boundary. Likely boundaries are the end of each step, and the point where another prompt diverged, in vLLM's own
-    cache or in kvtier. To serve every boundary, kvtier would have to store the whole text, in models where five of six
+    boundary. Likely boundaries are the end of each step, and the point where another prompt diverged (in vLLM's own
+    cache or in kvtier). kvtier would have to store the whole text to serve every boundary, in models where five of six
     layers have a window. So the first request with a shared system prompt stores its history. The second request finds
     that history without a window at the end, and stores the window. The third request can load both. State groups store
     states that vLLM offers, chosen by the same reasoning (`CacheConfig.prefix_cache_retention_interval`).

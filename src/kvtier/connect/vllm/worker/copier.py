@@ -209,7 +209,7 @@ class BlockCopier:
 def open_copier(
     geometry: Geometry, config: KvCacheConfig, tensors: Mapping[str, torch.Tensor], layers: Mapping[str, Layer]
 ) -> BlockCopier:
-    """Return the copier of a worker. Its `pages` have the layout of the worker's KV, which is part of object names.
+    """Return the copier of a worker. Its `pages` contain the layout of the worker's KV, which is part of object names.
 
     Args:
         geometry: the geometry of `config`.

@@ -40,7 +40,7 @@ WITHOUT_WEIGHTS = (
 
 
 def digest_of(models: Iterable[Any], others: Collection[int] = ()) -> bytes | None:
-    """Return a digest of every tensor and number that models compute with, or None if one of them cannot be read.
+    """Return a digest of every tensor and number that models compute with, or None if one cannot be read.
 
     It covers parameters, buffers, and what vLLM derived from them when it loaded them. Derived values may be
     attributes, or parts of objects that are not modules, such as an attention implementation.

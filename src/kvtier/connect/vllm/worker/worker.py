@@ -75,15 +75,15 @@ class Worker:
     def results(self) -> tuple[set[str], set[str]]:
         """Return requests whose loads ended since the last call, and those whose loads failed. Call after the forward.
 
-        The worker looks at its weights here. A change before or during the forward makes the step's loads fail, and
+        The worker looks at its weights here. A change before or during the forward makes the step's loads fail. Then
         `done` keeps the scheduler from storing what the step has computed. A step that neither computes nor reports a
         load leaves the look to the next step.
 
-        While vLLM has nothing to compute, it runs empty steps in a loop, in the process whose threads copy the KV.
-        Each system call of these threads then waits for the GIL, up to 5 ms (`sys.getswitchinterval`). So an empty
-        step waits here for the next report, which releases the GIL. Reading 31 files of 0.5 MB on two cores took 14 ms
-        with the wait. Without the wait, the median was 51 ms, or 21 ms with a switch interval of 0.5 ms and 149 ms with
-        one of 20 ms. (With more and smaller reads it took 2.6 s.)
+        vLLM runs empty steps in a loop while it has nothing to compute, in the process whose threads copy the KV. Each
+        system call of these threads then waits for the GIL, up to 5 ms (`sys.getswitchinterval`). So an empty step
+        waits here for the next report, and thereby releases the GIL. Reading 31 files of 0.5 MB on two cores took 14 ms
+        with the wait. Without the wait, the median was 51 ms. It was 21 ms with a switch interval of 0.5 ms, and 149 ms
+        with 20 ms. (With more and smaller reads it took 2.6 s.)
         """
         with self._changed:
             if self._orders.is_waiting and not self._loaded:
