@@ -318,8 +318,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     def get_handshake_metadata(self) -> Any:  # noqa: ANN401
         """Return the address at which the scheduler side reaches this rank.
 
-        A `MultiConnector` passes the metadata of one connector to all. If another connector has some, this returns it,
-        and `_handshake_of_worker` finds this rank's address.
+        A `MultiConnector` passes the metadata of one connector to all. If another connector has metadata, this returns
+        it, and `_handshake_of_worker` finds this rank's address.
         """
         theirs = (it.get_handshake_metadata() for it in self._others)
         return next((it for it in theirs if it is not None), self._handshake)

@@ -469,8 +469,8 @@ def watch_loaders(loaders: Any) -> None:  # noqa: ANN401 - a module
     """Make vLLM's loaders note the files that they are about to read. Idempotent.
 
     Args:
-        loaders: vLLM's `vllm.model_executor.model_loader`. If it has another form, it is left unchanged, and
-            its engine cannot be identified.
+        loaders: vLLM's `vllm.model_executor.model_loader`. kvtier leaves a module of another form unchanged, and cannot
+            identify its engine.
     """
     with suppress(AttributeError):
         default, sharded = loaders.DefaultModelLoader, loaders.ShardedStateLoader

@@ -48,7 +48,7 @@ def parts_of_rank(
     parts = [_rank_part(*it, kv_cache_config, heads, rank, parallel) for it in zip(geometry.groups, spans, strict=True)]
     if parallel.pipeline_parallel_size == 1:
         return parts
-    # If the part of a stage is unknown, its layers are still known, and no other rank may have its names.
+    # An unknown part is named after its layers and rank, because no other rank may have its object names.
     ranks = parallel.pipeline_parallel_size * stage_ranks(parallel)
     return [
         (part or Part(*span, rank=rank, ranks=ranks), copy) for (part, copy), span in zip(parts, spans, strict=True)

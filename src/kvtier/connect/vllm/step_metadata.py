@@ -48,7 +48,7 @@ class StepOrders:
     named: Mapping[int, Collection[Mapping[Path, FileVersion]]] = field(
         default_factory=dict[int, Collection[Mapping[Path, FileVersion]]]
     )
-    """File versions that the KV of these loads belongs to, by adapter number."""
+    """File versions to which the KV of these loads belongs, by adapter number."""
     is_empty: bool = False
     """Whether the step computes nothing."""
     is_waiting: bool = False

@@ -220,7 +220,7 @@ def transfer_warnings(transfer: ConfigPart, role: str, *, has_shared: bool) -> l
     Args:
         transfer: vLLM's `KVTransferConfig`.
         role: its `kv_role`, as the user gave it.
-        has_shared: whether another engine can see what this one stores, in a tier that nodes share.
+        has_shared: whether another engine can see what this engine stores, in a tier that nodes share.
     """
     found: list[str] = []
     if transfer.kv_load_failure_policy == "fail":

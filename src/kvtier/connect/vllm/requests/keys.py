@@ -203,7 +203,7 @@ class KeyMaker:
         return True
 
     def _extras(self, request: Request) -> list[Extra]:
-        # Items come first, because vLLM computes those of every request and may reuse them for another one.
+        # Items come first, because vLLM computes the items of every request and may reuse them for another request.
         digests, unidentified = self._items.identify(request.mm_features)
         reason = reason_against(request, self._config) or unidentified
         reason = reason or (OLD_ITEMS if request.mm_features and self.has_old_items else "")

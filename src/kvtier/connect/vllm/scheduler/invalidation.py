@@ -135,7 +135,7 @@ class Invalidation:
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def weights_change(self, what: str) -> None:
-        """Stop loads and stores until the next reset. From now on the weights are, or may be, different.
+        """Stop loads and stores until the next reset. The weights are, or may be, different from now on.
 
         Args:
             what: what has changed them, for the log.

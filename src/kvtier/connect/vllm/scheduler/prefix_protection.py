@@ -3,8 +3,8 @@
 Free blocks leave vLLM's pool in LRU order. When users return in turn, LRU is the worst order. It evicts the next
 waiting request's prefix, then the prefix after that. Every request misses, although most prefixes would fit. But the
 scheduler knows the waiting queue. So before a request gets blocks, the least valuable free blocks move to the front of
-the free list. First come the blocks that no waiting request needs, in vLLM's order. Then come those of the last request
-in the queue, deepest first. The order of requests does not change, and every block can still be allocated.
+the free list. First come the blocks that no waiting request needs, in vLLM's order. Then come the blocks of the last
+request in the queue, deepest first. The order of requests does not change, and every block can still be allocated.
 """
 
 from collections import Counter, OrderedDict

@@ -27,7 +27,7 @@ class StoreSelection:
     that history without a window at the end, and stores the window. The third request can load both. State groups store
     states that vLLM offers, chosen by the same reasoning (`CacheConfig.prefix_cache_retention_interval`).
 
-    A prompt of whole chunks is looked up without its last chunk, so the boundary before that is likely, too.
+    A prompt of whole chunks is looked up without its last chunk, so the boundary before the last chunk is likely, too.
 
     Args:
         geometry: locates chunks in block tables.

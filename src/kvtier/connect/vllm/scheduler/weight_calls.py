@@ -126,7 +126,7 @@ class WeightCalls:
     def was_reset(self) -> bool:
         """Record a reset of the connector's cache. Return whether it is part of vLLM's sleep.
 
-        If the reset is not part of it, the user thereby declares the weights complete.
+        With any other reset, the user declares the weights complete.
         """
         if is_running("sleep", "release_kv_cache_memory"):
             self._keys.reset_was_sleep()

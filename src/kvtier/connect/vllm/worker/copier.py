@@ -115,7 +115,7 @@ class BlockCopier:
 
         Args:
             requests: ids of stores and loads; unknown ids are remembered, too.
-            wait_s: how long to wait for running scatters, in seconds.
+            wait_s: seconds to wait for running scatters.
 
         Returns:
             False if a scatter still runs. Its blocks must not be reused yet.
@@ -138,7 +138,7 @@ class BlockCopier:
         """Stop all copies until `open`, because vLLM is about to remove its blocks' memory.
 
         Args:
-            wait_s: how long to wait for running copies, in seconds.
+            wait_s: seconds to wait for running copies.
 
         Returns:
             False if a copy still runs. The memory must stay.
