@@ -14,15 +14,15 @@ from kvtier.observe.metrics import Metrics, Series
 from kvtier.types import Presence
 
 INTERVAL_S = 0.25
-"""Interval of the reports. A report per step would be most of the traffic between the processes."""
+"""Seconds between two reports. A report per step would be most of the traffic between the processes."""
 
 FIRST_S = 2.0
-"""How long a new engine takes empty steps to report its gauges. The session sets them in its first second."""
+"""Seconds that a new engine takes empty steps to report its gauges. The session sets them in the first second."""
 
 LABEL_SEPARATOR = "\x1f"
 
 Row = list[float]
-"""A value; for a histogram, the sum and then the number of observations per bucket."""
+"""One value. A histogram has the sum, and then the number of observations per bucket."""
 
 _ADD = {MetricKind.COUNTER: "inc", MetricKind.GAUGE: "set", MetricKind.HISTOGRAM: "observe"}
 """Methods of a metric of `prometheus_client`."""
@@ -93,8 +93,9 @@ class StatsReader:
     def hurry(self) -> bool:
         """Return whether an idle engine should take a step to report news. If so, the next `take` ignores the interval.
 
-        Otherwise the engine would take hundreds of empty steps until the interval is over. A new engine takes empty
-        steps until the session has set its gauges. Otherwise `/metrics` would lack the gauges until the first request.
+        Otherwise the engine would take hundreds of empty steps before the interval ends. A new engine takes empty steps
+        until the session has set its gauges. Without these steps, `/metrics` would lack the gauges until the first
+        request.
         """
         if self._first_until_s is not None and time.monotonic() > self._first_until_s:
             self._first_until_s = None
@@ -104,7 +105,7 @@ class StatsReader:
         return has_news
 
     def take(self) -> Stats | None:
-        """Return the increase since the last call; None if there is none or the interval is not over."""
+        """Return the increase since the last call; None if nothing changed or the interval has not ended."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return None

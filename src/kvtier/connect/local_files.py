@@ -24,14 +24,14 @@ from kvtier.tier.registry import is_sealed, kind_of
 logger = logging.getLogger(__name__)
 
 TURN_S = 900.0
-"""How long a process waits while another process on this machine digests a checkpoint."""
+"""Seconds that a process waits while another process on this machine digests a checkpoint."""
 
 _TURN_STEP_S = 0.2
 
 
 def local_folder(name: str, revision: str | None, cache_dir: str | None) -> Path | None:
     """Return a model's or adapter's folder: the path `name`, or its entry in the local hub cache; None if neither."""
-    # Checking a path fails if it is too long, in an unknown user's home, or on a file system that is gone.
+    # Checking a path fails if it is too long, in an unknown user's home, or on a file system that has disappeared.
     with suppress(OSError, RuntimeError):
         place = Path(name).expanduser()
         if place.exists():
@@ -107,7 +107,7 @@ def adapter_versions(name: str) -> dict[Path, FileVersion]:
 
 
 def private(config: Config) -> Config:
-    """Return the settings without tiers that are shared or outlive the engine, which alone can identify its KV."""
+    """Return the settings without tiers that are shared or outlive the engine. Only this engine can identify its KV."""
     kept = [it for it in config.tiers if not (kind_of(it).persists or kind_of(it).is_shared(it))]
     return replace(config, tiers=tuple(kept))
 
@@ -144,7 +144,7 @@ def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
 
 @contextmanager
 def _in_turn(cache_file: Path | None) -> Generator[None]:
-    """Lock out other processes on this machine. The first one computes the digest, and the others find it."""
+    """Lock out other processes on this machine. The first process computes the digest, and the others find it."""
     if cache_file is None:
         yield
         return

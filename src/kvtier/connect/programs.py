@@ -11,7 +11,7 @@ from kvtier.errors import ConfigError
 
 
 def installed_version(*distributions: str) -> str | None:
-    """Return the version of the first of these packages that is installed; None if none is."""
+    """Return the version of the first installed package among these; None if none is installed."""
     for name in distributions:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -23,12 +23,12 @@ class NotInTimeError(ConfigError):
 
 
 def ask_program(command: Sequence[str], deadline_s: float, allowed: str) -> dict[str, Any]:
-    """Run a program and return the JSON object on its last line of output. It is killed at the deadline.
+    """Run a program and return the JSON object on its last line of output. Kill the program at the deadline.
 
     Args:
         command: the command line.
-        deadline_s: how long the program may run.
-        allowed: what the command may be, for error messages.
+        deadline_s: seconds that the program may run.
+        allowed: text for error messages that says what the command may be.
 
     Raises:
         NotInTimeError: the deadline has passed.

@@ -1,4 +1,4 @@
-"""A storage backend for SGLang's HiCache, which SGLang imports by name.
+"""A storage backend for SGLang's HiCache. SGLang imports it by name.
 
     --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"backend_name": "kvtier", "module_path": "kvtier.connect.sglang",

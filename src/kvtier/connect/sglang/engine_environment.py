@@ -43,12 +43,12 @@ PAGE_TOKENS = 64
 """Recommended tokens per page. SGLang's default of one token is too small for an object."""
 
 UNUSED = ("host.capacity_bytes",)
-"""Settings without effect, because SGLang owns the host memory."""
+"""Settings that have no effect, because SGLang owns the host memory."""
 
 PROGRAM = Path(__file__).with_name("server_arguments.py")
 
 DEADLINE_S = 180.0
-"""Deadline for importing SGLang, which takes 10 s, or a minute from a cold disk."""
+"""Seconds that importing SGLang may take. The import takes 10 s, or a minute from a cold disk."""
 
 
 class Environment(NamedTuple):
@@ -108,13 +108,13 @@ def look(
     Args:
         python: the environment's interpreter; None means this one.
         arguments: arguments of ``python -m sglang.launch_server``. If None, SGLang is not imported.
-        deadline_s: how long the whole call may take.
+        deadline_s: seconds that the whole call may take.
 
     Raises:
         NotInTimeError: the deadline has passed.
         ConfigError: the interpreter cannot be run.
     """
-    # -P ignores modules with the same names in the current folder. Like kvtier, it needs Python 3.11.
+    # -P ignores modules with the same names in the current folder. Like kvtier, -P requires Python 3.11.
     command = [str(python or sys.executable), "-P", "-c", PROGRAM.read_text(encoding="utf-8")]
     if arguments is not None:
         command.append(json.dumps(list(arguments)))

@@ -1,4 +1,4 @@
-"""Describes SGLang's host pools: which are stored, what identifies a page's bytes, and where the bytes are.
+"""Describes SGLang's host pools: which pools are stored, what identifies a page's bytes, and where the bytes are.
 
 A page is opaque. Its object contains the pieces that the pool itself reports (`get_page_buffer_meta`): K and V of all
 layers, K and V of each layer, or one latent. Only tested classes are stored, by exact name, because a subclass may
@@ -33,7 +33,7 @@ POOLS: Mapping[str, frozenset[str]] = {
 """The host pools and layouts that are stored."""
 
 WITHOUT_KV = frozenset({"LogicalHostPool"})
-"""Pools that hold positions for other pools' pages. They have no bytes of their own."""
+"""Pools that hold positions for other pools' pages. These pools have no bytes."""
 
 SAME_ON_ALL_RANKS = frozenset({
     "MLATokenToKVPoolHost", "DSAIndexerPoolHost", "DeepSeekV4PagedHostPool", "DeepSeekV4StateHostPool",
@@ -58,8 +58,8 @@ ARRANGEMENTS: Mapping[str, tuple[tuple[Axis, ...], tuple[str, ...]]] = {
     "page_first_direct": (("layer", "token", "head", "channel"), ("layer_num", "page_size", "head_num")),
     "page_head": (("layer", "token", "head", "channel"), ("head_num", "page_size", "layer_num")),
 }
-"""The axes of a piece with keys or values in each layout, and for each axis except `channel` the pool attributes whose
-product is its size. Codecs mix neither heads nor layers, so the two are interchangeable."""
+"""The axes of a piece with keys or values, by layout. Each axis except `channel` has the pool attributes whose product
+is its size. Codecs mix neither heads nor layers, so these two axes are interchangeable."""
 
 FIELDS = (
     "page_size", "logical_page_size", "layer_num", "target_layer_num", "start_layer", "end_layer", "head_num",
@@ -117,7 +117,7 @@ def describe(name: str, pool: HostPool, config: StorageConfig, one_page: Indices
     Args:
         name: SGLang's name for the pool.
         pool: the pool.
-        config: the ranks.
+        config: SGLang's storage configuration, with the ranks.
         one_page: the positions of the pool's first page.
         number: the pool's group in the store's layout.
 

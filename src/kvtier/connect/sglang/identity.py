@@ -1,8 +1,8 @@
 """Identifies an SGLang engine: computes the fingerprint of its weights and of every setting that changes a token's KV.
 
-SGLang's page hash covers a request's tokens, its items of other kinds (as 62-bit tokens), its adapter's id and its
-salt. It covers neither the model nor the adapter's contents. SGLang derives the id of an adapter that is named at
-start from its name and path. So the fingerprint includes the digests of those adapters' files.
+SGLang's page hash covers a request's tokens, items of other kinds (as 62-bit tokens), adapter id and salt. It covers
+neither the model nor the adapter's contents. SGLang derives the id of an adapter named at start from the adapter's name
+and path. So the fingerprint includes the digests of those adapters' files.
 
 The fingerprint excludes ranks, the layout and the page size, because every object's name contains them (`host_pools`).
 """
@@ -218,7 +218,7 @@ def _model_config(folder: Path) -> dict[str, object]:
     """Return the model's description in its checkpoint.
 
     Raises:
-        ConfigError: the checkpoint has no description, or it is not JSON.
+        ConfigError: the checkpoint has no description, or the description is not JSON.
     """
     if folder.is_file():  # a format such as GGUF, which describes itself
         return {}

@@ -2,10 +2,10 @@
 
     python -P -c SOURCE '["--model-path", "MODEL", "--enable-hierarchical-cache"]'
 
-It needs only the standard library, because kvtier may be missing there. It writes one line of JSON to stdout: the
-versions, whether SGLang loads kvtier as a plug-in and can compile its page hash, and `FIELDS` as resolved by
-SGLang, which needs neither a model nor a GPU. Other output goes to stderr.
-Without an argument, no command line is read and SGLang is not imported.
+The program requires only the standard library, because kvtier may be missing there. It writes one line of JSON to
+stdout: the versions, whether SGLang loads kvtier as a plug-in, whether it can compile its page hash, and `FIELDS` as
+resolved by SGLang. Resolving them requires neither a model nor a GPU. Other output goes to stderr.
+Without an argument, the program reads no command line and does not import SGLang.
 """
 
 import contextlib
@@ -44,13 +44,13 @@ FIELDS = (
 """Fields of SGLang's `ServerArgs` that determine whether KV is stored and found."""
 
 HASH_SOURCE, HASH_LIBRARY = "srt/mem_cache/cpp_utils/hash_binding.cpp", "hicache_hash_cpp.so"
-"""The source that SGLang compiles at its first page, in `native_hash.py`, and the library that it keeps."""
+"""The source that SGLang compiles at its first page (`native_hash.py`), and the library that SGLang keeps."""
 
 COMPILE_S = 60.0
 
 
 def main(text: str | None) -> None:
-    """Write the line of JSON."""
+    """Write the report as one line of JSON."""
     result: dict[str, Any] = {"sglang": _version("sglang"), "kvtier": importlib.util.find_spec("kvtier") is not None}
     result["no_plug_in"], result["no_page_hash"] = _no_plug_in(), page_hash_problem()
     if text is not None and result["sglang"] is not None:
@@ -90,7 +90,7 @@ def page_hash_problem() -> str:
     cxx, cache = os.environ.get("CXX", "c++"), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions").rglob(HASH_LIBRARY)
     is_built = False
-    with contextlib.suppress(OSError):  # for another compiler, torch compiles again
+    with contextlib.suppress(OSError):  # torch compiles again for another compiler
         is_built = any(f"cxx = {cxx}\n" in it.with_name("build.ninja").read_text() for it in built)
     with tempfile.TemporaryDirectory() as folder:
         include, output = sysconfig.get_path("include", "posix_prefix"), f"{folder}/trial.so"

@@ -14,7 +14,7 @@ from kvtier.connect.engine_metrics import PromMetrics, StatsReader
 from kvtier.observe.metrics import Metrics
 
 CALLS_MAX = 4096
-"""Maximum number of calls whose figures wait for SGLang. Beyond this, the oldest are dropped."""
+"""Maximum number of calls whose figures wait for SGLang. Beyond this number, the oldest are dropped."""
 
 GB = 1e9
 
@@ -23,7 +23,7 @@ CallKind: TypeAlias = Literal["prefetch", "backup"]
 
 _places: dict[tuple[str, ...], int] = {}
 _values: dict[int, tuple[str, ...]] = {}
-"""Label values, by number. There is one entry per rank in this process, so only one outside tests."""
+"""Label values, by number. Each rank in this process has one entry, so there is only one outside tests."""
 
 
 class StorageStats:

@@ -1,7 +1,7 @@
 """The storage backend that SGLang's HiCache creates by name.
 
 HiCache's threads call `batch_exists*`, `batch_get*` and `batch_set*` with pages of SGLang's own host pools. Once the
-backend is attached, no method raises: a failure is a miss, and is logged once.
+backend is attached, no method raises: a failure counts as a miss and is logged once.
 """
 
 import hashlib
@@ -50,7 +50,8 @@ from kvtier.types import ChunkKey, Outcome
 logger = logging.getLogger(__name__)
 
 THREAD_S = 8.0
-"""Longest call in a storage thread. To empty its cache, SGLang waits 10 s for its threads, then ends the engine."""
+"""Seconds that a call in a storage thread may take. When SGLang empties its cache, it waits 10 s for its threads. After
+that, it ends the engine."""
 
 KEY_BYTES = 32
 _KEY_DOMAIN = b"kvtier.sglang\0"
@@ -67,8 +68,8 @@ class _OwnRank(NamedTuple):
 def check_page_hash() -> None:
     """Log why SGLang cannot compile the hash that names its pages.
 
-    The trial runs in its own folder. torch compiles under a lock without an owner: a process that ends meanwhile
-    leaves the lock behind, and the next one waits for it forever.
+    The trial runs in its own folder. torch compiles under a lock without an owner. A process that ends meanwhile leaves
+    the lock behind, and the next process waits for it forever.
     """
     try:
         problem = page_hash_problem()
@@ -164,7 +165,7 @@ class KvtierStorage(sglang.HiCacheStorage):
         if self._is_over:
             return
         self._pools = {}
-        # Keep SGLang's order, in which later pools come last: names of objects contain the numbers of groups.
+        # Keep SGLang's order, in which later pools come last, because names of objects contain the numbers of groups.
         for name, pool in self._hosts.items():
             described = self._describe(name, pool, len(self._pools))
             if described is not None:
@@ -204,7 +205,7 @@ class KvtierStorage(sglang.HiCacheStorage):
             )
         self._is_over = True
 
-    # ---- questions -------------------------------------------------------------------------------------------------
+    # ---- lookups ---------------------------------------------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
         """Return whether the page is stored."""
@@ -261,11 +262,11 @@ class KvtierStorage(sglang.HiCacheStorage):
     # ---- pages -----------------------------------------------------------------------------------------------------
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Indices, extra_info: ExtraInfo = None) -> list[bool]:
-        """Load pages into the pool. Return for each whether it was loaded; if not, its bytes are undefined."""
+        """Load pages into the pool. Return whether each was loaded. The bytes of a page that was not are undefined."""
         return self._move("prefetch", KV, keys, host_indices, extra_info, self._until_s("prefetch"))
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Indices, extra_info: ExtraInfo = None) -> list[bool]:
-        """Store pages from the pool. Return for each whether a tier has it."""
+        """Store pages from the pool. Return whether a tier has each page."""
         return self._move("backup", KV, keys, host_indices, extra_info, self._until_s("backup"))
 
     def batch_get_v2(self, transfers: Sequence[PoolTransfer], extra_info: ExtraInfo = None) -> dict[Any, list[bool]]:
@@ -344,7 +345,7 @@ class KvtierStorage(sglang.HiCacheStorage):
         nothing = sglang.StorageMetrics()
         return self._guarded("get_stats", lambda: self._stats.take(sglang.StorageMetrics), nothing)
 
-    # ---- what fails ------------------------------------------------------------------------------------------------
+    # ---- failures --------------------------------------------------------------------------------------------------
 
     def _usable(self, name: str) -> tuple[ObjectStore, StoredPool]:
         store = self._store
@@ -471,7 +472,7 @@ def _items(pool: StoredPool, keys: Sequence[str], indices: Indices, extra_info: 
 
 
 def _keys(texts: Sequence[str]) -> list[ChunkKey]:
-    """Return 32 bytes per page hash. A string need not be a hexadecimal SHA-256, and is not in SGLang's own tests."""
+    """Return 32 bytes per page hash. A string need not be a hexadecimal SHA-256: SGLang's own tests use others."""
     try:
         keys = list(map(bytes.fromhex, texts))
     except ValueError:

@@ -1,8 +1,8 @@
 """Detects changes of weights while the engine runs. SGLang replaces weights without notifying a storage backend.
 
 KV of the new weights must not be stored under the digest of the old ones. So kvtier wraps SGLang's methods that
-replace weights in place. From the first such call on, it stores and finds nothing. A restart identifies the new
-weights.
+replace weights in place. From the first of these calls on, kvtier stores and finds nothing. A restart identifies the
+new weights.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """`attach` and `Attachment` give `generate` a cache that outlives the process. See `docs/transformers.md`.
 
-A call reads the options and the padding, computes the chunk keys of each row, and looks up and loads the known prefix.
-The library then generates from there, and new chunks are stored. Only the store continues after the call.
+A call reads the options and the padding, and computes the chunk keys of each row. It then looks up and loads the known
+prefix. The library generates from there, and new chunks are stored. Only the store continues after the call.
 """
 
 import itertools
@@ -45,9 +45,9 @@ from kvtier.types import NextTurn, Place, Prefix
 logger = logging.getLogger(__name__)
 
 _HANDOVER_DEADLINE_S = 5.0
-"""How long a call that returns its cache waits for copies of its chunks."""
+"""Seconds that a call waits for copies of its chunks before it returns its cache."""
 _REOPEN_DEADLINE_S = 5.0
-"""How long a changed model waits for pending writes of its previous session."""
+"""Seconds that a changed model waits for pending writes of its previous session."""
 _LOGGED_MAX = 100
 _REPLACED = {"input_ids", "attention_mask", "past_key_values", "stopping_criteria"}
 """Arguments that a cached call replaces."""
@@ -140,7 +140,7 @@ class Attachment:
         """Counts of closed sessions, plus the chunks dropped because of `held_calls`."""
         self._logged: set[str] = set()
         self._ended = ""
-        """Why calls do not use the cache; empty while it is open."""
+        """Why calls do not use the cache; empty while the cache is open."""
         self._opened: ModelSession | None = None
         self._open()
 
@@ -170,8 +170,8 @@ class Attachment:
             return_report: whether to return (output, `CallReport`). `last` has the report in either case.
             arguments: see `model.generate`.
 
-        An error inside kvtier never makes the call fail; the call is then computed without the cache. So is a call
-        that the cache cannot serve, and `CallReport.uncached_reason` gives the reason.
+        An error inside kvtier never makes the call fail. The call is then computed without the cache, like a call that
+        the cache cannot serve. `CallReport.uncached_reason` gives the reason.
         """
         with self._lock:
             output = self._generate(inputs, generation_config, arguments, session, opts_out=self._opts_out(store))
@@ -186,7 +186,7 @@ class Attachment:
             input_ids: [1, columns] tokens without padding.
             cache: KV of the leading tokens. Its tensors are copied in the background. Do not change these columns in
                 place before `flush`.
-            known_tokens: leading tokens that are already stored. Their full chunks are skipped.
+            known_tokens: number of leading tokens that are already stored. Their full chunks are skipped.
             session: see `generate`.
 
         Returns:
@@ -198,7 +198,7 @@ class Attachment:
             return 0 if isinstance(count, str) else count
 
     def expects(self, session: str, next_turn: NextTurn | str | None) -> None:
-        """Declare where a conversation's next turn comes from. The cache learns how soon such turns follow.
+        """Declare where a conversation's next turn comes from. The cache learns how soon turns from each source follow.
 
         Args:
             session: the name passed to `generate`. An unknown session is ignored.
@@ -247,7 +247,7 @@ class Attachment:
 
     @property
     def session(self) -> Session:
-        """The underlying session. A new one replaces it after the model has changed."""
+        """The underlying session. A new session replaces it after the model has changed."""
         return self._current().session
 
     def flush(self, deadline_s: float = 30.0) -> bool:
@@ -259,7 +259,7 @@ class Attachment:
         """Write stored chunks to the lower tiers and end all threads. `generate` then works without the cache.
 
         Args:
-            deadline_s: how long this may take; None means ``limits.close_deadline_s``.
+            deadline_s: seconds that this may take; None means ``limits.close_deadline_s``.
 
         Returns:
             The result of closing the session; None if it was already closed.
@@ -414,7 +414,7 @@ class Attachment:
         *,
         opts_out: bool = False,
     ) -> "Call | str":
-        """Do everything before the first lookup, or return why the call does not use the cache."""
+        """Return the call, ready for the first lookup, or the reason why it does not use the cache."""
         if self._ended:
             return self._ended
         prompt = prompt_of(self.model, inputs, given, arguments, accepts_padding=self._accepts_padding)

@@ -1,7 +1,8 @@
 """Describes a model's cached layers and the layout of their bytes in a chunk, and fills the library's caches.
 
-A layer's part of a chunk is K as [head, token, dim], contiguous, and then V likewise. Layers with full attention form
-one KV group, which needs all chunks. Layers with the same sliding window form a group that needs only the last window.
+A layer's part of a chunk is K as a contiguous [head, token, dim] array, followed by V in the same form. Layers with
+full attention form one KV group, which requires all chunks. Layers with the same sliding window form a group that
+requires only the last window.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ Output: TypeAlias = Any
 """The output of `generate`: a tensor of sequences, or an object with `sequences`."""
 
 Argument: TypeAlias = Any
-"""An argument that is only forwarded."""
+"""An argument that kvtier only forwards."""
 
 
 def integers(tensor: torch.Tensor) -> list[int]:
@@ -152,7 +153,7 @@ class RecordingWindowLayer(DynamicSlidingWindowLayer):
     """The library's sliding-window layer, extended to record all its K and V.
 
     The library keeps only the last window, but most chunks of a prompt lie before it. Attention reads the library's
-    own tensors, so results and speed stay the same.
+    own tensors, so results and speed do not change.
     """
 
     def __init__(self, sliding_window: int) -> None:
@@ -188,7 +189,7 @@ def blank_spans(shape: CacheShape, padding: Sequence[int], columns: int) -> Span
 
     Window layers have only the last columns. Padding columns are zero, so that masked values are finite.
     """
-    # Tensors made in inference mode, which may be on here, cannot be written by other threads.
+    # Other threads cannot write to tensors made in inference mode, which may be on here.
     with torch.inference_mode(mode=False):
         return tuple(tuple((_blank_span(layer, padding, columns),) for layer in group) for group in shape.groups)
 
@@ -222,7 +223,7 @@ def recorded_spans(shape: CacheShape, cache: DynamicCache, columns: int) -> Span
     """Return all KV of the first `columns` columns of `cache`.
 
     Returns:
-        None if the cache has another length because the model replaced it with its own.
+        The spans; None if the cache has another length because the model replaced it with its own.
     """
     groups: list[tuple[tuple[Span, ...], ...]] = []
     for group in shape.groups:

@@ -1,8 +1,8 @@
 """Represents one `generate` call: its prompt, the rows of its batch with their chunk keys, and its report.
 
 A batch is padded on the left, so that all rows end at the same column. Row `i` has `pad_i` columns of padding, and its
-token `t` is in column `pad_i + t`. The library's cache has one length in columns for all rows. To resume at
-column `C`, each row needs the KV of its first `C - pad_i` tokens. The attention mask hides padding columns.
+token `t` is in column `pad_i + t`. The library's cache has one length in columns for all rows. Resuming at column `C`
+requires the KV of the first `C - pad_i` tokens of each row. The attention mask hides padding columns.
 """
 
 import time
@@ -61,7 +61,7 @@ class StoreCounts:
     """Objects stored: readable in host memory, and on their way to the tiers that the write policy selects."""
     dropped: int = 0
     """Objects that were not admitted, found no room in time, failed, or were refused because `held_calls` calls were
-    still being stored."""
+    being stored."""
     pending_calls: int = 0
     """Calls whose KV is still being copied."""
 
@@ -115,7 +115,7 @@ def left_padding(mask: torch.Tensor) -> tuple[int, ...] | None:
         mask: [rows, columns]. Zero hides a column.
 
     Returns:
-        None if a row has padding anywhere but on the left, a hole, or no token.
+        One number per row; None if a row has padding elsewhere than on the left, a hole, or no token.
     """
     shown = mask != 0
     columns = shown.shape[1]
@@ -159,7 +159,7 @@ def sequences_of(output: Output) -> torch.Tensor:
 
 
 def row_end(sequence: Sequence[int], prompt_tokens: int, end_tokens: Collection[int]) -> int:
-    """Return the length of a row up to its first generated end token. The library feeds padding after that token.
+    """Return the length of a row up to its first generated end token. The library feeds the model padding after it.
 
     Args:
         sequence: the row's prompt and generated tokens, without left padding.
@@ -207,7 +207,7 @@ class CallRow:
 
 @dataclass(slots=True)
 class Call:
-    """The rows of a call, and the values that its report needs."""
+    """The rows of a call, and the values for its report."""
 
     number: int
     prompt: Prompt
@@ -239,7 +239,7 @@ class Call:
         return cls(number, prompt, rows, time.perf_counter() - started, arrived_s, recorder)
 
     def report(self, output: Output, restored: RestoreResult, clock: "FirstToken", reason: str) -> CallReport:
-        """Return the report as it is before anything is stored."""
+        """Return the report of the call before anything is stored."""
         prompt_tokens = sum(row.prompt_tokens for row in self.rows)
         generated_tokens = 0
         for row, sequence in zip(self.rows, sequences_of(output), strict=True):
@@ -284,7 +284,7 @@ class FirstToken(StoppingCriteria):
         return self._continue
 
     def among(self, others: Argument) -> StoppingCriteriaList:
-        """Return the caller's stopping criteria and this one."""
+        """Return the caller's stopping criteria together with this one."""
         return StoppingCriteriaList([*(others or ()), self])
 
     @property

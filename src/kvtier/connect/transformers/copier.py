@@ -3,13 +3,13 @@
 `blocks` is (first token, token after the last) of a row. A request is one row of one cache. The copier keeps its
 tensors from `expose` until `forget`.
 
-On the CPU a copy is complete on return. It uses NumPy, because torch would start a thread pool in every transfer
-thread and take cores from the model. On a CUDA device, a layer is copied between its tensors and a device buffer with
-the layout of the payload. The buffer crosses the bus in one copy. Each direction has one stream, which waits for all
-work that the engine had queued when the request was exposed. The fence is an event after the last copy.
+On the CPU a copy is complete on return. It uses NumPy, because torch would start a thread pool in every transfer thread
+and take cores from the model. On a CUDA device, a layer is copied between its tensors and a device buffer laid out like
+the payload. The buffer crosses the bus in one copy. Each direction has one stream, which waits for all work that the
+engine had queued when the request was exposed. The fence is an event after the last copy.
 
-A layer's part of a payload is K as [head, token, dim], and then V likewise. In the tensors, each head's tokens are
-contiguous. In the records of a window layer, each token's heads are contiguous.
+A layer's part of a payload is K as [head, token, dim], followed by V in the same form. In the tensors, each head's
+tokens are contiguous. In the records of a window layer, each token's heads are contiguous.
 """
 
 import threading

@@ -1,8 +1,8 @@
 """Identifies a model: computes the fingerprint of its weights and settings, and detects changes while it is in use.
 
-The weights' digest covers the tensors in memory (`state_dict` and the buffers that it omits). If the caller names a
-checkpoint and a sample of every weight matches it, the digest covers its files instead. The whole configuration enters
-the fingerprint, except `IGNORED_FIELDS`. An unknown field may change KV, so a miss is correct.
+The weights' digest covers the tensors in memory (`state_dict` and the buffers that it omits). The digest covers a
+checkpoint's files instead if the caller names the checkpoint and a sample of every weight matches. The whole
+configuration enters the fingerprint, except `IGNORED_FIELDS`. An unknown field may change KV, so a miss is correct.
 
 Some position encodings depend on the length of the text. With ``dynamic`` and ``longrope`` scaling, a text beyond the
 original length has different frequencies from its first token on. So its KV must not be used for a shorter text, or
@@ -59,7 +59,7 @@ def fixed_rope_tokens(model: Model) -> int | None:
 
 
 def _rope_kinds(config: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Yield (kind of scaling, original length) for each set of frequencies. Some models have one per type of layer."""
+    """Yield (kind of scaling, original length) for each set of frequencies. Some models have one set per layer type."""
     found: object = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(found, Mapping):
         return
@@ -76,7 +76,7 @@ def _rope_kinds(config: ModelConfig) -> Iterator[tuple[str, int]]:
 
 
 def weights_digest(model: Model, checkpoint: Path | None, cache_file: Path | None) -> WeightsDigest:
-    """Return the digest of the model's weights, with its cost.
+    """Return the digest of the model's weights, with the cost of computing it.
 
     Args:
         model: the model, whose tensors are digested if there is no checkpoint.
@@ -176,7 +176,7 @@ class ModelWatch:
 
     It detects every replaced tensor and every in-place change that torch counts. torch does not count changes through
     `.data`; the watch detects them only in a few sampled values. It detects an update of all weights, but may miss an
-    update of a few tensors through `.data`, which needs a new `attach`.
+    update of a few tensors through `.data`. That update requires a new `attach`.
     """
 
     def __init__(self, model: Model) -> None:

@@ -24,7 +24,7 @@ class RowRequest:
     request: RequestId = RequestId("")  # noqa: RUF009  immutable
     restorable: int = 0
     whole_chunks: int | None = None
-    """Chunks before the first hole that a load found. A tier may still list a bad object for a while after a read."""
+    """Chunks before the first hole that a load found. A tier may still list a bad object for some time after a read."""
     prefixes: dict[int, Prefix] = field(default_factory=dict[int, Prefix])
     """Shorter prefixes, by their number of chunks."""
 
@@ -66,7 +66,7 @@ class OpenRequests:
         return len(set(self._stores.values()))
 
     def load(self, row: RowRequest, number: int, places: Sequence[Place], spans: Spans) -> None:
-        """Start loading `places` of row `number` into its tensors, and keep these until the load ends."""
+        """Start loading `places` of row `number` into its tensors, and keep the tensors until the load ends."""
         self._copier.expose(row.request, number, row.pad, spans)
         boundary = max(place.chunk for place in places) + 1
         tokens = boundary * row.prefix.chunk_tokens
@@ -111,7 +111,7 @@ class OpenRequests:
                 return done
 
     def wait_for_stores(self, deadline_s: float = 0.0, call: int | None = None) -> bool:
-        """Wait up to `deadline_s` seconds for the stores of one call, or of all. Return whether they have ended."""
+        """Wait up to `deadline_s` seconds for the stores of one call, or of all calls. Return whether all ended."""
         until = time.monotonic() + deadline_s
         while True:
             left_s = until - time.monotonic()

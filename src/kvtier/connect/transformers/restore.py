@@ -1,9 +1,9 @@
 """Fills a cache for a call's prompts as far as possible: lookup, plan, load. Every wait has a deadline.
 
 The rows of a batch share one cache length, so they resume at a common column. A row with a longer restorable prefix
-may then stop inside a chunk and use only a part of it. Full attention works with any column. A window needs the tokens
-before the column at which it resumes, not those before the chunk's end. So the window's chunks of both boundaries
-around that column are loaded, and only if the lookup finds both.
+may then stop inside a chunk and use only a part of it. Full attention works with any column. A window requires the
+tokens before the column at which the row resumes, not those before the chunk's end. So kvtier loads the window's chunks
+at both boundaries around that column, but only if the lookup finds both.
 """
 
 import logging
@@ -63,8 +63,8 @@ class Restorer:
         session: answers lookups.
         requests: starts the loads and waits for them.
         shape: the model's KV groups.
-        probe_deadline_s: how long a lookup waits for the tiers' answers.
-        load_deadline_s: how long a call waits for all its loads before the prompt is computed.
+        probe_deadline_s: seconds that a lookup waits for the tiers' answers.
+        load_deadline_s: seconds that a call waits for all its loads before the prompt is computed.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Restorer:
         restored = RestoreResult()
         deadline = time.monotonic() + self._load_deadline_s
         for attempt in range(_ATTEMPTS):
-            # Probes' answers are kept by request id, so each attempt needs new ids.
+            # Probe answers are kept by request id, so each attempt requires new ids.
             for row in rows:
                 row.request = RequestId(f"{row.name}/{attempt}")
             try:
@@ -150,7 +150,7 @@ class Restorer:
         answers = [self._session.lookup(row.request, prefix) for row, prefix in questions]
         pause_s = _PROBE_POLL_MIN_S
         while any(answer.presence is Presence.PROBING for answer in answers) and time.monotonic() < deadline:
-            # A probe's answer is not an event and does not end a poll. An index in memory answers at once.
+            # A probe's answer is not an event and does not end a poll. An index in memory answers immediately.
             self._requests.poll(pause_s)
             pause_s = min(2 * pause_s, _PROBE_POLL_MAX_S)
             for number, (row, prefix) in enumerate(questions):
@@ -188,7 +188,7 @@ class Restorer:
         return is_whole
 
     def _places(self, row: RowRequest, tokens: int) -> list[Place]:
-        """Return every chunk that the first `tokens` tokens of a row need, wholly or in part."""
+        """Return every chunk that the first `tokens` tokens of a row require, wholly or in part."""
         size = row.prefix.chunk_tokens
         boundary = -(-tokens // size) * size
         places: list[Place] = []

@@ -30,8 +30,8 @@ _ALLOWED = "allowed: decoder-only models whose layers have full or sliding-windo
 _PROBE_TOKENS = 6
 _PROBE_COMMON = 3
 _LEAK_MAX = 0.1
-"""Largest allowed relative change of a token's KV by later tokens. The change is 0 except for rounding in mixtures of
-experts, whose matrix shapes depend on the routing of all tokens. Attention to later tokens changes KV much more."""
+"""Largest allowed relative change of a token's KV by later tokens. The change is 0, except for rounding in mixtures of
+experts: their matrix shapes depend on the routing of all tokens. Attention to later tokens changes KV much more."""
 
 
 def check_model(model: object) -> Model:
@@ -84,7 +84,7 @@ def inspect_cache(model: Model) -> CacheShape:
     except Exception as error:
         raise UnsupportedModelError(f"{name}: the library has no dynamic cache for it: {error}; {_ALLOWED}") from error
     for index, layer in enumerate(cache.layers):
-        # A layer that has no KV, or uses another layer's, has a DummyLayer.
+        # A layer that has no KV, or uses another layer's KV, has a DummyLayer.
         kind = type(layer)
         if kind not in _SERVED_LAYERS and kind.__name__ != "DummyLayer":
             raise UnsupportedModelError(f"{name}: layer {index} has a cache of class {kind.__name__}; {_ALLOWED}")
@@ -193,7 +193,7 @@ class Options:
         return frozenset(cast("list[int]", value) if isinstance(value, (list, tuple, set)) else [int(value)])
 
     def total_tokens(self, prompt_columns: int) -> int:
-        """Return the largest number of columns at the end of the call."""
+        """Return the maximum number of columns at the end of the call."""
         new_tokens = self.get("max_new_tokens")
         if new_tokens is not None:
             return prompt_columns + int(new_tokens)

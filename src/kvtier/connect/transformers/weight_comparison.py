@@ -1,7 +1,8 @@
 """Compares a model's weights in memory with the checkpoint that the caller names.
 
 The library reads the files before `attach` is called, so kvtier does not know which files it read. Comparing a few
-places of every weight costs far less than a digest of all bytes. It suffices because training changes whole weights.
+places of every weight costs far less than a digest of all bytes. The comparison suffices, because training changes
+whole weights.
 """
 
 from collections import defaultdict

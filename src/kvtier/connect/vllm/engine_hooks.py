@@ -1,9 +1,9 @@
 """Lists every use of vLLM beyond its connector and tier interfaces, and provides functions for most uses.
 
-vLLM passes a connector its configuration, its requests and its KV memory. kvtier needs more: the scheduler, the calls
-to workers, the files that are read. Each row of `HOOKS` says what is used, and which functions of vLLM it depends on.
-`check` compares the rows that an engine needs with the installed vLLM before the first request. So an engine on another
-release of vLLM fails with a message that names what this release lacks.
+vLLM passes a connector its configuration, its requests and its KV memory. kvtier also requires the scheduler, the calls
+to workers, and the files that are read. Each row of `HOOKS` says what is used, and on which functions of vLLM it
+depends. `check` compares the rows that an engine requires with the installed vLLM before the first request. So an
+engine on another release of vLLM fails with a message that names what this release lacks.
 
 Objects come from the stack: from the callers whose methods are running while vLLM makes or calls the connector. Only
 this file reads the stack and private names. Public attributes are used where they are needed: `scheduler.engine_cache`
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 Part = Literal[
     "import", "engine", "core", "scheduler", "tiering", "prefix_protection", "worker", "layers", "cpu", "lora",
 ]  # fmt: skip
-"""What needs a hook: the connector's import, every process of an engine, its core's process, the connector, secondary
-tier or prefix protection in that process, a worker's connector, its layers, layers on a CPU, or adapters."""
+"""What requires a hook: the connector's import, every process of an engine, the core's process, the connector,
+secondary tier or prefix protection in that process, a worker's connector, its layers, layers on a CPU, or adapters."""
 
 OnStack = Literal[
     "input_queue", "model_executor", "scheduler", "vllm_config", "_vllm_config", "_kv_cache_config",
@@ -56,7 +56,7 @@ SCHEDULER_STATE = (
     "finished_recving_kv_req_ids",
     "failed_recving_kv_req_ids",
 )
-"""Attributes of vLLM's scheduler that kvtier needs to keep vLLM's own prefix cache correct across a reset."""
+"""Attributes of vLLM's scheduler that kvtier requires to keep vLLM's own prefix cache correct across a reset."""
 
 
 class Hook(NamedTuple):
@@ -65,13 +65,13 @@ class Hook(NamedTuple):
     name: str
     """What is used, and how."""
     part: Part
-    """What needs it."""
+    """What requires it."""
     why: str
     places: Sequence[str]
     """Functions and classes of vLLM on which it depends, as ``module:path`` below ``vllm.``. The names that
     follow are arguments, attributes and variables that are used, or that show that the function is unchanged."""
     without: str = ""
-    """What is lost without it. If empty, the engine does not start, or not with the feature."""
+    """What is lost without it. If empty, the engine does not start, or does not start with the feature."""
 
 
 HOOKS = (
@@ -284,10 +284,10 @@ HOOKS = (
 
 
 def check(*parts: Part) -> None:
-    """Compare the hooks of these parts with the installed vLLM. Log a warning for each optional one that is missing.
+    """Compare the hooks of these parts with the installed vLLM. Log a warning for each optional hook that is missing.
 
     Raises:
-        ConfigError: vLLM lacks a required one, or its release is not supported. The message says what is missing.
+        ConfigError: vLLM lacks a required hook, or its release is not supported. The message says what is missing.
     """
     refused: list[str] = []
     for hook in HOOKS:
@@ -321,7 +321,7 @@ _FRAMES_MAX = 16
 
 
 def on_stack(name: OnStack, *otherwise: Any) -> Any:  # noqa: ANN401 - vLLM's objects
-    """Return attribute `name` of the nearest object whose method is running, because vLLM does not pass it.
+    """Return attribute `name` of the nearest object whose method is running. vLLM does not pass it as an argument.
 
     Args:
         name: name of the attribute.
@@ -361,16 +361,17 @@ def config_being_made() -> VllmConfig | None:
 
 
 def request_on_stack(number: str) -> Request | None:
-    """Find the request with this id in the callers; vLLM passes only the id. None for a remote engine's request."""
+    """Return the callers' request with this id; None for a remote engine's request. vLLM passes only the id."""
     frames = islice(walk_stack(inspect.currentframe()), _FRAMES_MAX)
     found: Iterator[Request] = (frame.f_locals.get("request") for frame, _ in frames)
     return next((it for it in found if getattr(it, "request_id", None) == number and hasattr(it, "lora_request")), None)
 
 
 def let_role_load(config: VllmConfig) -> None:
-    """Make vLLM's scheduler treat a prefill engine as one that loads. It reads the role after making the connector.
+    """Make vLLM's scheduler treat a prefill engine as an engine that loads.
 
-    Only for a role that loads does it delay the reuse of blocks that a running step still writes.
+    The scheduler delays the reuse of blocks that a running step still writes, but only for a role that loads. It reads
+    the role after making the connector.
 
     Args:
         config: the connector's configuration. In a `MultiConnector` it is not the scheduler's.
@@ -468,8 +469,8 @@ def watch_loaders(loaders: Any) -> None:  # noqa: ANN401 - a module
     """Make vLLM's loaders note the files that they are about to read. Idempotent.
 
     Args:
-        loaders: vLLM's `vllm.model_executor.model_loader`. If it has another form, it is left unchanged, and
-            its engine cannot be identified.
+        loaders: vLLM's `vllm.model_executor.model_loader`. kvtier leaves a module of another form unchanged, and cannot
+            identify its engine.
     """
     with suppress(AttributeError):
         default, sharded = loaders.DefaultModelLoader, loaders.ShardedStateLoader
@@ -506,7 +507,7 @@ def watch_adapter_loads(
     manager: Any,  # noqa: ANN401 - vLLM's `LRUCacheWorkerLoRAManager`
     load: Callable[[Callable[[LoraRequest], object], LoraRequest], object],
 ) -> None:
-    """Call `load` to load each adapter from its files, with vLLM's own function for that and the adapter."""
+    """Call `load` with vLLM's own loading function and the adapter, whenever vLLM loads an adapter from its files."""
     inner = manager._load_adapter  # noqa: SLF001
     manager._load_adapter = wraps(inner)(partial(load, inner))  # noqa: SLF001
 
@@ -549,7 +550,7 @@ def watch_resets(manager: KvCacheManager, begins: Callable[[], int], ended: Call
 
     Args:
         manager: vLLM's KV cache manager.
-        begins: returns how many blocks in use vLLM must count as free. It resets only if all blocks are free.
+        begins: returns how many blocks in use vLLM must count as free. vLLM resets only if all blocks are free.
         ended: receives True if the cache was reset.
     """
     inner = manager.reset_prefix_cache
@@ -576,7 +577,7 @@ def deferred_blocks(scheduler: VllmScheduler) -> Iterator[Block]:
 def forget_reservation(scheduler: VllmScheduler, request: Request) -> None:
     """Cancel the reservation of blocks that vLLM holds for the rest of a prompt.
 
-    Otherwise vLLM starts no load that would need them. If the first request in its queue has such a load, the engine is
-    stuck, because this request waits behind it.
+    Otherwise vLLM starts no load that requires these blocks. The engine is stuck if the first request in the queue has
+    that load, because this request waits behind it.
     """
     getattr(scheduler, "_inflight_prefills", set[Request]()).discard(request)

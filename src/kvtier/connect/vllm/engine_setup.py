@@ -1,4 +1,4 @@
-"""The settings and the identity of an engine at its start, on which all of its processes agree."""
+"""Determines the settings and the identity of an engine at its start. All of its processes agree on both."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ class WorkerFacts(NamedTuple):
     fingerprint: bytes
     """Digest of the engine's identity, as this worker sees it."""
     doubt: str
-    """Why the worker may have read files other than those it identified; empty if it has not."""
+    """Why the worker may have read files other than those that it identified; empty if it has not."""
     shape: str
     """What must be equal on all workers (`Geometry.shape`)."""
     layers: tuple[int, ...]

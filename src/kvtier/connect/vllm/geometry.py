@@ -1,8 +1,8 @@
-"""Layout of chunks in vLLM's block tables: from a request's block ids to the addresses that the copier uses.
+"""Lays out chunks in vLLM's block tables: maps a request's block ids to the addresses that the copier uses.
 
 vLLM groups layers by page size as well as by attention rule: Gemma-3's five sliding layers are five groups of one.
 Here, groups with the same rule are merged, and each vLLM group is one `TableLayout`. The address of a chunk
-(`Place.blocks`) is the block ids of its tables, one table after the other, each in token order:
+(`Place.blocks`) consists of the block ids of its tables, one table after the other, each in token order:
 
     group 0, sliding window, 2 tables of 4 blocks:   [ table 0: 7 8 9 10 | table 1: 31 32 33 34 ]
 
@@ -65,7 +65,7 @@ SKIP = -1
 """Replaces the id of a block that must not be written."""
 
 NULL_BLOCK = 0
-"""vLLM's id for a block that is not kept, because it slid out of a window or its state was superseded."""
+"""vLLM's id for a block that is no longer kept. It slid out of a window, or its state was superseded."""
 
 
 class DcpShards(NamedTuple):
@@ -75,11 +75,11 @@ class DcpShards(NamedTuple):
     interleave: int = 1
     """Consecutive tokens in one turn of a rank."""
     shares: int = 0
-    """Number of token shares, each a group of its own; a multiple of `ranks`. If 0, a group is what one rank has."""
+    """Number of token shares, a multiple of `ranks`. Each share is one group. If 0, a group is what one rank has."""
 
     @staticmethod
     def of(config: VllmConfig, shares: int = 0) -> "DcpShards":
-        """Return an engine's division. Prefill context parallelism does not divide KV: each of its ranks has all of it.
+        """Return an engine's division. Prefill context parallelism does not divide KV: each of its ranks has all KV.
 
         Args:
             config: the engine's configuration.
@@ -152,11 +152,11 @@ class TableLayout(NamedTuple):
     piece: int = 0
     """Index of this table among its `pieces`."""
     pieces: int = 1
-    """Tables that share the rows of a block on one rank. Each gets every `pieces`-th turn."""
+    """Number of tables that share the rows of a block on one rank. Each table gets every `pieces`-th turn."""
     row_bytes: int = 0
     """Bytes of one turn."""
     channels: int = 0
-    """Channels of a key and of a value, or 0 if a page is more than the keys and values of its block's tokens."""
+    """Channels of a key and of a value; 0 if a page contains more than its block's keys and values."""
 
     @property
     def page_bytes(self) -> int:
@@ -180,7 +180,7 @@ class Group:
     shares: int = 0
 
     def needed_from(self, table: TableLayout, tokens: int) -> int:
-        """Return the first block table position that a request needs to resume after `tokens`."""
+        """Return the first block table position that a request requires to resume after `tokens`."""
         if isinstance(self.validity, History):
             return 0
         if isinstance(self.validity, Window):
@@ -190,7 +190,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one engine's KV is divided into chunks. Equal in the scheduler and all workers, apart from a stage's layers.
+    """How one engine's KV is divided into chunks. Only a stage's layers differ between processes.
 
     Args:
         chunk_tokens: tokens of a chunk.
@@ -236,13 +236,13 @@ class Geometry:
 
     @property
     def shape(self) -> str:
-        """What must be equal on all workers, as text: the size of chunks, and the pages of each vLLM group."""
+        """Text that must be equal on all workers: the size of chunks, and the pages of each vLLM group."""
         pages = "; ".join(f"{it.blocks} blocks of {it.block_tokens} tokens, {it.pages}" for it in self._tables)
         return f"chunks of {self.chunk_tokens} tokens: {pages}"
 
     @property
     def shares(self) -> int:
-        """Number of shares of the tokens. 0 if the setting is off or has no effect."""
+        """Number of token shares; 0 if the setting is off or has no effect."""
         return self.groups[0].shares
 
     @property
@@ -284,11 +284,11 @@ class Geometry:
         return len(self._tables) == 1 and isinstance(self.groups[0].validity, History)
 
     def hit_tokens(self, tokens: int) -> int:
-        """Return the most tokens that a prompt of `tokens` can load. vLLM always computes the last token."""
+        """Return the maximum number of tokens to load for a prompt of `tokens`. vLLM always computes the last."""
         return max(tokens - 1, 0) // self.chunk_tokens * self.chunk_tokens
 
     def blocks(self, tokens: int) -> int:
-        """Return the most blocks that `tokens` occupy."""
+        """Return the maximum number of blocks that `tokens` occupy."""
         return sum(-(-tokens // table.block_tokens) for table in self._tables)
 
     # ---- stores ----------------------------------------------------------------------------------------------------
@@ -340,8 +340,9 @@ class Geometry:
     def targets(self, tokens: int, tables: BlockTables, resident_tokens: int = 0) -> list[Place] | None:
         """Return the places that a load of the leading `tokens` writes, or None if it does not fit the allocation.
 
-        vLLM considers every allocated block up to `tokens` filled. So the load must write each of these that is not
-        resident. Otherwise nothing is loaded. Resident blocks are never written, because other requests may read them.
+        vLLM considers every allocated block up to `tokens` filled. So the load must write every one of these blocks
+        that is not resident. Otherwise nothing is loaded. Resident blocks are never written, because other requests may
+        read them.
 
         Args:
             tokens: a multiple of `chunk_tokens`.

@@ -1,4 +1,4 @@
-"""Identity of a vLLM engine: the fingerprint of its weights and of every setting that changes a token's KV.
+"""Identifies a vLLM engine: computes the fingerprint of its weights and of every setting that changes a token's KV.
 
 All processes of one engine compute the same fingerprint. The weights' digest covers the files that the engine loaded.
 If they cannot be read, the engine gets a private digest and shares KV with no other engine.
@@ -33,9 +33,9 @@ class EngineIdentity(NamedTuple):
 
     fingerprint: Fingerprint
     weights: WeightsDigest | None
-    """Digest of the weights, with its cost. None if the engine is private."""
+    """Digest of the weights, with the cost of computing it; None if the engine is private."""
     is_private: bool
-    """Whether no other engine can use this KV, now or later, so that it stays in host memory."""
+    """Whether no other engine can ever use this KV. It then stays in host memory."""
     detail: str
     """Why the engine is private."""
     versions: Mapping[Path, FileVersion] = {}

@@ -1,4 +1,4 @@
-"""The part of each KV group that a rank holds under pipeline, tensor and context parallelism.
+"""Determines the part of each KV group that a rank holds under pipeline, tensor and context parallelism.
 
 vLLM gives each rank the KV heads ``[rank * n, (rank + 1) * n)``. With more ranks than heads, consecutive ranks have
 copies of one head (`QKVParallelLinear`, vLLM 0.32). The latent of MLA is on every rank. States are divided in other
@@ -8,8 +8,8 @@ Decode context parallelism (DCP) divides the tokens of equal heads among ranks. 
 `Part`. Prefill context parallelism (PCP) does not divide KV: each of its ranks has all tokens (`ops/pcp.py`, vLLM 0.32
 and 0.33), unless a DCP group spans them.
 
-A wrong claim that two ranks have the same KV would give one of them the other's bytes. So the claim is made only if
-all fields about KV heads in the model's configuration agree. Some models have layers with another number of heads.
+A wrong claim that two ranks have equal KV would give one rank the other's bytes. So kvtier makes the claim only if all
+fields about KV heads in the model's configuration agree. Some models have layers with different numbers of heads.
 """
 
 import re
@@ -48,7 +48,7 @@ def parts_of_rank(
     parts = [_rank_part(*it, kv_cache_config, heads, rank, parallel) for it in zip(geometry.groups, spans, strict=True)]
     if parallel.pipeline_parallel_size == 1:
         return parts
-    # If the part of a stage is unknown, its layers are still known, and no other rank may have its names.
+    # An unknown part is named after its layers and rank, because no other rank may have its object names.
     ranks = parallel.pipeline_parallel_size * stage_ranks(parallel)
     return [
         (part or Part(*span, rank=rank, ranks=ranks), copy) for (part, copy), span in zip(parts, spans, strict=True)
@@ -113,7 +113,7 @@ def _part(
     if heads is None or not kinds <= _WITH_HEADS or (heads % ranks and ranks % heads):
         return None
     own, copies = max(1, heads // ranks), max(1, ranks // heads)
-    # A DCP group's TP ranks are consecutive. All must have the same heads, or their tokens are not shares.
+    # A DCP group's TP ranks are consecutive. Their tokens are shares only if all of them have the same heads.
     together = -(-size // parallel.prefill_context_parallel_size)
     if {spec.num_heads for spec in specs} != {own} or copies % together:
         return None

@@ -1,12 +1,12 @@
-"""`KvtierSecondaryTier`: kvtier's tiers below the host memory of vLLM's own tiering manager.
+"""Puts kvtier's tiers below the host memory of vLLM's own tiering manager.
 
     "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 34359738368,
         "secondary_tiers": [{"type": "KvtierSecondaryTier", "module_path": "kvtier.connect.vllm.secondary_tier",
                              "tiers": ["disk:/path/to/kv"]}]}
 
-vLLM calls all methods in its scheduler's process. Only `drain_jobs` and `shutdown` wait for a tier: they end all
-transfers. After an internal error everything is a miss.
+vLLM calls all methods in its scheduler's process. Only `drain_jobs` and `shutdown` wait for a tier, because they end
+all transfers. After an internal error every lookup is a miss.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ DRAIN_S = 2.0
 """Seconds that `drain_jobs` gives transfers to end by themselves, while the engine waits."""
 
 EVENTS_MAX = 1 << 14
-"""Maximum number of events kept until vLLM takes them, which it does in each step."""
+"""Maximum number of events kept until vLLM takes them. It does so in each step."""
 
 _KEY_DOMAIN = b"kvtier.vllm.tiering\0"
 
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class _Named:
-    """What determines the names of a request's objects, besides vLLM's keys."""
+    """What determines the names of a request's objects, in addition to vLLM's keys."""
 
     def __init__(self, extras: Sequence[Extra], loaded: LoraRequest | None, identifiers: frozenset[str]) -> None:
         self.loaded = loaded
@@ -69,7 +69,7 @@ class _Named:
         """Keys of stored or loaded objects, by group and by the number of tokens up to their end."""
 
     def content(self, end: int) -> bytes:
-        """Return 32 bytes that identify the adapter and the items that start before token `end`; empty without any."""
+        """Return 32 bytes that identify the adapter and the items that start before token `end`; empty for none."""
         items = [extra.value for extra in self._items if extra.offset < end]
         if not items:
             return self._adapter
@@ -146,7 +146,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         self._named: dict[str, _Named] = {}
         """Open requests that can be cached, by id."""
         self._epoch = b""
-        """Random bytes after a reset, which are part of every later name."""
+        """Empty before the first reset, then random bytes. They are part of every later name."""
         self._is_off = bool(private)
         self._pages = np.asarray(primary_kv_view)
         self._store: ObjectStore | None = None
@@ -227,11 +227,11 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Start to store chunks."""
+        """Start storing chunks."""
         self._submit(job_metadata, self._config.limits.store_deadline_s)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Start to load chunks."""
+        """Start loading chunks."""
         self._submit(job_metadata, self._config.limits.load_deadline_s)
 
     def _submit(self, job: TransferJob, limit_s: float) -> None:
@@ -332,7 +332,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             self._store.close(max(0.0, until_s - time.monotonic()))
         self._pages = np.empty((0, 0), np.int8)  # vLLM can unmap the memory only if nothing refers to it
 
-    # ---- what ends the cache ---------------------------------------------------------------------------------------
+    # ---- invalidation ----------------------------------------------------------------------------------------------
 
     def _called(self, call: WorkerCall) -> AbstractContextManager[None]:
         """Record a call to vLLM's workers before vLLM makes it (`engine_hooks.watch_calls`)."""

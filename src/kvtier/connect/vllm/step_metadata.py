@@ -1,4 +1,4 @@
-"""The metadata of engine steps, which vLLM carries between the scheduler and the workers (pickled).
+"""Defines the metadata of engine steps. vLLM pickles it and carries it between the scheduler and the workers.
 
 Copies do not travel with steps, because the core sends them to the rank's mover directly. Step metadata carries only
 what must be ordered with the forward: blocks that copies must not touch, and loads that have ended.
@@ -22,13 +22,13 @@ class LoadReport(NamedTuple):
     """A load that has ended, as a worker reports it to vLLM."""
 
     load: RequestId
-    """Contains vLLM's request id, after a slash."""
+    """The load's id, which contains vLLM's request id after a slash."""
     bad_blocks: tuple[int, ...]
     """Blocks that vLLM considers filled, but that the load did not fill."""
     is_failed: bool
     """Whether the load delivered nothing that vLLM can use."""
     adapter: LoraRequest | None = None
-    """The request's adapter. Only orders report a load with one, because the worker looks at the adapter first."""
+    """The request's adapter. Only orders report a load with an adapter, because the worker checks the adapter first."""
 
     @property
     def request(self) -> str:
@@ -48,7 +48,7 @@ class StepOrders:
     named: Mapping[int, Collection[Mapping[Path, FileVersion]]] = field(
         default_factory=dict[int, Collection[Mapping[Path, FileVersion]]]
     )
-    """File versions that the KV of these loads belongs to, by adapter number."""
+    """File versions to which the KV of these loads belongs, by adapter number."""
     is_empty: bool = False
     """Whether the step computes nothing."""
     is_waiting: bool = False

@@ -1,7 +1,7 @@
-"""Supported engines, kinds of KV, and requests.
+"""Checks whether engines, kinds of KV, and requests are supported.
 
-An unsupported engine is refused at start, with what was found and what to do. An unsupported request is computed
-without the cache. Kinds of KV are identified by the exact names of vLLM's classes, because a subclass may mean
+An unsupported engine is refused at start. The message says what was found and what to do. An unsupported request is
+computed without the cache. Kinds of KV are identified by the exact names of vLLM's classes, because a subclass may mean
 something else.
 """
 
@@ -19,18 +19,18 @@ from kvtier.layout import History, Loss, State, Validity, Window
 from kvtier.tier.registry import built_in, by_name, kind_of
 
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-"""Methods of speculative decoding without KV of their own."""
+"""Methods of speculative decoding whose drafts have no KV."""
 
 DRAFTS_WITH_KV = frozenset({"eagle", "eagle3", "mtp"})
-"""Methods whose draft KV at a position depends on the tokens up to the next one (`SpecDecodeBaseProposer`, vLLM 0.32
-and 0.33). Chunk keys cover that token; see `looks_ahead`."""
+"""Methods whose draft KV at a position depends on tokens up to the next one (`SpecDecodeBaseProposer`, vLLM 0.32 and
+0.33). Chunk keys cover that token; see `looks_ahead`."""
 
 QUANTISATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
 """Supported KV quantisations. Others store scales separately, and vLLM recomputes some of them at the first
 forward."""
 
 BLOCK_TOKENS = 16
-"""Divides the block sizes of vLLM's attention backends. The exact size is known only after the weights are loaded."""
+"""A divisor of all block sizes of vLLM's attention backends. The exact size is known only once weights are loaded."""
 
 SHUTDOWN = (
     "at shutdown vLLM kills its engine at once, and chunks that wait to be written are lost: give the server "
@@ -111,7 +111,7 @@ def _check_drafts(config: VllmConfig) -> None:
 
 
 def check_others(others: Iterable[object]) -> None:
-    """Refuse other connectors of a `MultiConnector` that would store wrong KV beside kvtier.
+    """Refuse other connectors of a `MultiConnector` that would store wrong KV if kvtier is present.
 
     Args:
         others: names of the other connectors' classes.
@@ -128,7 +128,7 @@ def check_others(others: Iterable[object]) -> None:
 
 
 def check_alone(others: Iterable[object], loss: Loss) -> None:
-    """Refuse a lossy class (`store.loss`) beside other connectors. Their names for KV do not contain the class.
+    """Refuse a lossy class (`store.loss`) if there are other connectors. Their names for KV do not contain the class.
 
     Raises:
         ConfigError: the engine has a lossy class, and there is another connector. The message names it.
@@ -156,8 +156,7 @@ def draft_model(config: VllmConfig) -> ConfigPart | None:
 def drafted_tokens(config: VllmConfig) -> int:
     """Return the longest request, in tokens, with which vLLM still runs the draft model for all requests of a step.
 
-    With a longer request, the step leaves the draft KV of all its tokens unwritten (`_input_fits_in_drafter`, vLLM
-    0.32).
+    A step with a longer request leaves the draft KV of all its tokens unwritten (`_input_fits_in_drafter`, vLLM 0.32).
     """
     model = draft_model(config)
     if model is None:
@@ -221,7 +220,7 @@ def transfer_warnings(transfer: ConfigPart, role: str, *, has_shared: bool) -> l
     Args:
         transfer: vLLM's `KVTransferConfig`.
         role: its `kv_role`, as the user gave it.
-        has_shared: whether another engine can see what this one stores, in a tier that nodes share.
+        has_shared: whether another engine can see what this engine stores, in a tier that nodes share.
     """
     found: list[str] = []
     if transfer.kv_load_failure_policy == "fail":
@@ -262,7 +261,7 @@ def specs_of(spec: KvCacheSpec) -> list[KvCacheSpec]:
 def validity_of(spec: KvCacheSpec, where: str) -> Validity:
     """Return the rule of validity for pages of one kind.
 
-    To resume after n tokens, vLLM's sliding window manager needs the last ``sliding_window - 1`` tokens, because the
+    To resume after n tokens, vLLM's sliding window manager requires the last ``sliding_window - 1`` tokens, because the
     next token counts, too (`SlidingWindowManager.get_num_skipped_tokens`, vLLM 0.32 and 0.33).
 
     Args:
@@ -270,7 +269,7 @@ def validity_of(spec: KvCacheSpec, where: str) -> Validity:
         where: names the layers in an error.
 
     Raises:
-        UnsupportedModelError: the kind, or its use, is not supported. The message says which and what to do.
+        UnsupportedModelError: the kind, or its use, is not supported. The message names it and says what to do.
     """
     kind = type(spec).__name__
     _refuse_if(
@@ -365,6 +364,6 @@ def reason_against(request: Request, config: VllmConfig) -> str:
 
 
 def has_content_identifiers(config: VllmConfig) -> bool:
-    """Return whether vLLM identifies multimodal items by content, which needs one of its caches (renderers/base.py)."""
+    """Return whether vLLM identifies multimodal items by content. This requires a vLLM cache (renderers/base.py)."""
     settings = config.model_config.multimodal_config
     return config.cache_config.enable_prefix_caching or settings is None or settings.mm_processor_cache_gb > 0

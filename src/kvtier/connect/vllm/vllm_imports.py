@@ -1,4 +1,4 @@
-"""The modules of vLLM without which there is no connector. Only `connector` imports this file."""
+"""Imports the modules of vLLM that the connector requires. Only `connector` imports this file."""
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
 
 from datetime import timedelta
@@ -33,13 +33,13 @@ spec_kind: Any = kv_cache_interface.get_kv_cache_spec_kind
 
 
 START_S = 300.0
-"""How long a worker waits for another one at start, in seconds. Before that, all of them read the same checkpoint."""
+"""Seconds that a worker waits for another worker at start. Before that, all workers read the same checkpoint."""
 
 
 def gathered(own: object) -> list[Any]:
-    """Return what each worker of the engine passes to this call, by rank. Wait for all of them, up to `START_S`.
+    """Return what each worker of the engine passes to this call, by rank. Wait for all workers, up to `START_S`.
 
-    vLLM numbers them by stage, then by rank of prefill context parallelism, then by rank of tensor parallelism.
+    vLLM numbers workers by stage, then by rank of prefill context parallelism, then by rank of tensor parallelism.
 
     Raises:
         RuntimeError: a worker did not arrive. The message names it.

@@ -1,4 +1,4 @@
-"""Type aliases for vLLM's objects. They are `Any`: vLLM is not installed where this package is type-checked."""
+"""Type aliases for vLLM's objects. They are `Any`, because type checks of this package run without vLLM."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias

@@ -1,1 +1,1 @@
-"""What kvtier knows about a vLLM request: its keys, items, hints, state and history."""
+"""Tracks a vLLM request: its keys, items, hints, state and history."""

@@ -1,4 +1,4 @@
-"""The account of a vLLM request for the journal and the history, and the ids under which clients know it."""
+"""Keeps the account of a vLLM request for the journal and the history, under the id that the client knows."""
 
 import re
 import time
@@ -13,8 +13,8 @@ from kvtier.runtime.observers.journal import Planned, RequestLine
 from kvtier.types import LoadDone, Lookup, Place
 
 _RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
-"""Suffix that vLLM appends to every id, so that no two open requests have the same one. With its deprecated variable
-`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION` vLLM appends none, and an id that ends like this loses its own end."""
+"""Suffix that vLLM appends to every id, so that no two open requests have the same id. With its deprecated variable
+`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION` vLLM appends none, and an id with this ending loses it."""
 _CHILD = re.compile(r"^\d+_(?=(?:chat)?cmpl-)")
 """Prefix that vLLM adds to the id of one of several samples."""
 _COMPLETION = re.compile(r"^cmpl-(.+)-\d+$", re.DOTALL)
@@ -55,7 +55,7 @@ class RequestAccount:
     refusal: str = ""
     """Why the request has no keys."""
     obstacles: tuple[str, ...] = ()
-    """What kept its look-up from finding more."""
+    """What kept its lookup from finding more."""
     shortfall: tuple[str, str] | None = None
     """Code and text of the reason why its last load delivered less than planned."""
 

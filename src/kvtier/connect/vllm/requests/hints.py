@@ -1,4 +1,4 @@
-"""Hints of one vLLM request: `kv_transfer_params`, and the envelope `kv_hints` of vLLM 0.33.
+"""Reads the hints of one vLLM request: `kv_transfer_params`, and the envelope `kv_hints` of vLLM 0.33.
 
     session, next_turn   name the conversation, and where its next turn comes from. The name is scoped to the request's
                          `cache_salt`, so one tenant cannot name another tenant's conversation
@@ -43,7 +43,7 @@ ENVELOPE = "kv_hint"
 
 _ACTIONS_MAX = 64
 _SECONDS_MAX = 1e9
-"""Longer durations are mistakes. The settings allow less."""
+"""Maximum duration of a hint. Longer durations are mistakes, and the settings allow less."""
 _CONVERSATION_BYTES = 16
 
 
@@ -51,7 +51,7 @@ _BEAM = re.compile(r"-beam-\d+(-[0-9a-f]{8})?\Z")
 """End of the ids of vLLM's requests for a beam search."""
 
 _Rule = tuple[str, Callable[[object], bool]]
-"""What the value of a field may be, in words and as a test."""
+"""The allowed values of a field, as text and as a test."""
 
 
 def _one_of(values: Collection[str]) -> _Rule:
@@ -87,7 +87,7 @@ class RequestHints(NamedTuple):
     conversation: str | None = None
     """Digest of `cache_salt` and the client's name for the conversation."""
     next_turn: NextTurn | None = None
-    """The expected source of its next turn. Always None without a conversation."""
+    """The expected source of the conversation's next turn. Always None without a conversation."""
     priority: str = "normal"
     retain_s: float | None = None
     prefetch_in_s: float | None = None
@@ -103,13 +103,13 @@ class RequestHints(NamedTuple):
 
     @property
     def concern_the_end(self) -> bool:
-        """Whether its hints, besides `next_turn`, ask for something once the request has ended."""
+        """Whether any hint except `next_turn` asks for something after the request has ended."""
         return (self.priority, self.retain_s, self.prefetch_in_s) != ("normal", None, None)
 
 
 NO_HINTS = RequestHints()
 OPTED_OUT = RequestHints(max_offload_tokens=0)
-"""Also the hints of a request whose hints cannot be read."""
+"""The hints of a request that opts out, or whose hints cannot be read."""
 
 
 class HintProblem(NamedTuple):
@@ -138,7 +138,7 @@ def _shown(value: object) -> str:
 
 
 def request_hints(request: Request) -> tuple[RequestHints, list[HintProblem]]:
-    """Return the hints of a request, and those that are invalid. Problems of a request that opts out show no value."""
+    """Return the hints of a request, and the invalid ones. Problems of a request that opts out show no value."""
     given, doubt = _fields(request)
     rules = ((name, value, *_RULES[name]) for name, value in given.items())
     wrong = {name: allowed for name, value, allowed, is_kept_by in rules if not is_kept_by(value)}
@@ -199,7 +199,7 @@ def _fields(request: Request) -> tuple[dict[str, object], str]:
     """Return all hints of a request, and why others may not have been read, or ``""``.
 
     The first value counts, in this order: `kv_transfer_params`, `_actions`, `session_id`. But any value that opts out
-    overrides it.
+    overrides the first.
     """
     fields: dict[str, object] = {}
     params, doubt = params_of(request), ""

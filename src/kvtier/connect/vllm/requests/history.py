@@ -1,6 +1,6 @@
-"""Explains to people why a request loaded nothing or little, from what was decided about the last requests.
+"""Explains to people why a request loaded nothing or little, from the decisions about the last requests.
 
-The scheduler's thread notes requests. The thread of control calls reads them and derives the reasons. A reason has a
+The scheduler's thread records requests. The thread of control calls reads them and derives the reasons. A reason has a
 code for programs and a text:
 
     not_cached   the request has no keys                  planner     computing was expected to be faster
@@ -8,7 +8,7 @@ code for programs and a text:
     no_chunk     its prompt has no full chunk             failed      objects of the load did not arrive
     engine       vLLM's own prefix cache had the tokens   obstacle    kvtier is off, or a tier is down
     absent       no place had the next chunk              announced   announced chunks had not arrived
-    hint         its hints let it load no more            no_lookup   the request ended, or waits, without a look-up
+    hint         its hints let it load no more            no_lookup   the request ended, or waits, without a lookup
     removed      an earlier request had that chunk
     shared       the longest prefix shared with others    complete    nothing more could be loaded
 
@@ -35,18 +35,18 @@ from kvtier.types import ChunkKey, Prefix
 ENDED_MAX = 256
 """Maximum number of ended requests to remember."""
 KEYS_MAX = 1024
-"""Maximum number of chunks remembered per request, which take 75 kB."""
+"""Maximum number of chunks remembered per request. These chunks take 75 kB."""
 PROMPT_BYTES_MAX = 16 << 20
-"""Maximum bytes of ended prompts' tokens, which are four million tokens. The oldest are forgotten first."""
+"""Maximum bytes of ended prompts' tokens, enough for four million tokens. The oldest are forgotten first."""
 WINDOW_TOKENS = 8
 """Repetition of an earlier prompt is measured in windows of this many tokens, anywhere after the cut."""
 RIVALS_MAX = 32
 """Maximum number of earlier prompts whose repetition is measured: those that share the most chunks, newest first."""
 Decode = Callable[[list[int]], str | None]
 AROUND_TOKENS = 16
-"""Tokens that an answer shows before the cut, and after it in both prompts."""
+"""Number of tokens that an answer shows before the cut, and after the cut in both prompts."""
 NOW_S = 1.0
-"""How long a call waits for the tiers' answers, in seconds."""
+"""Seconds that a call waits for the tiers' answers."""
 
 RESET = "its keys were dropped: the cache was reset or cleared, or the weights have changed, while it ran"
 
@@ -59,7 +59,7 @@ class Reason(NamedTuple):
 
 
 class PromptTokens(NamedTuple):
-    """The tokens of a prompt, and what else determines its KV."""
+    """The tokens of a prompt, and everything else that determines its KV."""
 
     words: bytes = b""
     """The tokens as u32, little-endian."""
@@ -75,7 +75,7 @@ class PromptTokens(NamedTuple):
         )
 
     def repeated(self, other: "PromptTokens", start: int) -> int:
-        """Return how many tokens after the leading `start` also occur after them in the other prompt."""
+        """Return how many tokens from `start` on also occur from `start` on in the other prompt."""
         width, first = WINDOW_TOKENS * TOKEN_BYTES, start * TOKEN_BYTES
         own = {self.words[at : at + width] for at in range(first, len(self.words) - width + 1, width)}
         places = range(first, len(other.words) - width + 1, TOKEN_BYTES)
@@ -105,7 +105,7 @@ class RequestRecord(NamedTuple):
     """Maximum number of tokens that its hints let it load."""
     keys: tuple[ChunkKey, ...] | None
     prompt: list[PromptTokens]
-    """Its tokens. Empty once they are forgotten, or without keys; the scheduler's thread may do so at any time."""
+    """Its tokens; empty without keys. The scheduler's thread may forget them at any time, which empties the list."""
     account: RequestAccount
 
     @classmethod
@@ -160,12 +160,12 @@ class RequestHistory:
         self._open[tracked.id] = tracked
 
     def missed(self, tracked: TrackedRequest, lost: str) -> None:
-        """Record what kept a look-up from finding everything. `lost` says why no worker can load."""
+        """Record what kept a lookup from finding everything. `lost` says why no worker can load."""
         tiers = [f"tier {name}: {tier.detail}" for name, tier in self._session.tier_faults().items() if tier.detail]
         tracked.account.obstacles = tuple(filter(None, [self._session.obstacle, lost, *tiers]))
 
     def ended(self, tracked: TrackedRequest) -> None:
-        """Move a request that has ended from the open to the ended ones."""
+        """Move a request that has ended from the open requests to the ended ones."""
         self._open.pop(tracked.id, None)
         self._ended.append(RequestRecord.of(tracked, self._geometry, time.monotonic()))
         while sum(len(it.words) for record in self._ended for it in record.prompt) > PROMPT_BYTES_MAX:
@@ -174,10 +174,10 @@ class RequestHistory:
     # ---- the thread of control calls -------------------------------------------------------------------------------
 
     def why(self, name: str) -> dict[str, Any]:
-        """Return what was decided about the newest request with that id, which may be the engine's or the client's.
+        """Return the decisions about the newest request with this id, which may be the engine's or the client's.
 
         Raises:
-            ControlError: no such request is remembered.
+            ControlError: no request with this id is remembered.
         """
         ended = list(self._ended)[::-1]
         running = [RequestRecord.of(it, self._geometry, None) for it in list(self._open.values())[::-1]]
@@ -206,7 +206,7 @@ class RequestHistory:
         }
 
     def _now(self, record: RequestRecord) -> list[str] | None:
-        """Return the places that now have the first chunk that the look-up missed, or None if it found all."""
+        """Return the places that now have the first chunk that the lookup missed, or None if the lookup found all."""
         chunk = _found_tokens(record) // self._geometry.chunk_tokens
         keys = (record.keys or ())[: chunk + 1]
         if len(keys) <= chunk or chunk * self._geometry.chunk_tokens >= record.most_tokens:
@@ -222,7 +222,7 @@ def reasons_of(record: RequestRecord, others: list[RequestRecord], size: int, no
         record: the request.
         others: ended requests with keys, newest first.
         size: tokens of a chunk.
-        now_s: the present time.
+        now_s: the current time.
     """
     account, found = record.account, _found_tokens(record)
     reasons, is_over = _before_lookup(record, size)
@@ -244,7 +244,7 @@ def reasons_of(record: RequestRecord, others: list[RequestRecord], size: int, no
 
 
 def _before_lookup(record: RequestRecord, size: int) -> tuple[list[Reason], bool]:
-    """Return reasons that are known before a look-up, and whether there are no others."""
+    """Return reasons that are known before a lookup, and whether there are no others."""
     account, reasons = record.account, list[Reason]()
     if account.resident_tokens:
         reasons.append(Reason("engine", f"vLLM's own prefix cache had {account.resident_tokens} tokens"))
@@ -266,7 +266,7 @@ def _before_lookup(record: RequestRecord, size: int) -> tuple[list[Reason], bool
 
 
 def _most_tokens(record: RequestRecord, size: int) -> int:
-    """Return the most tokens in the engine's blocks after a load."""
+    """Return the maximum number of tokens in the engine's blocks after a load."""
     if record.max_load_tokens is None:
         return record.most_tokens
     return min(record.most_tokens, (record.account.resident_tokens + record.max_load_tokens) // size * size)
@@ -300,17 +300,17 @@ class _Shared(NamedTuple):
 
     earlier: RequestRecord
     known: list[PromptTokens]
-    """The tokens of the earlier prompt. Empty if they or this prompt's are forgotten."""
+    """The tokens of the earlier prompt; empty if its tokens or this prompt's are forgotten."""
     tokens: int
     """Number of equal leading tokens, counted in whole chunks if the tokens are forgotten."""
     repeated: int = 0
-    """Number of tokens after these that occur in both."""
+    """Number of further tokens that occur in both prompts."""
 
 
 def cuts_of(
     record: RequestRecord, earlier: Sequence[RequestRecord], size: int, decode: Decode = lambda _: None
 ) -> list[dict[str, Any]]:
-    """Return the cut of a prompt. Empty if it costs no chunk of the most similar earlier prompt.
+    """Return the cut of a prompt; empty if the cut costs no chunk of the most similar earlier prompt.
 
     That prompt shares the most chunks and, among equals, the most tokens, wherever they occur. If less than a chunk is
     shared, half of what follows must be repeated. Otherwise two conversations only begin with the same template.

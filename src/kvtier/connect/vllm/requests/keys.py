@@ -1,4 +1,4 @@
-"""Chunk keys of requests: the key chain over tokens, plus everything else that determines a request's KV.
+"""Makes the chunk keys of requests: the key chain over tokens, plus everything else that determines a request's KV.
 
 salt     from the first token: tenants with different `cache_salt` share nothing. See also `EXACT_SALT`
 adapter  from the first token: its name, and a digest of its files at first use
@@ -91,8 +91,8 @@ class KeyMaker:
         self.adapters = Adapters(config.lora_config, replaced)
         self._items = Items(doubted)
         self._epochs: tuple[bytes, dict[str, bytes]] = (b"", {})
-        """Epochs of all requests, and of those with cleared salts. Replaced as a whole, because other threads read
-        it."""
+        """Epochs of all requests, and of those with cleared salts. The tuple is replaced and never changed, because
+        other threads read it."""
         self._epochs_lock = threading.Lock()
         """Guards changes, so that one of two concurrent changes does not undo the other."""
         self._last_reset = (self._epochs, b"")
@@ -117,7 +117,7 @@ class KeyMaker:
         return self._made(request, lambda: self._chain(self._extras(request)))
 
     def extras(self, request: Request) -> list[Extra] | None:
-        """Return what determines a request's KV besides tokens; None if it cannot be cached. Log each reason once."""
+        """Return what else determines a request's KV; None if it cannot be cached. Log each reason once."""
         return self._made(request, lambda: self._extras(request))
 
     def _made(self, request: Request, make: Callable[[], T]) -> T | None:
@@ -148,7 +148,7 @@ class KeyMaker:
 
         Args:
             salt: the request's `cache_salt`; empty for none.
-            adapter: name of its adapter, which a request has used before; empty for none.
+            adapter: name of an adapter that a request has used before; empty for none.
 
         Raises:
             NotCacheableError: no request has used an adapter of this name, or the salt demands exact KV.
@@ -191,7 +191,10 @@ class KeyMaker:
         self._unknown, self.weights = secrets.token_bytes(EPOCH_BYTES), b""
 
     def clear_salt(self, salt: str) -> bool:
-        """Separate later requests of `salt` (empty for none) from earlier ones. False if too many are cleared."""
+        """Separate later requests of `salt` (empty for none) from earlier ones.
+
+        Return False if too many salts are cleared.
+        """
         with self._epochs_lock:
             epoch, known = self._epochs
             if salt not in known and len(known) >= CLEARED_SALTS_MAX:
@@ -200,7 +203,7 @@ class KeyMaker:
         return True
 
     def _extras(self, request: Request) -> list[Extra]:
-        # Items come first, because vLLM computes those of every request and may reuse them for another one.
+        # Items come first, because vLLM computes the items of every request and may reuse them for another request.
         digests, unidentified = self._items.identify(request.mm_features)
         reason = reason_against(request, self._config) or unidentified
         reason = reason or (OLD_ITEMS if request.mm_features and self.has_old_items else "")
@@ -239,7 +242,7 @@ class _Adapter(NamedTuple):
     path: str
     folder: Path
     versions: tuple[Mapping[Path, FileVersion], ...]
-    """The versions of its files at several times. All had the content that `identity` is made of."""
+    """The versions of its files at several times. All versions had the content from which `identity` was made."""
     identity: bytes
     other: Mapping[Path, FileVersion] = {}
     """The last versions with other content. They are kept so that they are digested only once."""
@@ -249,8 +252,8 @@ class Adapters:
     """Identities of the adapters in vLLM's memory.
 
     An adapter's files are digested when its first request arrives. vLLM's workers read them later, perhaps repeatedly.
-    Each read is compared with what was digested (`read`). After a difference the adapter is not cached until it is
-    loaded again from files with the digested content. Nor is it cached while its files have other content, because
+    Each read is compared with what was digested (`read`). After a difference, the adapter is not cached until it is
+    loaded again from files with the digested content. It is also not cached while its files have other content, because
     vLLM may have loaded either. An adapter that is reloaded on purpose (`load_inplace`) gets a new identity.
 
     Args:
@@ -263,8 +266,8 @@ class Adapters:
         self._replaced = replaced
         self._known: OrderedDict[int, _Adapter] = OrderedDict()
         self._read: OrderedDict[int, Mapping[Path, FileVersion]] = OrderedDict()
-        """What the workers read last; empty if they read different files. Both tables forget the least recently used
-        adapter."""
+        """The versions that the workers read last; empty if they read different files. Both tables forget the least
+        recently used adapter."""
         self.mixed: set[int] = set()
         """Adapters of which vLLM's own cache may have blocks that were computed with other files."""
 
@@ -272,7 +275,7 @@ class Adapters:
         """Return the identity of the newest adapter of this name, or None if the name is empty. Any thread may ask.
 
         Raises:
-            NotCacheableError: no request has used it.
+            NotCacheableError: no request has used an adapter of this name.
         """
         found = [it.identity for it in list(self._known.values()) if it.name == name]
         if name and not found:
@@ -285,7 +288,7 @@ class Adapters:
         return () if known is None else known.versions
 
     def read(self, reads: Collection[AdapterRead]) -> set[int]:
-        """Take all workers' reads in a step. Return the numbers of adapters that were read from undigested files."""
+        """Process all workers' reads in a step. Return the numbers of adapters that were read from undigested files."""
         doubted: set[int] = set()
         for number in {it.number for it in reads}:
             versions, *others = (it.versions for it in reads if it.number == number)

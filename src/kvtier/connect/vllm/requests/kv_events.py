@@ -1,4 +1,4 @@
-"""KV events, from which routers learn which of vLLM's blocks are in kvtier's tiers (`--kv-events-config`).
+"""Publishes KV events, so that routers learn which vLLM blocks are in kvtier's tiers (`--kv-events-config`).
 
 The session's transfers and probes show which chunks enter and leave each place. Requests map chunks to vLLM's block
 hashes. A tier evicts by itself, and other engines evict from a shared tier. So health checks ask the tiers whether
@@ -35,8 +35,8 @@ CHUNKS_MAX = 16_384
 """Maximum number of chunks in the table. Beyond this many, the least recently used one is withdrawn."""
 
 MOVES_MAX = 65_536
-"""Maximum number of movements that wait for the next step. Beyond that, the oldest are dropped, and host memory is
-compared."""
+"""Maximum number of movements that wait for the next step. Beyond that, the oldest are dropped, and the table is
+compared with host memory."""
 
 REPEATED_MAX = 64
 """Maximum number of chunks repeated in one step."""
@@ -57,7 +57,7 @@ EXTRAS_DEPTH_MAX = 8
 """Greatest nesting depth of lists and tables in a chunk's extras. In vLLM 0.32 it is 6."""
 
 Extras = tuple[Any, ...] | None
-"""What enters a block's hash besides tokens, in vLLM's tagged form."""
+"""Everything except tokens that enters a block's hash, in vLLM's tagged form."""
 
 
 def is_plain(value: object, depth: int = EXTRAS_DEPTH_MAX) -> bool:
@@ -119,14 +119,14 @@ class _Chunk:
 
 
 class Events(Observer):
-    """The events of one group. It also implements `ChunkTexts`. Any thread may call its methods.
+    """The events of one group. This class also implements `ChunkTexts`, whose methods any thread may call.
 
     Args:
         group: number of a group whose objects are whole chunks.
         block_tokens: tokens per block of its vLLM group.
         hash_tokens: tokens per block hash of vLLM, a divisor of `block_tokens`.
         tiers: the tiers that are published.
-        extras_of: returns what enters the hash of a request's block (first token, end) besides tokens.
+        extras_of: returns what enters the hash of a request's block (first token, end) in addition to tokens.
         hash_of: returns vLLM's hash of a block from its parent's hash (None without one), its tokens and its extras.
         repeat_s: seconds after which everything is published again, for routers that started later; 0 for never.
         clock: monotonic seconds.
@@ -156,10 +156,10 @@ class Events(Observer):
         self._slots: dict[int, ChunkKey] = {}
         self._moved: deque[tuple[ChunkKey, str, bool]] = deque(maxlen=MOVES_MAX)
         self._chunks: OrderedDict[ChunkKey, _Chunk] = OrderedDict()
-        """The table, in order of use. Other threads look up single keys at any moment, so a key is never removed and
-        inserted again."""
+        """The table, in order of use. Other threads may look up a key at any time, so no key is removed and inserted
+        again."""
         self._listed: tuple[ChunkKey, ...] = ()
-        """The keys of the table, replaced as a whole, because other threads must not iterate over the table."""
+        """The keys of the table, as a separate tuple, because other threads must not iterate over the table."""
         self._has_changed = False
         """Whether keys have come or gone since `_listed` was made."""
         self._recalled: deque[tuple[ChunkRecord, str]] = deque()
@@ -250,7 +250,7 @@ class Events(Observer):
         return chunk.blocks.tokens.tobytes() + extras if len(extras) <= EXTRAS_BYTES_MAX else b""
 
     def recalled(self, records: Sequence[ChunkRecord], tier: str) -> None:
-        """Take chunks that a tier has, parents first; see `ChunkTexts`."""
+        """Receive chunks that a tier has, parents first; see `ChunkTexts`."""
         self._recalled.extend((record, tier) for record in records[: RECORDS_MAX - len(self._recalled)])
 
     # ---- the scheduler's thread ------------------------------------------------------------------------------------
@@ -282,11 +282,11 @@ class Events(Observer):
             self._use(key)
 
     def take(self) -> list[BlockEvent]:
-        """Return events since the last call, and some that are due for repetition."""
+        """Return events since the last call, and some events that are due for repetition."""
         may_lack_moves = len(self._moved) == MOVES_MAX
         for _ in range(len(self._moved)):
             self._move(*self._moved.popleft())
-        if may_lack_moves:  # including evictions from host memory, which no health check asks about
+        if may_lack_moves:  # including evictions from host memory, which no health check covers
             in_memory = set(self._slots.values())
             for key in [key for key in self._chunks if key not in in_memory]:
                 self._move(key, HOST, is_there=False)
@@ -334,7 +334,7 @@ class Events(Observer):
         return bool(self._moved or self._recalled or self._events or self._repeats or is_due)
 
     def _recall(self, record: ChunkRecord, tier: str) -> None:
-        """Publish a chunk whose parent is known. After keys have changed, requests may not find it."""
+        """Publish a chunk whose parent is known. Requests may not find it after keys have changed."""
         known = self._chunks.get(record.key)
         if not self._has_cleared and (known is None or known.blocks is None):
             parent = None if record.parent is None else self._chunks.get(record.parent)
@@ -389,7 +389,7 @@ class Events(Observer):
             self._events.append(BlockEvent(chunk.blocks, medium, is_there))
 
     def _use(self, key: ChunkKey, *, is_new: bool = False) -> _Chunk | None:
-        """Return the entry of `key` and make it the last one of the table. Add it only if `is_new`."""
+        """Return the entry of `key` and move it to the end of the table. Add a missing entry only if `is_new`."""
         if key in self._chunks:
             self._chunks.move_to_end(key)
         elif is_new:
@@ -403,7 +403,7 @@ class Events(Observer):
         self._publish(self._chunks.pop(key), is_there=False)
 
     def _publish(self, chunk: _Chunk, *, is_there: bool = True) -> None:
-        """Add an event for each medium that has the chunk, which says that the chunk enters or leaves it."""
+        """Add an event for each medium that has the chunk. The chunk enters or leaves the medium."""
         if chunk.blocks is not None:
             self._events += [BlockEvent(chunk.blocks, medium, is_there) for medium in self._media(chunk)]
 

@@ -1,9 +1,9 @@
-"""Identities of images and other items in requests: digests of the data that the model gets.
+"""Identifies images and other items in requests by digests of the data that the model gets.
 
-vLLM's identifier of an item is a digest of its content, or whatever its client calls it (a `uuid`). Nothing in a
-request says which: a client may also send what looks like a digest. vLLM keeps what it computes from an item under its
-identifier. So an item is no longer cached once its identifier has stood for different or unknown data. What vLLM reuses
-for it may come from either.
+vLLM's identifier of an item is a digest of its content, or a name from the client (a `uuid`). Nothing in a request says
+which, because a client may also send what looks like a digest. vLLM keeps what it computes from an item under the
+item's identifier, and may reuse that for other data. So an item is no longer cached once its identifier has stood for
+different or unknown data.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ Leaf = tuple[str, str, tuple[int, ...], Bytes]
 
 
 class Items:
-    """Digests of items, and what each identifier stands for. Used by one thread.
+    """Digests of items, and what each identifier stands for. Only one thread uses them.
 
     Args:
         doubted: called with an identifier whose data differed before, or are unknown now.
@@ -51,7 +51,7 @@ class Items:
     def identify(self, items: Iterable[Item]) -> tuple[list[bytes], str]:
         """Return the digest of each item's data, and why an item cannot be identified, or ``""``.
 
-        It looks at every item, even after one that cannot be identified, because vLLM computes all of them.
+        This checks every item, even after one that cannot be identified, because vLLM computes all of them.
         """
         self._left_bytes = ITEM_BYTES_MAX
         digests: list[bytes] = []

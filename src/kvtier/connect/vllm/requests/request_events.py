@@ -1,6 +1,6 @@
-"""Passes what happens to requests on to the optional observers: journal, recorder, history and KV events.
+"""Reports what happens to requests to the optional observers: journal, recorder, history and KV events.
 
-Each of them has a guard of its own (`runtime.observers.guards`). An error in one loses its record or ends the
+Each observer has its own guard (`runtime.observers.guards`). An error in an observer loses the record or ends the
 feature, and is not raised.
 """
 
@@ -17,7 +17,7 @@ from kvtier.types import LoadDone, Lookup, Place, Prefix
 
 
 class RequestEvents:
-    """Observes the requests of one engine. Used by the scheduler's thread, except `has_news`.
+    """Observes the requests of one engine. Only the scheduler's thread uses it, except `has_news`.
 
     Args:
         opened: the session, with its recorder and journal if enabled.
@@ -88,7 +88,7 @@ class RequestEvents:
             self._events.learn(tracked.request, prefix, first)
 
     def ended(self, tracked: TrackedRequest, open_since_s: float | None) -> None:
-        """Record that a request has ended, finished or aborted. Nothing is kept about one that opts out.
+        """Record that a request has ended, finished or aborted. Nothing is kept about a request that opts out.
 
         Args:
             tracked: the request.
@@ -130,8 +130,8 @@ class RequestEvents:
     def take_events(self, form: Callable[[BlockEvent], Any], *, is_off: bool) -> list[Any] | None:
         """Return KV events for routers, at the end of a step. After an internal error, withdraw all chunks.
 
-        Return None once if the error was in the events: what was published is then unknown. All of it must be
-        withdrawn, including that of vLLM's own cache.
+        Return None once if the error was in the events, because what was published is then unknown. Everything must be
+        withdrawn, including the blocks of vLLM's own cache.
 
         Args:
             form: converts an event into vLLM's form.

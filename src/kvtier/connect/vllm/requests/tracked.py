@@ -1,4 +1,4 @@
-"""The scheduler side's state of one vLLM request."""
+"""Keeps the scheduler side's state of one vLLM request."""
 
 import sys
 import time
@@ -51,9 +51,9 @@ class TrackedRequest:
 
     request: Request
     number: int
-    """Unique. Two requests may have the same id, one after the other."""
+    """A unique number, because two successive requests may have the same id."""
     keys: Chain | None
-    """None if the request is neither looked up nor stored."""
+    """The key chain; None if the request is neither looked up nor stored."""
     hints: RequestHints = NO_HINTS
     began_step: int | None = None
     """First step that computed into the request's current blocks."""
@@ -64,14 +64,13 @@ class TrackedRequest:
     announced_tokens: int = 0
     """Leading tokens that another engine has announced."""
     published_tokens: int = 0
-    """Leading tokens that are cached or were handed to the session, up to a boundary from which a request can
-    resume."""
+    """Leading tokens that are cached or were handed to the session, up to a boundary where a request can resume."""
     junction_tokens: int = 0
     """Length of the cached history that another request shares with this one; 0 if there is none."""
     offers: list[StateOffer] = field(default_factory=list[StateOffer])
     """States past `handed_tokens` that vLLM offers. Their blocks are pinned."""
     cap_tokens: int | None = None
-    """Tokens before a hole that a load found. A tier may list a bad object for a while after it was read."""
+    """Tokens before a hole that a load found. A tier may list a bad object for some time after a read."""
     drafted_tokens: int = sys.maxsize
     """Leading tokens that no step has computed without the draft model."""
     attempts: int = 0
@@ -83,7 +82,7 @@ class TrackedRequest:
     load: RequestId | None = None
     """The open load."""
     loaded_s: float | None = None
-    """When its load ended, on a clock that stops while the engine computes."""
+    """Time when its load ended, on a clock that stops while the engine computes."""
     arrived_s: float = field(default_factory=time.monotonic)
     account: RequestAccount = field(default_factory=RequestAccount)
     """What the journal and the history say about the request."""
@@ -111,9 +110,9 @@ class TrackedRequest:
         self.answer = self._prefix = None
 
     def prefix(self, tokens: int) -> Prefix:
-        """Return the full chunks in the leading `tokens`, as the same object each time: lookups compare by identity.
+        """Return the full chunks in the leading `tokens`.
 
-        Each token is hashed once.
+        Repeated calls return the same object, because lookups compare by identity. Each token is hashed once.
 
         Raises:
             ValueError: vLLM has removed tokens, so keys that cover them would be wrong.
@@ -139,11 +138,11 @@ class TrackedRequest:
         return Served(self.arrived_s, keys, prompt, self.request.num_tokens - prompt, *self.hints[:2])
 
     def computed_tokens(self, confirmed_step: int) -> int:
-        """Return how many leading tokens have final KV in the request's blocks: their steps' output has returned.
+        """Return how many leading tokens have final KV in the request's blocks.
 
-        A request may share blocks that another request computes in a step still in flight. So no token counts until
-        the request's own first step has returned. If keys look ahead, a token counts once the next one is known. A
-        stop may remove tokens that the draft model has already read.
+        The output of their steps has returned. A request may share blocks that another request computes in a step still
+        in flight. So no token counts until the request's own first step has returned. If keys look ahead, a token
+        counts once the next one is known. A stop may remove tokens that the draft model has already read.
         """
         request = self.request
         if self.began_step is None:

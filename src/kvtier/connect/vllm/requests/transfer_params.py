@@ -1,13 +1,13 @@
-"""What a request passes to kvtier in `kv_transfer_params`, and what its response passes on.
+"""Reads what a request passes to kvtier in `kv_transfer_params`, and writes what its response passes on.
 
     do_remote_decode     asks a prefill engine to announce in its response what it has stored
     kvtier.tokens        the announcement, in the request to the decode engine: leading tokens that another engine has
                          stored or is storing
     kvtier.loss          in a response of an engine with a lossy class: class of the stored KV that it may have used
-    kvtier.loaded_tokens beside `loss`: tokens that kvtier loaded for it. vLLM's own cache may have more, loaded earlier
+    kvtier.loaded_tokens with `loss`: tokens that kvtier loaded for it. vLLM's own cache may have more, loaded earlier
     (hints)              what `hints.request_hints` reads
 
-Hints and announcements never affect correctness, because loads use the request's own keys. An invalid one is ignored.
+Hints and announcements never affect correctness, because loads use the request's own keys. Invalid ones are ignored.
 """
 
 import logging
@@ -82,10 +82,10 @@ class Announces(Enum):
     """Which responses announce what the engine has stored."""
 
     NEVER = auto()
-    """For an engine whose KV no other engine finds."""
+    """No response, because no other engine finds the KV."""
     IF_ASKED = auto()
     ALWAYS = auto()
-    """For a prefill engine."""
+    """Every response of a prefill engine."""
 
 
 class TransferParams:
@@ -94,8 +94,8 @@ class TransferParams:
     Args:
         session: receives hints of requests that have ended.
         announces: which responses announce what was stored.
-        is_alone: False beside another connector that passes KV between engines. That connector then loads requests
-            with `do_remote_prefill`, and nothing is announced or waited for.
+        is_alone: False if another connector passes KV between engines. That connector then loads requests with
+            `do_remote_prefill`, and nothing is announced or waited for.
         allows_high_priority: whether requests may retain KV with a high priority.
         loss: the engine's class. If it is not ``none``, each response contains `loss_of` its request.
     """
@@ -144,10 +144,10 @@ class TransferParams:
         return hints, announced if self._is_alone else 0
 
     def is_ours(self, request: Request) -> bool:
-        """Return whether kvtier loads the request, and not another connector beside it.
+        """Return whether kvtier loads the request, and not another connector.
 
-        By the convention of vLLM's proxies, a request has `do_remote_prefill` if another engine has computed the prompt
-        and no load has started.
+        By the convention of vLLM's proxies, `do_remote_prefill` means that another engine has computed the prompt and
+        no load has started.
         """
         return self._is_alone or params_of(request).get("do_remote_prefill") is not True
 
@@ -156,7 +156,7 @@ class TransferParams:
 
         Args:
             tracked: the request, which has ended.
-            is_found: whether other engines find what this one has stored of the request.
+            is_found: whether other engines find what this engine has stored of the request.
         """
         said = self._announcement(tracked, is_found=is_found)
         if self._loss == "none":

@@ -1,1 +1,1 @@
-"""The scheduler side: what is decided and counted in the process of vLLM's scheduler."""
+"""Contains the scheduler side: everything that is decided and counted in the process of vLLM's scheduler."""

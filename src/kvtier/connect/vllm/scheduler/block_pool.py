@@ -1,9 +1,9 @@
-"""Access to vLLM's block pool: pins on the source blocks of stores, and the free list.
+"""Accesses vLLM's block pool: pins the source blocks of stores, and orders the free list.
 
 A freed block keeps its bytes until it is handed out again. But the pool first hands out blocks without a hash: blocks
 that slid out of a window, or all blocks if prefix caching is off. So a store pins each source block while the request
 uses it. When only the pin is left, the block goes to the end of the free list and counts as free. The pool calls back
-when it hands the block out (`BlockPool.unpin_blocks`, which vLLM's HiSparse uses in the same way).
+when it hands the block out (`BlockPool.unpin_blocks`, which vLLM's HiSparse also uses).
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from kvtier.connect.vllm.vllm_types import Block, BlockPool
 
 
 class BlockContent(NamedTuple):
-    """A block, and its hash at the time of the look-up."""
+    """A block, and its hash at the time of the lookup."""
 
     block: int
     hash: Any
@@ -23,7 +23,7 @@ class BlockContent(NamedTuple):
 
 
 class BlockPins:
-    """Pins on blocks of vLLM's pool, and its free list. Used only by the scheduler's thread.
+    """Pins on blocks of vLLM's pool, and its free list. Only the scheduler's thread uses them.
 
     Args:
         pool: vLLM's block pool.
@@ -54,8 +54,8 @@ class BlockPins:
 
         Args:
             blocks: block ids of one request and one group, deepest first.
-            is_thorough: whether to check every block. Otherwise only the first and last are checked, because a request
-                frees its blocks together, and a window frees the shallowest.
+            is_thorough: whether to check every block. Otherwise only the first and last are checked: a request frees
+                its blocks together, and a window frees the shallowest.
         """
         ends = (blocks[:1], blocks[-1:])
         if not is_thorough and not any(self._is_idle(block) for end in ends for block in self._blocks(end)):

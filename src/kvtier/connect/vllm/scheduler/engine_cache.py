@@ -1,9 +1,9 @@
-"""vLLM's own prefix cache, and what prevents its reset: blocks of requests that wait for loads.
+"""Handles vLLM's own prefix cache, and what prevents its reset: blocks of requests that wait for loads.
 
-vLLM resets its cache only while no block is in use. It can first preempt running requests. It cannot preempt a
-request that waits for a load, or that has one but could not start yet. Without a connector there is no such request.
-So these requests start anew before each reset. Blocks that a copy may still write to stay with their request until
-vLLM has the load's report. The reset counts them as free, because no other request can find or get them.
+vLLM resets its cache only while no block is in use. It can first preempt running requests. It cannot preempt a request
+that waits for a load, or whose load has ended but that could not start yet. These requests exist only with a connector.
+So kvtier restarts them before each reset. Blocks to which a copy may still write stay with their request until vLLM has
+the load's report. The reset counts these blocks as free, because no other request can find or get them.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -25,7 +25,7 @@ _WAITING = ("WAITING", "PREEMPTED")
 
 
 class EngineCache:
-    """vLLM's own prefix cache. Used by the scheduler's thread only.
+    """vLLM's own prefix cache. Only the scheduler's thread uses it.
 
     Args:
         scheduler: vLLM's scheduler.
@@ -75,7 +75,7 @@ class EngineCache:
         for request in [it for name in names if (it := self._scheduler.requests.get(name)) is not None]:
             status = plain_name(request.status)
             if status == _LOADING:
-                # vLLM itself does the same for a failed load.
+                # vLLM itself does this for a failed load.
                 self._scheduler.failed_recving_kv_req_ids.add(request.request_id)
                 request.num_computed_tokens = 0
                 if request.request_id in self._scheduler.finished_recving_kv_req_ids:
@@ -87,8 +87,8 @@ class EngineCache:
     def reported(self, names: Iterable[str]) -> None:
         """Free the blocks of requests that start anew, now that vLLM gets the reports of their loads.
 
-        vLLM frees them when it reaches the request. But it stops at a request for which it has no blocks, and requests
-        behind that one may hold the blocks that it needs.
+        vLLM frees these blocks only when it reaches the request. But it stops at a request for which it has no blocks,
+        and later requests may hold the blocks for that request.
         """
         for request in [it for name in names if (it := self._scheduler.requests.get(name)) is not None]:
             if self._starts_anew(request) and not request.is_finished():

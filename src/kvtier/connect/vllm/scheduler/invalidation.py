@@ -1,13 +1,13 @@
-"""What makes KV unusable (new weights, cache resets, cleared salts), and what then happens to open requests.
+"""Handles what makes KV unusable (new weights, cache resets, cleared salts), and updates open requests.
 
-    weights      from a change until a cache reset nothing is loaded or stored. A known change or vLLM's sleep stops
+    weights      after a change, nothing is loaded or stored until a cache reset. A known change or vLLM's sleep stops
                  loads and stores until `go_on`
     reset        a reset of the connector's cache gives requests other keys
-    own reset    a reset of vLLM's own cache needs the blocks of all waiting requests
+    own reset    a reset of vLLM's own cache requires the blocks of all waiting requests
     salt         requests with a cleared salt get other keys
     adapter      an adapter whose files are in doubt is not cached, nor is an image or other item in doubt
 
-Used by the scheduler's thread, except where a method says otherwise.
+Only the scheduler's thread uses this module, except where a method says otherwise.
 """
 
 import logging
@@ -32,7 +32,7 @@ class Invalidation:
     """Decides for one engine which KV is still valid, and renews the keys of its open requests.
 
     Args:
-        session: its hints end when keys are renewed.
+        session: the session, whose hints end when keys are renewed.
         keys: makes the keys of requests.
         requests: the open requests, by vLLM's id.
         loads: the open loads.
@@ -60,7 +60,7 @@ class Invalidation:
         """Called when the weights have, or may have, changed and no call says when they are complete."""
         self._step = 0
         self._is_off = False
-        """Whether the weights have changed since the last cache reset, so that nothing is loaded or stored."""
+        """Whether the weights have changed since the last cache reset. If so, nothing is loaded or stored."""
         self.stopped_by = ""
         """What has stopped loads and stores until `go_on`; empty if nothing has."""
         self._has_mixed_weights = False
@@ -84,7 +84,7 @@ class Invalidation:
         self.wishes: deque[str | None] = deque()
         """Salts to clear (None for all), added by other threads for the scheduler's thread."""
 
-    # ---- what is valid ---------------------------------------------------------------------------------------------
+    # ---- validity --------------------------------------------------------------------------------------------------
 
     @property
     def is_off(self) -> bool:
@@ -135,7 +135,7 @@ class Invalidation:
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def weights_change(self, what: str) -> None:
-        """Stop loads and stores until the next reset. From now on the weights are, or may be, different.
+        """Stop loads and stores until the next reset. The weights are, or may be, different from now on.
 
         Args:
             what: what has changed them, for the log.
@@ -185,7 +185,7 @@ class Invalidation:
         self._restart_waiting()
 
     def _restart_waiting(self) -> None:
-        """Restart, without the load, requests that wait for one, or that have one and have not started."""
+        """Restart, without their loads, requests that wait for a load, or that have one and have not started."""
         waiting = {name: it for name, it in self._requests.items() if it.match is not None and it.began_step is None}
         for tracked in waiting.values():
             if tracked.load is not None:
@@ -196,10 +196,10 @@ class Invalidation:
     # ---- resets ----------------------------------------------------------------------------------------------------
 
     def own_reset_begins(self, is_running: bool) -> None:  # noqa: FBT001 - one fact
-        """Give vLLM back all blocks that no running request uses, because it is about to reset its own cache.
+        """Return to vLLM all blocks that no running request uses, because vLLM is about to reset its own cache.
 
         Args:
-            is_running: whether requests are running, in which case vLLM keeps its cache.
+            is_running: whether requests are running. If so, vLLM keeps its cache.
         """
         self._stores.yield_idle(is_thorough=True)
         if not is_running:
@@ -232,8 +232,8 @@ class Invalidation:
     def clear(self, salt: str | None) -> None:
         """Renew the keys of open requests with this salt (``""`` for none, None for all). Any thread may call this.
 
-        Later requests have new keys already. Open requests get theirs before they are looked up again. All hints end
-        now, because by an idle engine's next step there may be a new pin of another salt.
+        Later requests already have new keys. Open requests get new keys before their next lookup. All hints end now,
+        because another salt may get a new pin before an idle engine's next step.
         """
         self.wishes.append(salt)
         self._session.forget_hints()
@@ -251,7 +251,7 @@ class Invalidation:
                 self._renew_keys([it for it in self._requests.values() if (it.request.cache_salt or "") == salt])
 
     def item_doubted(self, identifier: str) -> None:
-        """Stop caching open requests with this image or other item. vLLM may reuse what it computed from another."""
+        """Stop caching open requests with this image or other item. vLLM may reuse another item's results."""
         requests = self._requests.values()
         self._renew_keys([it for it in requests if identifier in {item.identifier for item in it.request.mm_features}])
 

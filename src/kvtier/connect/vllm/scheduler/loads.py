@@ -1,8 +1,9 @@
-"""Open loads of one engine, the report that vLLM gets for each, and the thread that polls the session.
+"""Keeps the open loads of one engine, reports each load to vLLM, and polls the session in a thread.
 
-A step of a busy engine takes tens of milliseconds. A worker that learns during a step that a load has ended reports it
-at the end of that step, and vLLM schedules the request in the next one. Without the thread that would be one step
-later. The next step's orders repeat each report, so a lost note costs one step and never a request.
+A step of a busy engine takes tens of milliseconds. A worker may learn during a step that a load has ended. It reports
+the load at the end of that step, and vLLM schedules the request in the next step. Without the thread, vLLM would
+schedule the request one step later. The next step's orders repeat each report, so a lost note costs one step and never
+a request.
 """
 
 import itertools
@@ -23,7 +24,7 @@ from kvtier.types import ChunkKey, Event, LoadDone, Place, Prefix, RequestId
 
 @dataclass(slots=True, eq=False)
 class OpenLoad:
-    """One load."""
+    """One open load."""
 
     name: RequestId
     tracked: TrackedRequest
@@ -47,14 +48,15 @@ class OpenLoad:
 
 
 POLL_S = 5.0
-"""Longest poll, in case a wake-up is lost. A poll that finds nothing takes about 0.1 ms of the engine core's time."""
+"""Maximum seconds per poll, in case a wake-up is lost. A poll that finds nothing takes about 0.1 ms of the engine
+core's time."""
 
 CLOSE_S = 0.4
-"""How long `close` waits for the thread, in seconds."""
+"""Seconds that `close` waits for the thread."""
 
 
 class Loads:
-    """All open loads of one engine. Used by the scheduler's thread and the polling thread.
+    """All open loads of one engine. The scheduler's thread and the polling thread use them.
 
     Args:
         session: receives the loads. Nothing else polls it.
@@ -103,7 +105,7 @@ class Loads:
         return {block for place in load.places for block in place.blocks if block > 0}
 
     def start(self, load: OpenLoad) -> None:
-        """Pass the load to the session, which answers with a LoadDone. A void load ends at once."""
+        """Pass the load to the session, which answers with a LoadDone. A void load ends immediately."""
         plan = load.match.plan
         if load.is_void:
             self._deliver(LoadDone(load.name, plan.resident_tokens, plan.tokens, ()))
@@ -119,7 +121,7 @@ class Loads:
         )
 
     def drop(self, name: RequestId) -> OpenLoad:
-        """Void a load whose request has ended. Its end must still be reported."""
+        """Void a load whose request has ended. The load's end must still be reported."""
         load = self.void(name)
         load.is_dropped = True
         return load
@@ -142,7 +144,7 @@ class Loads:
         return freed
 
     def covered_tokens(self, prefix: Prefix, resident_tokens: int) -> int:
-        """Return the most leading tokens of `prefix` that a load delivers, or has delivered without vLLM knowing yet.
+        """Return how many leading tokens of `prefix` the best load delivers, or has delivered without vLLM knowing yet.
 
         A result of at most `resident_tokens` means that no load helps.
         """

@@ -1,4 +1,4 @@
-"""What can be loaded for a request: the lookup in the session, and the planner's choice to load or to compute."""
+"""Finds what can be loaded for a request: the lookup in the session, and the planner's choice to load or to compute."""
 
 import itertools
 import time
@@ -14,23 +14,23 @@ from kvtier.runtime.session import Session
 from kvtier.types import Lookup, Prefix, Presence
 
 PROBE_WAIT_S = 0.002
-"""How long lookups of a step may wait for the tiers' answers, in seconds. A local directory answers sooner. Without
-the answer the request starts a step later, which costs more."""
+"""Seconds that the lookups of a step may wait for the tiers' answers. A local directory answers sooner. Without the
+answer, the request starts a step later, which costs more."""
 
 ANSWER_S = 0.1
-"""How long a lookup's answer is reused, in seconds, while vLLM asks about a request in every step but has no room for
-it. A lookup of 64,000 tokens on a disk takes 1 ms."""
+"""Seconds that a lookup's answer is reused while vLLM asks about a request in every step but lacks room for it. A
+lookup of 64,000 tokens on a disk takes 1 ms."""
 
 UNKNOWN_PLACE = "external_unspecified"
-"""In vLLM's `CacheHitSource`: neither the engine's host memory nor a drive of its machine."""
+"""The `CacheHitSource` of vLLM for a place that is neither the engine's host memory nor a drive of its machine."""
 
 
 class Lookups:
-    """Looks up requests between the steps of one engine. Used by the scheduler's thread only.
+    """Looks up requests between the steps of one engine. Only the scheduler's thread uses it.
 
     Args:
         session: the session.
-        ranks: the workers. Nothing is loaded once one of them is lost.
+        ranks: the workers. Nothing is loaded after a worker is lost.
         planner: decides between loading and computing.
         step_timer: estimates how long prompts that are queued before a request will take.
         log: observes the requests.
@@ -42,7 +42,7 @@ class Lookups:
         self._session, self._ranks, self._planner = session, ranks, planner
         self._step_timer, self._log = step_timer, log
         self._wait_s = PROBE_WAIT_S
-        """How long the lookups of this step may still wait."""
+        """Seconds that the lookups of this step may still wait."""
         self._is_busy = False
         """Whether the last step computed something."""
 
@@ -68,7 +68,7 @@ class Lookups:
             resident_tokens=resident_tokens,
             compute_s=self._planner.waits_for_s(tracked.request.num_tokens - resident_tokens, resident_tokens),
             announced_tokens=announced,
-            # Announced chunks may take long, and other requests need the step.
+            # Announced chunks may take a long time, and other requests need the step.
             wait_s=0.0 if announced and known is not None and self._is_busy else max(0.0, self._wait_s),
         )
         self._wait_s -= time.monotonic() - now_s
@@ -95,7 +95,7 @@ class Lookups:
 
 
 def hit_sources(tracked: TrackedRequest, tokens: int, names: Mapping[str, str]) -> dict[str, int]:
-    """Count a load's `tokens` by the slowest place that each token needs, under the names in `names`.
+    """Count a load's `tokens` by the slowest place that each token requires, under the names in `names`.
 
     A chunk that is only announced has no place yet.
     """

@@ -1,11 +1,10 @@
-"""Prefix protection: allocation does not evict the cached prefixes of waiting requests.
+"""Protects prefixes: allocation does not evict the cached prefixes of waiting requests.
 
-Free blocks leave vLLM's pool in LRU order. When users return in turn, that order is the worst possible. It
-evicts the next waiting request's prefix, then the one after it, and every request misses although most prefixes would
-fit. But the scheduler knows the waiting queue. So before a request gets blocks, the least valuable free blocks move to
-the front of the free list. First come the blocks that no waiting request needs, in vLLM's order. Then come those of
-the last request in the queue, deepest first. The order of requests does not change, and every block can still be
-allocated.
+Free blocks leave vLLM's pool in LRU order. When users return in turn, LRU is the worst order. It evicts the next
+waiting request's prefix, then the prefix after that. Every request misses, although most prefixes would fit. But the
+scheduler knows the waiting queue. So before a request gets blocks, the least valuable free blocks move to the front of
+the free list. First come the blocks that no waiting request needs, in vLLM's order. Then come the blocks of the last
+request in the queue, deepest first. The order of requests does not change, and every block can still be allocated.
 """
 
 from collections import Counter, OrderedDict
@@ -30,7 +29,7 @@ NEEDED_MAX = 1 << 16
 
 
 class PrefixProtection:
-    """The waiting queue of one engine. Used by the scheduler's thread only.
+    """The waiting queue of one engine. Only the scheduler's thread uses it.
 
     Args:
         geometry: locates chunks in block tables.
@@ -49,7 +48,7 @@ class PrefixProtection:
         self._need_counts: Counter[BlockContent] = Counter()
         """Number of waiting requests that need a block."""
         self._done_for: str | None = None
-        """The request that the free list was last ordered for, if nothing has changed since."""
+        """The request for which the free list was last ordered, if nothing has changed since."""
         self._needed_total = 0
         self._looked_at = self._looked_up = 0
         """Blocks examined and looked up in this step."""

@@ -1,4 +1,4 @@
-"""The scheduler: which prefixes to load, which chunks to store, and what to report to vLLM.
+"""Decides which prefixes to load, which chunks to store, and what to report to vLLM.
 
 The methods, in the order of one engine step:
 
@@ -43,10 +43,10 @@ from kvtier.types import LoadDone, Prefix, Presence, StoreDone
 logger = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 3
-"""Maximum number of loads of one request that may deliver less than planned. After that it is computed."""
+"""Maximum number of loads of one request that may deliver less than planned. After that, the request is computed."""
 
 DRAIN_PAUSE_S = 0.002
-"""Time between two looks at the open stores while `drain` waits for them, in seconds."""
+"""Seconds between two looks at the open stores while `drain` waits for them."""
 
 
 class Scheduler:
@@ -150,7 +150,7 @@ class Scheduler:
         has_keys = tracked.keys is not None and not self.invalidation.has_own_keys(request)
         return self._params.response(tracked, is_found=self._is_storing and has_keys)
 
-    # ---- what can be loaded ----------------------------------------------------------------------------------------
+    # ---- lookups ---------------------------------------------------------------------------------------------------
 
     def matched(self, request: Request, resident_tokens: int) -> int | None:
         """Return how many tokens beyond vLLM's `resident_tokens` can be loaded, or None to be asked again later."""
@@ -194,7 +194,7 @@ class Scheduler:
         return tracked.match.external_tokens
 
     def _mark_cached(self, tracked: TrackedRequest, tokens: int, resident_tokens: int) -> None:
-        """Do not store these tokens, nor vLLM's own tokens if those may lack draft KV."""
+        """Do not store these tokens, or vLLM's own tokens if these may lack draft KV."""
         size = self._geometry.chunk_tokens
         whole = -(-resident_tokens // size) * size if self.invalidation.has_undrafted else 0
         self._selection.mark_cached(tracked, max(whole, tokens - tokens % size))
@@ -283,7 +283,7 @@ class Scheduler:
     def last_orders(self) -> StepOrders:
         """Return orders after an internal error. They end every open load and revoke every store.
 
-        If this raises, nothing is lost, because the next call reports the same.
+        Nothing is lost if this raises, because the next call reports the same loads and stores.
         """
         ended = self._loads.last_reports()
         revoked = (*self._stores.revoked, *self._stores.open, *(each.load for each in ended))
@@ -294,7 +294,7 @@ class Scheduler:
         return orders
 
     def unpin_all(self) -> None:
-        """Give vLLM back all pinned blocks, after `last_orders` has revoked every store."""
+        """Return all pinned blocks to vLLM, after `last_orders` has revoked every store."""
         self._stores.abandon()
         for tracked in self.requests.values():
             self._stores.forget_offers(tracked)
@@ -418,7 +418,7 @@ class Scheduler:
 
     @property
     def has_news(self) -> bool:
-        """Whether an idle engine should step to free blocks, publish events or clear keys. Any thread may ask."""
+        """Whether an idle engine should take a step for freed blocks, events or cleared keys. Any thread may ask."""
         return self._log.has_news or bool(self.invalidation.wishes) or self._stores.has_pins
 
     def take_events(self, form: Callable[[BlockEvent], Any], *, is_off: bool = False) -> list[Any] | None:

@@ -1,4 +1,4 @@
-"""The scheduler side: what the scheduler's process opens at the start and closes at the end."""
+"""Opens the scheduler side at the start of the scheduler's process, and closes it at the end."""
 
 import logging
 import threading
@@ -168,7 +168,7 @@ class SchedulerSide:
         return self.stats.hurry() or self.scheduler.has_news
 
     def hit_sources(self, request: Request, tokens: int) -> dict[str, int]:
-        """Count the `tokens` of a load by the kind of place that they need, under vLLM's names."""
+        """Count the `tokens` of a load by the kind of place that they require, under vLLM's names."""
         return self._session.guards.run(
             Feature.METRICS,
             lambda: hit_sources(self.scheduler.requests[request.request_id], tokens, self._hit_sources),

@@ -5,7 +5,7 @@ from kvtier.core.planner import Piece, Planner
 
 
 class StepTimer:
-    """Times the steps of one engine. Used by the scheduler's thread only.
+    """Times the steps of one engine. Only the scheduler's thread uses it.
 
     Args:
         planner: receives the time of every step.
@@ -22,7 +22,7 @@ class StepTimer:
         self._ended_s = 0.0
         """End of the last such step."""
         self._computing: dict[str, TrackedRequest] = {}
-        """Requests with prompt tokens left to compute and no open load."""
+        """Requests that have prompt tokens left to compute and no open load."""
 
     def will_compute(self, tracked: TrackedRequest) -> None:
         """Queue a request's prompt. The request loads nothing, or its load has ended."""

@@ -1,8 +1,8 @@
-"""Open stores and the vLLM blocks that they read, and the selection of objects to store.
+"""Selects the objects to store, and tracks open stores and the vLLM blocks that they read.
 
-vLLM never waits for a store. It may free a store's blocks meanwhile, when the request ends, is preempted, or its
-window slides on. A freed block keeps its bytes until the pool hands it out again (`block_pool`). Reusing any source
-block cancels the store: pending copies are not made, and running copies are discarded.
+vLLM never waits for a store. Meanwhile it may free a store's blocks, because the request ends, is preempted, or has a
+window that slides on. A freed block keeps its bytes until the pool hands it out again (`block_pool`). Reusing any
+source block cancels the store: pending copies are not made, and running copies are discarded.
 """
 
 import itertools
@@ -20,14 +20,14 @@ from kvtier.types import Place, Prefix, RequestId
 class StoreSelection:
     """Selects which objects of a request to store.
 
-    History groups store every chunk. Window groups store the chunks that a request needs to resume at a likely
-    boundary. Likely boundaries are the end of each step, and the point where another prompt diverged, in vLLM's own
-    cache or in kvtier. To serve every boundary, kvtier would have to store the whole text, in models where five of six
-    layers have a window. So the first request with a shared system prompt stores its history. The second one finds
-    that history without a window at its end, and stores the window. The third one can load both. State groups store
+    History groups store every chunk. Window groups store the chunks that a request requires to resume at a likely
+    boundary. Likely boundaries are the end of each step, and the point where another prompt diverged (in vLLM's own
+    cache or in kvtier). kvtier would have to store the whole text to serve every boundary, in models where five of six
+    layers have a window. So the first request with a shared system prompt stores its history. The second request finds
+    that history without a window at the end, and stores the window. The third request can load both. State groups store
     states that vLLM offers, chosen by the same reasoning (`CacheConfig.prefix_cache_retention_interval`).
 
-    A prompt of whole chunks is looked up without its last chunk, so the boundary before that is likely, too.
+    A prompt of whole chunks is looked up without its last chunk, so the boundary before the last chunk is likely, too.
 
     Args:
         geometry: locates chunks in block tables.
@@ -59,7 +59,7 @@ class StoreSelection:
         wanted = {number: set(range(before // size, tokens // size)) for number in self._histories}
         junctions = {getattr(tracked.request, "shared_prefix_boundary", 0) // size * size, tracked.junction_tokens}
         if tokens == tracked.request.num_prompt_tokens:
-            # A repeated prompt, or the same one in a decode engine, is not loaded to its end.
+            # A prompt that is repeated, or sent to a decode engine, is not loaded to its end.
             junctions.add(self._geometry.hit_tokens(tokens))
         for number, window in self._windows.items():
             needed = self._needed(window, tokens)
@@ -83,7 +83,7 @@ class StoreSelection:
 
 
 class Stores:
-    """All open stores of one engine. Used by the scheduler's thread only.
+    """All open stores of one engine. Only the scheduler's thread uses them.
 
     Args:
         session: receives the stores.
@@ -134,7 +134,7 @@ class Stores:
             del self._unsent[name]
 
     def yield_idle(self, *, is_thorough: bool = False) -> bool:
-        """Release blocks that only stores use, as `BlockPins.yield_idle` does. Return whether there were any."""
+        """Release blocks that only stores use, as `BlockPins.yield_idle` does. Return whether any were released."""
         has_yielded = False
         for pinned in reversed(self._pinned.values()):  # a request's last store has its deepest blocks
             for number, blocks in enumerate(pinned):

@@ -1,4 +1,4 @@
-"""What vLLM's calls to its workers do to the weights and to the KV's memory, and how kvtier responds.
+"""Responds to vLLM's calls to its workers that affect the weights or the KV's memory.
 
     CHANGES     methods that replace the weights in a known way. Nothing is loaded or stored from before the first call
                 until the last one has returned. KV is then named after the new weights, by a digest of all of them or
@@ -40,11 +40,11 @@ TAGS = frozenset({"weights", "kv_cache"})
 """Parts of an engine's memory that can sleep (`vllm.v1.executor.abstract.SLEEP_TAGS`)."""
 
 DRAIN_S = 5.0
-"""How long vLLM's sleep waits for open stores, in seconds. Stores that have not ended by then are lost."""
+"""Seconds that vLLM's sleep waits for open stores. Stores that have not ended by then are lost."""
 
 
 class WeightCalls:
-    """Follows the calls of one engine. Used by the scheduler's thread.
+    """Follows the calls of one engine. Only the scheduler's thread uses it.
 
     Args:
         ask: calls a method of `WorkerSide`, by name, in all workers, and returns their answers.
@@ -126,7 +126,7 @@ class WeightCalls:
     def was_reset(self) -> bool:
         """Record a reset of the connector's cache. Return whether it is part of vLLM's sleep.
 
-        If it is not, the user who resets the cache thereby says that the weights are complete.
+        With any other reset, the user declares the weights complete.
         """
         if is_running("sleep", "release_kv_cache_memory"):
             self._keys.reset_was_sleep()
@@ -194,7 +194,7 @@ class WeightCalls:
         self._invalidation.go_on(has_own_keys=has_own, cleared_salts=salts)
 
     def _know_first(self) -> None:
-        """Digest the weights before they first change."""
+        """Digest the weights before their first change."""
         if self._first is None:
             can_read = "weights" not in self._asleep and not self._is_changing
             self._first = (self._digest("digest_unchanged") if can_read else None) or b""

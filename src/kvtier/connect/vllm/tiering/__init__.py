@@ -1,1 +1,1 @@
-"""The parts of kvtier's secondary tier for vLLM's tiering manager."""
+"""Contains the parts of kvtier's secondary tier for vLLM's tiering manager."""

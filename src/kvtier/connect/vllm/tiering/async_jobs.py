@@ -2,10 +2,10 @@
 
 lookups  The scheduler asks for each key of a waiting request in each step, until it has the answer. A thread
          looks up all keys of a step together. An answer is valid until its request ends. Only an object that failed to
-         load becomes a miss, because the scheduler would otherwise load it again and again.
+         load becomes a miss, because the scheduler would otherwise load it repeatedly.
 jobs     The scheduler reuses a job's memory as soon as it has the job's result. `ObjectStore` copies in the thread that
          calls it and never after the call, so a result exists only after the last access. Every job ends by its
-         deadline, because every job before it does. The same is true of lookups.
+         deadline, because every job before it does. So does every lookup.
 """
 
 import time
@@ -28,7 +28,7 @@ BATCHES_MAX = 256
 """Maximum number of batches of keys that wait for an answer. The keys of further batches are misses."""
 
 JOBS_MAX = 1024
-"""Maximum number of jobs that wait for a result. Further jobs fail at once."""
+"""Maximum number of jobs that wait for a result. Further jobs fail immediately."""
 
 START_S = 10.0
 """Seconds that a thread waits for the others to start."""
@@ -37,7 +37,7 @@ CANCEL_S = 0.05
 """Seconds between attempts to cancel calls until none is left. Storing an object takes two calls."""
 
 COPIES_S = 30.0
-"""Longest wait, in seconds, for memory-to-memory copies once everything else is canceled."""
+"""Maximum seconds to wait for memory-to-memory copies once everything else is canceled."""
 
 
 class _Batch(NamedTuple):
@@ -153,7 +153,7 @@ class Calls:
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
     def submit(self, job: TransferJob, items: Sequence[ObjectBytes], until_s: float) -> None:
-        """Queue a job. It fails at once without items or a store, or if too many jobs wait.
+        """Queue a job. It fails immediately without items or a store, or if too many jobs wait.
 
         Args:
             job: vLLM's job.

@@ -1,4 +1,4 @@
-"""The modules of vLLM without which there is no secondary tier. Only `secondary_tier` imports this file."""
+"""Imports the modules of vLLM that the secondary tier requires. Only `secondary_tier` imports this file."""
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""kvtier's metrics as vLLM's tiering manager takes them from a secondary tier."""
+"""Passes kvtier's metrics to vLLM's tiering manager, in the form that it takes from a secondary tier."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Determine what a secondary tier of vLLM's tiering manager stores, and what identifies its bytes.
+"""Determines what a secondary tier of vLLM's tiering manager stores, and what identifies the stored bytes.
 
 An object is one chunk of vLLM's host memory in one KV group: a row with the pages of all workers, as
 `SharedOffloadRegion` lays them out. Its bytes are opaque. The fingerprint and the layout's `pages` cover everything
@@ -35,7 +35,7 @@ USED = re.compile(
 
 HASHES = ("sha256", "sha256_cbor")
 """vLLM's hash algorithms that never give two prompts the same hash. Their chains start from a fixed seed or from
-`PYTHONHASHSEED`, so a prompt has the same hashes after a restart, and chains from different seeds share no hash."""
+`PYTHONHASHSEED`. So a prompt has the same hashes after a restart, and chains from different seeds share no hash."""
 
 ASK_WORKERS_S = 60.0
 
@@ -168,7 +168,7 @@ def page_details(worker: Any) -> dict[str, str]:  # noqa: ANN401 - vLLM's `Worke
 
 
 def _places(spec: Any, config: KvCacheConfig) -> list[object]:  # noqa: ANN401
-    """List the block size and layers of each KV group, each layer with the place of its pages in the row.
+    """List the block size and layers of each KV group, and the place of each layer's pages in the row.
 
     Layers of several groups may share a place. The number of blocks affects vLLM's offsets, but not the places.
     """

@@ -1,1 +1,1 @@
-"""The worker side: copies between vLLM's blocks and host memory."""
+"""Contains the worker side: copies between vLLM's blocks and host memory."""

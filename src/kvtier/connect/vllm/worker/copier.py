@@ -5,7 +5,7 @@ request's copies (`BlockCopier.revoke`) before the next step writes to the block
 
 - copies that have not started never start;
 - a running gather fails when it ends, whatever it has read, so the step need not wait for it;
-- a running scatter is waited for, because it writes.
+- `revoke` waits for a running scatter, because it writes.
 """
 
 import threading
@@ -48,7 +48,7 @@ class _Running:
         self.request = request
         self.is_scatter = is_scatter
         self.below: Fence | None = None
-        """The device's fence. None while the copy starts, or if it completes at once."""
+        """The device's fence. None while the copy starts, or if it completes immediately."""
 
 
 class BlockCopier:
@@ -115,7 +115,7 @@ class BlockCopier:
 
         Args:
             requests: ids of stores and loads; unknown ids are remembered, too.
-            wait_s: how long to wait for running scatters, in seconds.
+            wait_s: seconds to wait for running scatters.
 
         Returns:
             False if a scatter still runs. Its blocks must not be reused yet.
@@ -138,7 +138,7 @@ class BlockCopier:
         """Stop all copies until `open`, because vLLM is about to remove its blocks' memory.
 
         Args:
-            wait_s: how long to wait for running copies, in seconds.
+            wait_s: seconds to wait for running copies.
 
         Returns:
             False if a copy still runs. The memory must stay.
@@ -209,7 +209,7 @@ class BlockCopier:
 def open_copier(
     geometry: Geometry, config: KvCacheConfig, tensors: Mapping[str, torch.Tensor], layers: Mapping[str, Layer]
 ) -> BlockCopier:
-    """Return the copier of a worker. Its `pages` have the layout of the worker's KV, which is part of object names.
+    """Return the copier of a worker. Its `pages` contain the layout of the worker's KV, which is part of object names.
 
     Args:
         geometry: the geometry of `config`.

@@ -1,6 +1,6 @@
 """Copies pages on a CPU, at the speed of memory.
 
-NumPy makes the copies. It releases the GIL, so several threads copy at once while the engine computes. It uses no
+NumPy makes the copies. It releases the GIL, so several threads copy in parallel while the engine computes. It uses no
 thread of torch's pool, which would take cores from the model. Reacquiring the GIL may take a switch interval of 5 ms.
 So one call copies a run of blocks of all layers.
 """
@@ -74,7 +74,7 @@ def runs_of(ids: Sequence[int]) -> list[BlockRun]:
     runs: list[BlockRun] = []
     start = 0
     for position in range(1, len(ids) + 1):
-        # `SKIP` + 1 is the null block. No address contains it, so `SKIP` is always a run of its own.
+        # `SKIP` + 1 is the null block. No address contains it, so `SKIP` always forms a separate run.
         if position == len(ids) or ids[position] != ids[position - 1] + 1:
             if ids[start] != SKIP:
                 runs.append(BlockRun(start, ids[start], position - start))

@@ -1,7 +1,7 @@
 """Copies pages on a CUDA device, concurrently with the engine's kernels.
 
 A chunk's pages are scattered over the engine's memory in pieces of some KiB, too small for a fast transfer. So they are
-gathered on the device into a buffer laid out like the payload, which crosses the bus in one copy:
+gathered on the device into a buffer laid out like the payload. The buffer crosses the bus in one copy:
 
     gather    blocks --index_select--> buffer --copy--> payload
     scatter   payload --copy--> buffer --index_copy_--> blocks
@@ -97,7 +97,7 @@ class CudaPageCopy:
     @contextmanager
     def _on_stream(self) -> Generator[torch.cuda.Stream]:
         if self._local.stream is None:
-            # A new thread is on device 0, where it would take memory for a context of its own.
+            # A new thread is on device 0, where it would take memory for its own context.
             torch.cuda.set_device(self._device)
             self._local.stream = torch.cuda.Stream(self._device)
         stream = self._local.stream
@@ -131,7 +131,7 @@ class CudaPageCopy:
 
 
 def _pieces(near: torch.Tensor, stack: Stack) -> Iterator[tuple[torch.Tensor, slice]]:
-    """Yield the parts of a stack in the buffer with their positions in a payload, as few parts as padding allows."""
+    """Yield each part of a stack in the buffer and its position in a payload. Only padding causes several parts."""
     layers = near.view(near.shape[0], -1)
     layer_bytes = layers.shape[1]
     if layer_bytes == stack.step or len(layers) == 1:

@@ -1,9 +1,9 @@
-"""The bytes of each layer's pages, as views of vLLM's KV memory.
+"""Provides the bytes of each layer's pages as views of vLLM's KV memory.
 
 vLLM registers one tensor per layer, [blocks, heads, tokens, content], with strides that follow the engine's KV layout.
-Its configuration says what a page is and where it is stored. A tensor that contradicts the configuration is refused,
+vLLM's configuration says what a page is and where it is stored. A tensor that contradicts the configuration is refused,
 because wrongly copied bytes would later produce wrong tokens. A page may have parts that are not contiguous (layouts
-that put heads outside blocks). Such a page is read in pieces, in memory order.
+that put heads outside blocks). kvtier then reads the page in pieces, in memory order.
 """
 
 import math
@@ -39,7 +39,7 @@ class TablePages:
     """The pages of one vLLM group's layers."""
 
     blocks: int
-    """Blocks in an address."""
+    """Number of blocks in an address."""
     page_bytes: int
     stacks: tuple[Stack, ...]
 
@@ -52,7 +52,7 @@ class EnginePages(NamedTuple):
     layout: KvLayout
     """The geometry's layout, with the details of this worker."""
     block_count: int
-    """Blocks of the engine. Block 0 is the null block."""
+    """Number of the engine's blocks. Block 0 is the null block."""
     device: torch.device
 
 

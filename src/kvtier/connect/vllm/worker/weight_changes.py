@@ -1,4 +1,4 @@
-"""What a worker knows about its weights, which vLLM replaces without notifying a connector.
+"""Detects changes of a worker's weights, which vLLM replaces without notifying a connector.
 
 digest   after a known change (`weight_calls`): a digest of every tensor that the model computes with
 sample   after each step: `WeightSample` compares a few bytes of each parameter, and its address. It also notices
@@ -27,7 +27,7 @@ SAMPLE_ELEMENTS = 64
 """Number of elements compared per parameter. In bfloat16 a small training step leaves most elements unchanged."""
 
 DIGEST_PART_BYTES = 64 << 20
-"""Maximum bytes of a tensor copied from a device at once for a digest."""
+"""Maximum bytes of a tensor in one copy from a device for a digest."""
 
 HELD_MAX = 200_000
 """Maximum number of modules, objects, lists and dicts of all models searched for tensors."""
@@ -40,7 +40,7 @@ WITHOUT_WEIGHTS = (
 
 
 def digest_of(models: Iterable[Any], others: Collection[int] = ()) -> bytes | None:
-    """Return a digest of every tensor and number that models compute with, or None if one of them cannot be read.
+    """Return a digest of every tensor and number that models compute with, or None if one cannot be read.
 
     It covers parameters, buffers, and what vLLM derived from them when it loaded them. Derived values may be
     attributes, or parts of objects that are not modules, such as an attention implementation.
@@ -125,7 +125,7 @@ def _pieces(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, str, tuple[i
 
 
 class WeightSample:
-    """The address of each parameter of some models, and some of its bytes. Used by one thread, except `load_weights`.
+    """The address and some bytes of each parameter of some models. Only one thread uses it, except for `load_weights`.
 
     Args:
         models: each a `torch.nn.Module`.

@@ -1,4 +1,4 @@
-"""The worker's part of each engine step: it keeps copies off reused blocks, and reports loads that have ended."""
+"""Does the worker's part of each engine step: keeps copies off reused blocks, and reports loads that have ended."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -9,11 +9,10 @@ from kvtier.runtime.protocol import Note
 from kvtier.types import RequestId
 
 IDLE_WAIT_S = 0.002
-"""How long an empty step waits for a report (`Worker.results`), in seconds. A request that arrives meanwhile waits,
-too."""
+"""Seconds that an empty step waits for a report (`Worker.results`). A request that arrives meanwhile waits, too."""
 
 FENCE_WAIT_S = 30.0
-"""How long a revoked copy into vLLM's blocks may continue, in seconds. After that the device counts as hung."""
+"""Seconds that a revoked copy into vLLM's blocks may continue. After that, the device counts as hung."""
 
 
 def no_look(*, is_reset: bool) -> str:  # noqa: ARG001
@@ -25,7 +24,7 @@ class Worker:
     """One worker. A load ends once it has ended on every rank, so all workers of an engine report the same loads.
 
     Args:
-        revoke: stops all copies of some requests in its rank's copier. It returns False if one still runs after the
+        revoke: stops all copies of some requests in its rank's copier. It returns False if a copy still runs after the
             wait.
         look: returns what has changed the weights; see `WeightSample.look`.
         adapters: watches the adapters that vLLM reads in this process. None if the engine has no adapters.
@@ -46,7 +45,7 @@ class Worker:
         """Whether the weights or the KV have no memory, so that nothing may look at them."""
         self._changed = threading.Condition()
         self._loaded: list[LoadReport] = []
-        """Bounded by the number of open loads."""
+        """Reports of ended loads, bounded by the number of open loads."""
         self._received_once: set[RequestId] = set()
         """Loads that either a note or step metadata has reported, but not yet both."""
         self._bad_blocks: set[int] = set()
@@ -76,15 +75,15 @@ class Worker:
     def results(self) -> tuple[set[str], set[str]]:
         """Return requests whose loads ended since the last call, and those whose loads failed. Call after the forward.
 
-        The worker looks at its weights here. A change before or during the forward makes the step's loads fail, and
+        The worker looks at its weights here. A change before or during the forward makes the step's loads fail. Then
         `done` keeps the scheduler from storing what the step has computed. A step that neither computes nor reports a
-        load leaves the look to the next one.
+        load leaves the look to the next step.
 
-        While vLLM has nothing to compute, it runs empty steps in a loop, in the process whose threads copy the KV.
-        Each system call of these threads then waits for the GIL, up to 5 ms (`sys.getswitchinterval`). So an empty
-        step waits here for the next report, which releases the GIL. Reading 31 files of 0.5 MB on two cores took 14 ms
-        with the wait. Without it, the median was 51 ms, or 21 ms with a switch interval of 0.5 ms and 149 ms with one
-        of 20 ms. (With more and smaller reads it took 2.6 s.)
+        vLLM runs empty steps in a loop while it has nothing to compute, in the process whose threads copy the KV. Each
+        system call of these threads then waits for the GIL, up to 5 ms (`sys.getswitchinterval`). So an empty step
+        waits here for the next report, and thereby releases the GIL. Reading 31 files of 0.5 MB on two cores took 14 ms
+        with the wait. Without the wait, the median was 51 ms. It was 21 ms with a switch interval of 0.5 ms, and 149 ms
+        with 20 ms. (With more and smaller reads it took 2.6 s.)
         """
         with self._changed:
             if self._orders.is_waiting and not self._loaded:

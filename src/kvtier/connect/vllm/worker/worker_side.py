@@ -1,4 +1,4 @@
-"""The worker side: what each worker's process opens at the start and closes at the end."""
+"""Opens the worker side at the start of a worker's process, and closes it at the end."""
 
 import itertools
 import logging
@@ -35,7 +35,7 @@ class WorkerSide:
         exchange: exchanges values with all workers of the engine.
 
     Raises:
-        UnsupportedModelError: the KV memory does not match its configuration.
+        UnsupportedModelError: the KV memory does not match vLLM's configuration.
         ConfigError: a setting is wrong, a tier's path cannot be used, or another worker has failed.
     """
 
@@ -103,7 +103,7 @@ class WorkerSide:
     def digest_weights(self) -> bytes | None:
         """Return a digest of the weights, or None if there is none. Later looks compare with these weights.
 
-        There is no digest if the weights cannot be read, or have random names (`vllm.weights_names`).
+        There is no digest if the weights cannot be read or have random names (`vllm.weights_names`).
         """
         self.worker.look_anew()
         try:
