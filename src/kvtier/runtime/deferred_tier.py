@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeferredTier(Tier):
-    """Forwards to another tier once that is open: all methods but `read` and `write`, which call the batch methods.
+    """Forwards calls to another tier once it is open. Only `read` and `write` call this object's batch methods instead.
 
     Args:
         name: name of the tier.
@@ -124,7 +124,7 @@ class DeferredTier(Tier):
             self._tier.expects(conversation, next_turn)
 
     def close(self) -> None:
-        """Release all resources. A tier that opens later is closed at once."""
+        """Release all resources. A tier that opens later is closed immediately."""
         with self._lock:
             self._closing.set()
             tier = self._tier

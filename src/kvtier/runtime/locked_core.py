@@ -5,8 +5,8 @@ releases the lock. Under the lock it does no I/O, waits for nothing and writes n
 call. A thread that has completed commands puts the completions into the inbox. If the lock is free, it settles them
 itself. Otherwise the holder does so after releasing the lock.
 
-An exception during a decision leaves the core inconsistent, so it shuts down. If the cause is temporary, such as a
-brief lack of memory, it restarts with empty host memory once every command has ended. Guards (`guards`) isolate
+An exception during a decision leaves the core inconsistent, so the core shuts down. It restarts with empty host memory
+once every command has ended, if the cause is temporary, such as a brief lack of memory. Guards (`guards`) isolate
 optional features.
 
     callers' threads     what `Session` and `ObjectStore` add
@@ -64,7 +64,7 @@ SECOND_S = 1.0
 """Interval of gauges and health checks."""
 
 RETRY_S = 0.005
-"""Time after which the rest of its commands is sent to a rank that reads slowly."""
+"""Time after which a rank that reads slowly is sent the rest of its commands."""
 
 READY_ROUNDS = 4
 """How many times one call of `ready` settles completions that have arrived meanwhile."""
@@ -84,7 +84,7 @@ cannot restart by then stays shut."""
 COPY_STEP_S = 0.05
 
 RENEWALS_MAX, RENEWALS_S = 8, 3600.0
-"""Maximum number of restarts within a period, and the period. Then a core stays shut: a recurring error is a defect."""
+"""Maximum number of restarts within a period, and the period. A core then stays shut: a recurring error is a defect."""
 
 
 class SessionError(KvError):
@@ -235,10 +235,10 @@ class LockedCore:
         """Settle waiting completions, unless another thread holds the lock. Called after each release of the lock.
 
         Executors call it in the threads that complete commands, while holding no lock. No completion is stranded: a
-        thread that finds the lock taken has already put its completions into the inbox. This holder or the next settles
-        them. This method also does the work that must not run under the lock. It does nothing while its own thread
-        holds the lock. After `READY_ROUNDS` the session's thread takes over, so that a call ends even if completions
-        keep arriving.
+        thread that finds the lock taken has already put its completions into the inbox. The current holder or the next
+        one settles them. This method also does the work that must not run under the lock. It does nothing while its own
+        thread holds the lock. After `READY_ROUNDS` the session's thread takes over, so that a call ends even if
+        completions keep arriving.
         """
         if self._holder == get_ident():
             return
@@ -320,7 +320,7 @@ class LockedCore:
             )
 
     def _wish(self, act: Callable[[float], None]) -> None:
-        """Let the next holder of the lock call `act`, if there will be one."""
+        """Let the next holder of the lock call `act`, if there is one."""
         if self._is_over or self._process != os.getpid():
             return
         self._wishes.append(act)

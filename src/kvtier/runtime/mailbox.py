@@ -34,7 +34,7 @@ class Mailbox(Generic[_T]):
         return len(self._items)
 
     def get(self, wait_s: float = 0.0) -> _T | None:
-        """Wait for the first item and take it; None if none arrives in time."""
+        """Wait for the first item and take it. Return None if no item arrives in time."""
         until_s = time.monotonic() + wait_s
         while True:
             try:

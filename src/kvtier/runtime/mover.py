@@ -4,7 +4,7 @@ r"""The mover: executes commands in worker queues and completes each exactly onc
     read queue       promote             \
     write queue      demote, drop, tell   } one of each per tier, so that a slow write or a tier that
     probe queue      probe               /  hangs delays no other work
-    no queue         recall               completed at once; a separate thread per tier reads
+    no queue         recall               completed immediately; a separate thread per tier reads
 
 The mover owns the slot that a command names until the command is completed. So it completes a command only when no
 thread, not even one of a tier (`tier/loan.py`), uses the slot any more. By then the deadline may be long past.
@@ -120,9 +120,9 @@ class Mover(Completing):
         threads: number of threads per queue.
         tier_threads: numbers of threads for individual tiers, by name.
 
-    Only one thread may call `close`; any thread may call the others. The mover's threads are daemons and start at once.
+    Only one thread may call `close`; any thread may call the other methods. The daemon threads start immediately.
 
-    Small objects that wait for a tier are written and read in batches, if it `takes_batches`.
+    Small objects that wait for a tier are written and read in batches if the tier `takes_batches`.
 
     Raises:
         RuntimeError: the system cannot start a thread.
@@ -374,7 +374,7 @@ class Mover(Completing):
         for job, completion in zip(jobs, completions, strict=True):
             self._put(completion)
             job.is_answered = True
-            if job.over is not None:  # the core, too, must see a write that waits for a drop end after the drop
+            if job.over is not None:  # the core must also see a waiting write end after the drop
                 self._end_drop(job)
         first = jobs[0].command
         self._unready += len(jobs)

@@ -63,7 +63,7 @@ class OpenedSession:
 
 
 def choose_chunk_tokens(wanted: int, alignment: int) -> int:
-    """Choose the chunk size in tokens: `wanted`, or if that is 0 the smallest multiple of `alignment` from 256 up.
+    """Choose the chunk size in tokens: `wanted`, or the smallest multiple of `alignment` from 256 up if that is 0.
 
     Args:
         wanted: the setting `store.chunk_tokens`.

@@ -7,9 +7,9 @@
         mover's threads  -- completions -->
         reader thread    -- tiers' figures -->
 
-It serves only one connection, because slots belong to one core. Each side proves that it knows the handshake's key
-without sending it: the core with its first bytes, the rank with its answer. `local_sockets` accepts the connections.
-`protocol` defines the messages, and `remote_rank` describes how a connection ends.
+The server serves only one connection, because slots belong to one core. Each side proves that it knows the handshake's
+key without sending it: the core with its first bytes, the rank with its answer. `local_sockets` accepts the
+connections. `protocol` defines the messages, and `remote_rank` describes how a connection ends.
 """
 
 import hmac
@@ -85,7 +85,7 @@ class RankServer:
         self.is_here = False
         """Whether the core is in this process."""
         self._is_leaving = self._has_begun = False
-        """Set by `leave` and `_begin`; the later of the two announces that the rank leaves, so this happens once."""
+        """Set by `leave` and `_begin`; the later of the two announces once that the rank leaves."""
         self._is_mute = False
         self._open: dict[int, tuple[int, Work]] = {}
         """Each open command with its number, by the command's identity."""
@@ -383,7 +383,7 @@ def _dial(peer: _Handshake, until_s: float, hung_s: float) -> RemoteRank:
     name = f"rank {peer.rank} (process {peer.pid})"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # With `settimeout`, `connect` would fail at once while others wait to be accepted.
+        # With `settimeout`, `connect` would fail immediately while others wait to be accepted.
         for which in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             set_timeout(connection, which, max(0.001, until_s - time.monotonic()))
         connection.connect(f"\0{peer.address}")

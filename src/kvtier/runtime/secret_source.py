@@ -143,7 +143,7 @@ def within(deadline_s: float, act: Callable[[], Answer], thread: str) -> Answer:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Return whether the directory or storage failed, which opening the tier also reports; else the file is invalid."""
+    """Return whether the directory or storage failed, as opening the tier also reports; False for an invalid file."""
     if not isinstance(error, ConfigError) or isinstance(error, UnusableStoreError):
         return True
     cause = error.__cause__

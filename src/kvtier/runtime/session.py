@@ -46,8 +46,8 @@ NOTHING = Lookup(0, 0, Presence.ABSENT)
 class Session(LockedCore):
     """Loads and stores KV for an engine. It takes and returns plain values. Thread-safe.
 
-    `lookup`, `load` and `store` raise `SessionError` if the session is closed, in a forked child, or called from a
-    finalizer or signal handler during another call of the same thread. `release`, `poll` and hints
+    `lookup`, `load` and `store` raise `SessionError` after `close` and in a forked child. They also raise it in a
+    finalizer or signal handler that interrupts another call of the same thread. `release`, `poll` and hints
     (`expects`, `retain`, `lower`, `prefetch`, `forget_hints`) can be called anywhere. Only calls with a `wait_s` or
     `deadline_s` block for long.
 
@@ -127,8 +127,8 @@ class Session(LockedCore):
             request: name of the request.
             prefix: the prompt's prefix.
             resident_tokens: leading tokens that the engine already has; load options start after them.
-            compute_s: expected time to compute the prompt, which limits how long PROBING lasts for remote tiers. With
-                None it may last until their deadlines.
+            compute_s: expected time to compute the prompt, which limits how long PROBING lasts for remote tiers. If
+                it is None, their deadlines are the limit.
             announced_tokens: leading tokens that another engine is storing in a shared tier. The lookup stays PROBING
                 while more of them appear there, for at most `limits.announced_wait_s` or the time to compute them.
             wait_s: how long to wait for the lower tiers' answers. This does not block other calls.
@@ -223,7 +223,7 @@ class Session(LockedCore):
     def release(self, request: RequestId) -> None:
         """End the load and stores of `request`, which the engine no longer needs, and cancel unstarted transfers.
 
-        This happens before this thread's next call starts, or at once if the session's thread is free.
+        This happens before this thread's next call starts, or immediately if the session's thread is free.
         """
 
         def release(now_s: float) -> None:
@@ -352,7 +352,7 @@ class Session(LockedCore):
     ) -> None:
         """Load the chunks of `prefix` from lower tiers into host memory, due in `in_s` seconds, and retain them.
 
-        A prefetch needs no blocks of the engine, yields to loads, and ends without an event. Until it starts, the
+        A prefetch uses no blocks of the engine, yields to loads, and ends without an event. Until it starts, the
         chunks of the prefix that only `conversation` has used are written to lower tiers and may leave host memory.
 
         Args:

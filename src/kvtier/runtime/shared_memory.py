@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryFile(NamedTuple):
-    """The identification of a memory file, by which other processes find it."""
+    """The numbers by which other processes find a memory file."""
 
     process: int
     descriptor: int
@@ -47,13 +47,13 @@ class MemoryFile(NamedTuple):
 
 
 class HeldGroup(NamedTuple):
-    """A message from a rank to the others about one of its KV groups."""
+    """A rank's message to the others about one of its KV groups."""
 
     part: Part | None
     digest: bytes
     """Digest of the group's layout."""
     file: MemoryFile | None = None
-    """The memory for its slots; None if another rank creates it or the system provides none."""
+    """The memory for the group's slots; None if another rank creates it or the system provides none."""
 
 
 class SharedMemory(NamedTuple):

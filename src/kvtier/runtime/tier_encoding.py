@@ -74,12 +74,12 @@ class StoredForm:
         return None if self.keys is None else Seals(self.keys.keyring, self._tenant, self.is_sealed)
 
     def scratch_bytes(self, group: GroupLayout) -> int:
-        """Return the scratch memory needed to write an object of `group`; 0 if it is written from its slot."""
+        """Return the scratch bytes that a write of an object of `group` takes, or 0 if it is written from its slot."""
         return pack_scratch_bytes(group, self.codec, is_sealed=self.is_sealed)
 
 
 def open_key_source(config: Config, secret: Secret | None) -> KeySource | None:
-    """Open the keys from the settings or the configured `secret`, to seal and to read; None if not needed.
+    """Open the keys for seals, from the settings or the configured `secret`. Return None if none are required.
 
     If a file or command provides no keys in time, log an ERROR. The keys are then used once a later read succeeds.
 
@@ -133,7 +133,7 @@ def in_class(config: Config, layout: KvLayout, fingerprint_digest: bytes) -> tup
 
 
 def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]:
-    """Return each tier's form, by name. With a class, the first call in a process may compile for seconds.
+    """Return each tier's form, by name. The first call with a lossy class in a process may compile for seconds.
 
     Raises:
         ConfigError: the package of a codec is missing.
@@ -143,7 +143,7 @@ def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]
     forms: dict[str, StoredForm] = {}
     for tier in config.tiers:
         codec, lossy = coders(config.codec_of(tier))
-        # A lossy codec saves capacity, which is needed however fast the tier is.
+        # A lossy codec saves capacity, which matters however fast the tier is.
         is_fixed = codec.id == RAW.id or lossy is not None
         choice = None if is_fixed else CodecChoice(codec, tier.read_threads, tier.write_threads)
         forms[tier.name] = StoredForm(

@@ -76,7 +76,7 @@ class TierRecall:
         self._thread: threading.Thread | None = None
 
     def page(self, command: Recall) -> Completion:
-        """Return the completion of `command` at once. A new number starts the thread."""
+        """Return the completion of `command` immediately. A recall with a new number starts the thread."""
         if command.number != self._number:
             if self._thread is not None and self._thread.is_alive():
                 return Completion(command, Outcome.FAILED, detail="an earlier recall has not ended")

@@ -1,8 +1,9 @@
 """The object store provides tiers to an engine that owns its host memory, such as SGLang's HiCache.
 
-The engine names objects and keeps them in its own memory. It asks how many of them are in tiers, gets and puts them.
-There is no planner and no large arena. Bytes pass through a staging area: a frame needs head room, direct I/O needs
-pages, and the engine's memory has neither (ADR 19). The core is the same as a session's, in its own mode (ADR 24).
+The engine names objects and keeps them in its own memory. It asks how many of them are in tiers, and gets and puts
+them. There is no planner and no large arena. Bytes pass through a staging area, because the engine's memory has neither
+the head room of a frame nor the alignment that direct I/O requires (ADR 19). The core is a session's, in another mode
+(ADR 24).
 
     calling threads    leading_run, contains, get_into, put_from: wait, and copy between slots and the caller's memory
     mover's threads    tiers, frames, checksums (`runtime/mover.py`)
@@ -52,7 +53,7 @@ from kvtier.types import (
 __all__ = ["ObjectBytes", "ObjectId", "ObjectStore", "Origin", "TierHealth"]
 
 CALLS_MAX = 256
-"""Maximum number of calls in progress. Further calls miss at once."""
+"""Maximum number of calls in progress. Further calls miss immediately."""
 
 COPY_BYTES = 2 << 20
 """Small objects are copied together, up to this many bytes, so that tiers can write them in batches."""
@@ -361,7 +362,7 @@ class ObjectStore(LockedCore):
     def _answered(
         self, name: str, objects: int, deadline_s: float, run: Callable[[float], list[Outcome]]
     ) -> list[Outcome]:
-        """Return the outcomes of `run`, to which the end of the call's time is passed; misses if it cannot start."""
+        """Call `run` with the end of the call's time and return its outcomes, or misses if the call cannot start."""
         deadline_s = deadline_of(deadline_s)
         if (
             self._process != os.getpid()  # before any lock
@@ -435,7 +436,7 @@ class ObjectStore(LockedCore):
         self.ready()
 
     def _release(self, call: _Call) -> None:
-        """End an operation early, and take its outcomes. Its own thread calls this, so none of its copies runs then."""
+        """End an operation early, and take its outcomes. Only its own thread calls this, so none of its copies runs."""
         self._wish(lambda now_s: self._forget(call.request, now_s))
         self.ready()
         until_s = self._clock() + RELEASE_S

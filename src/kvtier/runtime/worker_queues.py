@@ -142,7 +142,7 @@ class WorkerQueue:
     def expire(self, now_s: float) -> list[Job]:
         """Remove the oldest jobs that are past their deadline. The caller completes them.
 
-        Otherwise jobs behind threads that hang would wait as long as these threads.
+        Otherwise jobs behind threads that hang would wait as long as those threads hang.
         """
         late: list[Job] = []
         if self.urgent_jobs or self.jobs:
@@ -187,7 +187,7 @@ class WorkerQueue:
                 return
 
     def _next(self) -> list[Job]:
-        """Wait for the next batch; empty if the queue is closed."""
+        """Wait for the next batch. Return an empty list if the queue is closed."""
         was_idle = False
         while True:
             with self._lock:

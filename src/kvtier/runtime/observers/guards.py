@@ -1,4 +1,4 @@
-"""Guards around optional features and observers: an error there costs a record or the feature, but no load or store.
+"""Guards around optional features and observers. Their errors cost a record or the feature, but no load or store.
 
 A feature whose records do not depend on earlier ones continues after an error, and only the record is lost. A feature
 that an error may leave inconsistent ends until a restart. Either way, each feature logs one line. The core is not
