@@ -134,7 +134,7 @@ class TierContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierKind(Generic[S]):
-    """A kind of tier: all that code outside its module knows about it."""
+    """A kind of tier, with everything that code outside its module knows about it."""
 
     name: str
     help: str
@@ -164,7 +164,7 @@ class TierKind(Generic[S]):
     """Whether all ranks of an engine share one cap, so that each reports the fill level of the whole store. So do ranks
     that share a store with other nodes (`is_shared`)."""
     needs_drive: bool = False
-    """Whether it needs a drive of this machine, so that a network file system is a mistake."""
+    """Whether the kind requires a drive of this machine, so that a network file system is a mistake."""
     has_cap: bool = True
     """Whether its settings have ``capacity_bytes``, which the tier enforces."""
     keeps_memory: bool = True
@@ -183,8 +183,8 @@ class TierKind(Generic[S]):
     view_at: Callable[[Path], StoreView | None] = lambda _root: None
     """Returns the store in a directory, for `kvtier inspect DIR`; None if there is none of this kind."""
     repair: Callable[[S], Sequence[str] | None] = lambda _settings: None
-    """Repairs what keeps the store from opening, for `kvtier inspect repair`. Returns sentences about what it did, none
-    if nothing was wrong. Returns None if the place has no file names of such a store, or the kind has no repair.
+    """Repairs what keeps the store from opening, for `kvtier inspect repair`. Returns sentences about the repair, or
+    none if nothing was wrong. Returns None if no file name there is a store's, or if the kind has no repair.
     Raises ConfigError if the store may not be changed."""
     open_trial: Callable[[S, Path, int, int], Tier] | None = None
     """Opens an empty temporary tier for measurements, given (settings, an empty directory on the same device, bytes to

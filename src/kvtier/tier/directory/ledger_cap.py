@@ -83,7 +83,7 @@ class ByteCap:
         self.evictions = 0
 
     def attach(self, *, is_alone: bool, needs_index: bool) -> None:
-        """Remove temporary files of dead writers, and index the files if needed.
+        """Remove temporary files of dead writers, and index the files if `needs_index`.
 
         A process with the store to itself (`is_alone`) recounts, because a killed process may have counted bytes
         that it never wrote.
@@ -97,7 +97,7 @@ class ByteCap:
         self._walk_again_s = self._count_again_s = 0.0
 
     def shrink(self) -> None:
-        """Evict down to the cap, which may be lower than before, in steps so that others get the lock in between."""
+        """Evict down to the cap, which may be lower than before. Release the lock between steps."""
         while True:
             with self._locked():
                 used_bytes = self._count()
@@ -127,7 +127,7 @@ class ByteCap:
     def reserve(self, charge: int, *, direct_io: bool) -> TempFile | None:
         """Return a temporary file with `charge` bytes reserved; None if there is no space.
 
-        In `together`, None may also mean that space is not found quickly.
+        In `together`, None may also mean that no space was found quickly.
 
         Raises:
             TierError: the lock is not free.
@@ -216,9 +216,10 @@ class ByteCap:
             self._retry_removal()
 
     def _index_foreign_objects(self, charge: int) -> None:
-        """Index other processes' objects if space is needed and they take much of it. Else only ours would be evicted.
+        """Index other processes' objects if a write lacks space and they take much of the cap.
 
-        This needs no lock, because changes during the walk are detected on use.
+        Otherwise only this process's objects would be evicted. The walk takes no lock, because a use detects changes
+        during it.
         """
         used_bytes = self._cap_file.peek()
         foreign_bytes = used_bytes - self._index.known_bytes

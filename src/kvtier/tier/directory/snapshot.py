@@ -31,7 +31,7 @@ _ROW = np.dtype(
 )
 _NO_PARENT = bytes(32)
 SLICE = 64
-"""Number of objects handled at once. More would hold a lock, or the interpreter lock, for too long."""
+"""Number of objects handled in one step. More would hold a lock, or the interpreter lock, for too long."""
 _CHECKSUM_BYTES = 1 << 22
 _ROWS_MAX = 1 << 22
 """Maximum number of rows written or read, 352 MiB in all."""

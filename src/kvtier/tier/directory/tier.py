@@ -206,7 +206,7 @@ class DirectoryTier(FileTier):
         return count
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """Write frames, evicting others if needed. The lock is taken once to reserve bytes and once to publish names.
+        """Write frames, evicting others if necessary. Take the lock once to reserve bytes and once to publish names.
 
         The result is False for a frame that is larger than the cap, or if nothing can be evicted.
         """
@@ -227,7 +227,7 @@ class DirectoryTier(FileTier):
         return [answer or False for answer in answers]
 
     def _write(self, writes: Sequence[Write]) -> list[bool | TierError | None]:
-        """Write frames. The result is None if there is no room, which among several may be found for one alone.
+        """Write frames. The result is None for a frame without room, which may find room when written alone.
 
         Raises:
             TierError: the lock is not free.
@@ -275,7 +275,7 @@ class DirectoryTier(FileTier):
                 answers[at] = self._failed("write", write.name, error)
 
     def _is_settled(self, write: Write, charge: int) -> bool | None:
-        """Return the answer for a frame that is not written: it exists, or it is larger than the cap. Else None."""
+        """Return the answer for a frame that exists or is larger than the cap, or None if it must be written."""
         if charge > self.capacity_bytes:
             return False
         if not self._paths.may_exist(write.name):
@@ -353,7 +353,7 @@ class DirectoryTier(FileTier):
                         os.utime(name.hex(), ns=(used_ns, used_ns), dir_fd=fan, follow_symlinks=False)
 
     def _save_snapshot_later(self) -> None:
-        """Let a thread write the index snapshot later, unless one already waits. A killed process then loses little."""
+        """Let a thread write the index snapshot later, unless one waits already. A killed process then loses little."""
         if self._snapshot_lock.acquire(blocking=False):
             delay_s = min(SNAPSHOT_INTERVAL_S + len(self._index) * _SNAPSHOT_OBJECT_S, _SNAPSHOT_LONGEST_S)
             name = f"kvtier {self.name} snapshot"

@@ -165,7 +165,7 @@ class SegmentFiles:
     def load(self, store_id: bytes) -> list[Segment]:
         """Load the existing segments with their headers, empty ones first, then by generation.
 
-        Files of another size, and names with further hard links, are removed. Above the cap, so are the first segments.
+        Files of another size and names with further hard links are removed. So are the first segments, above the cap.
 
         Raises:
             OSError: the device or the file system fails.

@@ -127,7 +127,7 @@ class Pool:
 
     @property
     def frame_bytes_max(self) -> int:
-        """Size of the largest frame that fits beside the header and two index blocks, one of which may be wasted."""
+        """Size of the largest frame that fits with the header and two index blocks, one of which may be wasted."""
         return self.files.segment_bytes - 3 * BLOCK_BYTES
 
     def contains(self, names: Sequence[bytes]) -> list[bool]:
@@ -181,7 +181,7 @@ class Pool:
             return extents
 
     def take(self, size_bytes: int) -> Extent | None:
-        """Take an extent for a frame, evicting if needed; None if there is none. `put` or `abandon` it afterwards.
+        """Take an extent for a frame, evicting if necessary; None if there is none. Then call `put` or `abandon`.
 
         Raises:
             OSError: the device or the file system fails.
@@ -366,7 +366,7 @@ class Pool:
     def _empty(self, segment: Segment) -> bool:
         """Remove all objects of `segment` and wait until it is unused. Return False if that takes too long.
 
-        The objects may be gone even then.
+        The objects may be gone even if it returns False.
         """
         if not self._wait_until(segment, lambda: segment.writers == 0):
             return False

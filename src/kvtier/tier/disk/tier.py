@@ -4,9 +4,9 @@ Unlike the directory tier, which keeps a file per object for several processes, 
 return, an object costs one `pwritev` or `preadv`, and a lookup makes no system call. A million objects cost about
 0.2 GB of memory.
 
-A written object is readable at once. Once per `sync_interval_s`, frames are made durable, then the index blocks that
-name them. A crash loses later writes, or frame verification finds them damaged. No read or write of a frame waits for a
-sync.
+A written object is immediately readable. Once per `sync_interval_s`, frames are made durable, then the index blocks
+that name them. A crash loses later writes, or frame verification finds them damaged. No read or write of a frame waits
+for a sync.
 
 FORMAT.md describes the bytes on the device, and docs/adr/0008 the design.
 """

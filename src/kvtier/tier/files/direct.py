@@ -99,7 +99,7 @@ def write_all(descriptor: int, frame: memoryview, *, is_sized: bool = False) -> 
     Raises:
         OSError: the write fails, for example because the disk is full.
     """
-    if not is_sized:  # set the length first, so that the file system allocates the file at once
+    if not is_sized:  # set the length first, so that the file system allocates the file in one step
         os.ftruncate(descriptor, frame.nbytes)
     done = 0
     while done < frame.nbytes:

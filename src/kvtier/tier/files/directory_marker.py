@@ -108,7 +108,7 @@ def _new_marker(version: int) -> bytes:
 
 
 def layout_of(root: Path) -> int | None:
-    """Return the version of the store that the names in `root` indicate, whatever its marker says; None without one.
+    """Return the store version that the names in `root` indicate, whatever its marker says; None without a store.
 
     Raises:
         OSError: `root` cannot be listed.

@@ -79,7 +79,7 @@ def store_problems(
     *,
     any_owner: bool = False,
 ) -> Iterator[Problem]:
-    """Yield what is wrong with the root of a store.
+    """Yield the problems of a store's root.
 
     Args:
         path: path of the root.
@@ -104,7 +104,7 @@ def store_problems(
     if usage.total == 0:
         yield Problem("error", "path", f"the file system of {nearest} has no space for files")
         return
-    # A store's own bytes count as used. Only a scan could count them, so a store may use the whole size.
+    # An existing store's bytes count as used, and only a scan could tell how many. So its cap may be the whole size.
     room = usage.total if is_store else usage.free
     if capacity_bytes > room:
         detail = f"more than the {'size' if is_store else 'free space'} of its file system, {size_text(room)}"

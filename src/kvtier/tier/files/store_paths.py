@@ -30,7 +30,7 @@ OBJECT = re.compile(r"[0-9a-f]{64}")
 
 
 _KEPT_MAX = 64
-"""At most this many directories stay open at once (`Paths.kept`)."""
+"""Maximum number of directories that stay open (`Paths.kept`)."""
 
 
 class Found(NamedTuple):
@@ -204,7 +204,7 @@ class Paths:
             return None if fan is None else stat_in(fan, name)
 
     def may_exist(self, name: bytes) -> bool:
-        """Whether the object may have a file, with one system call. `stat_object` can still find none, such as a link.
+        """Return whether the object may have a file, with one system call. `stat_object` still finds none for a link.
 
         Raises:
             OSError: the store is gone.

@@ -1,4 +1,4 @@
-"""Runs Mooncake's client library in this process, with one connection to a store and nothing that disturbs an engine.
+"""Runs Mooncake's client library in this process, with one connection to a store, and keeps it from harming an engine.
 
 The library writes to stderr, listens on all addresses and waits for half a minute or more. It frees its threads in
 destructors that would hang in a forked child. This module prevents all of that.
@@ -105,7 +105,7 @@ class MooncakeClient:
         self._tier = tier
         self._master = f"[{master[0]}]:{master[1]}" if ":" in master[0] else f"{master[0]}:{master[1]}"
         here, place = _addresses(tier, master)
-        # This is not imported with the module: it starts Go's runtime, which disturbs commands that use no such tier.
+        # The library is not imported with the module, because it starts Go's runtime, which disturbs other commands.
         try:
             library: Any = import_module("mooncake.store")
         except ImportError as error:
@@ -299,8 +299,8 @@ def _addresses(tier: str, master: tuple[str, int]) -> tuple[str, str]:
     """Return this machine's numeric address on the route to `master`, and the master's with its port.
 
     The library gets no host name, because it would look the name up without a deadline. A real master reacts to
-    nonsense by hanging up at once. This is tested first, because the library's `setup` stops all Python threads until
-    the master answers.
+    nonsense by hanging up immediately. This is tested first, because the library's `setup` stops all Python threads
+    until the master answers.
     """
     place, here, there = f"{master[0]}:{master[1]}", "", ""
     end_s = time.monotonic() + CONNECT_DEADLINE_S

@@ -123,7 +123,7 @@ class MooncakeTier(Tier):
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """Read frames, each from its offset into its buffer.
 
-        All are read at once, each from the first copy that can be read.
+        All frames are read at the same time, each from the first copy that can be read.
 
         An object that is only on silent nodes is absent. The read fails if a node answers but does not send the object.
         """
@@ -146,7 +146,8 @@ class MooncakeTier(Tier):
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """Write frames of different names, each atomically.
 
-        All are written at once. The result is False if there is no room, or if a node does not accept its copy.
+        All frames are written at the same time. The result is False if there is no room, or a node does not accept its
+        copy.
         """
         with self._guard:
             views = {self._root + each.name.hex(): each.frame.cast("B") for each in writes}

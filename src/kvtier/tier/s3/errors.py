@@ -59,7 +59,7 @@ class Refusal(NamedTuple):
 
 
 def refusal_of(error: BaseException) -> Refusal:
-    """Return the refusal that an exception of the client means."""
+    """Return the refusal that an exception of the client stands for."""
     text = str(error)[:TEXT_MAX]
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None:

@@ -85,7 +85,7 @@ class S3Sweeper:
         self._thread.join(CLOSE_DEADLINE_S)
 
     def sweep(self) -> None:
-        """List all objects and delete the oldest if they exceed the cap. Write the record unless they still do.
+        """List all objects and delete the oldest if they exceed the cap. Write the record unless they still exceed it.
 
         Raises:
             TimeoutError: the sweep took longer than `SWEEP_DEADLINE_S`, or the tier is closing.

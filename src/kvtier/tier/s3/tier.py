@@ -5,7 +5,7 @@ writes it if it is missing.
 
 Frames are read and written in the caller's thread; the client releases the interpreter lock. Lookups have their own
 threads. The client does not retry; this module does, with jitter. An attempt takes at most half of the deadline and
-starts in its first half, so that every operation ends within the deadline. A read that stalls (`bucket.STALL_SHARE`) is
+starts in the first half, so that every operation ends within the deadline. A read that stalls (`bucket.STALL_SHARE`) is
 repeated once on its own connection.
 
 Payloads have no signature and no S3 checksum: the reader verifies frames, and either would halve the speed of a write.
@@ -111,7 +111,7 @@ class S3Tier(OneByOneTier):
         return Figures(sweeper.used_bytes, sweeper.capacity_bytes, sweeper.evictions, written)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Return for each name whether the bucket has it, with concurrent HEAD requests, by the probe deadline.
+        """Return for each name whether the bucket has it, with concurrent HEAD requests, within the probe deadline.
 
         A name without an answer in time is False. If no name has an answer, this raises `TierError`.
         """
@@ -306,7 +306,7 @@ class S3Tier(OneByOneTier):
         self._attempt("open", lambda: is_there(self._store, f"{key}-absent"))  # forbidden without ListBucket
 
     def _warn_of_other_secrets(self) -> None:
-        """Warn if only other secrets are in use here. This makes one request, and needs permission to list."""
+        """Warn if only other secrets are in use here. The check makes one request, and requires permission to list."""
         with suppress(Exception):
             parent = self._bucket.prefix
             firsts = {

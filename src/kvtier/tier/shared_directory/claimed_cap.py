@@ -2,7 +2,7 @@
 
 A write takes bytes from an allowance in memory. The keeper thread raises this writer's claim before the allowance is
 used up, and sweeps the store when its bytes approach the cap. If it cannot, because the file system is slow or another
-node has the bytes that it needs, writes beyond the allowance are dropped. Reads continue.
+node has claimed the bytes, writes beyond the allowance are dropped. Reads continue.
 """
 
 import logging
@@ -143,7 +143,7 @@ class SharedCap:
             self._written += charge
 
     def used(self, name: ObjectName, mtime_ns: int) -> None:
-        """Record that `name` was read, and publish that if its mtime is old."""
+        """Record that `name` was read, and publish the use if the mtime is old."""
         if time.time_ns() + self.clock_offset_ns - mtime_ns < TOUCH_AFTER_NS:
             return
         with self._changed:

@@ -6,9 +6,9 @@ with `written` of every claim from before the walk. So, at any time, the store h
 
     bytes of the record + sum over claims of (claimed - written at the record)
 
-A writer first raises its claim and then adds up all claims. If two writers do this at once, at least one sees the
-other's claim. So, on a coherent file system, the cap holds at every moment. Where attributes are cached, the cap is
-exceeded by at most the bytes claimed within the caching time.
+A writer first raises its claim and then adds up all claims. If two writers do this at the same time, at least one
+sees the other's claim. So the cap holds at every moment on a coherent file system. Where attributes are cached, the cap
+is exceeded by at most the bytes claimed within the caching time.
 """
 
 # This code uses plain strings, because paths below the root are single components.

@@ -200,7 +200,7 @@ class SharedDirectoryTier(FileTier, OneByOneTier):
         try:
             try:
                 write_all(descriptor, frame, is_sized=True)
-                # Otherwise a reader elsewhere would wait until this node has sent the bytes, for ever if it is gone.
+                # Otherwise a reader elsewhere would wait until this node has sent the bytes, forever if it is gone.
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

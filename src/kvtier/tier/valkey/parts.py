@@ -196,7 +196,7 @@ class Loading:
         return [part.header for part in self.parts] == [part.header for part in other.parts]
 
     def removal(self) -> Request:
-        """Make a request that removes what is left of the object."""
+        """Make a request that removes the remaining parts of the object."""
         return removal(self.slot, self.key, max(part.header[1] for part in self.parts))
 
     def byte_count(self) -> int | None:

@@ -292,7 +292,7 @@ def _named(host: str, port: int, asked: Node) -> Node:
 
 
 def _mistake(error: Exception) -> str:
-    """Return what is wrong with the settings if `error`, at the start, shows it; else an empty string."""
+    """Return the mistake in the settings that `error` shows at the start, or an empty string if it shows none."""
     if isinstance(error, NonsenseError):
         return f": {error}; this is not a Valkey server, or it speaks TLS"
     if isinstance(error, RefusedError) and error.code in _WRONG_ACCESS and error.text != MANY_CLIENTS:

@@ -105,7 +105,7 @@ class ValkeyTier(Tier):
         return Figures(write_bytes={"frames": self._written_bytes})
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Return for each name whether its first part exists, with one pipeline per server, all at once.
+        """Return for each name whether its first part exists, with one concurrent pipeline per server.
 
         Names on a failed server of a cluster count as absent while another server answers.
         """
@@ -121,7 +121,7 @@ class ValkeyTier(Tier):
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """Read frames, each from its offset into its buffer.
 
-        This takes one round trip, or two if an object is not whole. If it still is not, it is absent.
+        This takes one round trip, or two if an object is torn. An object that is then still torn counts as absent.
         """
         with self._guard:
             loadings = [

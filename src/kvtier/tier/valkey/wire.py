@@ -71,7 +71,7 @@ class Node(NamedTuple):
 
 
 class Access(NamedTuple):
-    """The settings of a connection, besides the address."""
+    """The settings of a connection, without the address."""
 
     username: str = ""
     password: PrivateText = PrivateText()
@@ -93,7 +93,8 @@ def command(*parts: bytes) -> bytes:
 class Reader:
     """Reads replies from `line`.
 
-    Every method raises `BrokenWireError` on nonsense, and `OSError` (such as `TimeoutError`) if the connection fails.
+    Every method raises `BrokenWireError` if the server breaks the protocol, and `OSError` (such as `TimeoutError`) if
+    the connection fails.
     """
 
     def __init__(self, line: socket.socket, end_s: float) -> None:
@@ -108,7 +109,7 @@ class Reader:
         self._view = memoryview(self._buffer)
         self._start = self._stop = 0
         self._left = 0
-        """What is left of `REPLY_COST_MAX` for the current reply."""
+        """The rest of `REPLY_COST_MAX` for the current reply."""
 
     @property
     def is_empty(self) -> bool:
@@ -299,7 +300,7 @@ def _with_tls(line: socket.socket, host: str, access: Access) -> ssl.SSLSocket:
     if access.ca_file is not None:
         context.load_verify_locations(access.ca_file)
     if access.certificate_file is not None:
-        # With an empty pass phrase, a key that needs one causes an error instead of a prompt.
+        # With an empty pass phrase, a key that requires one causes an error instead of a prompt.
         context.load_cert_chain(access.certificate_file, access.key_file, password="")
     try:
         return context.wrap_socket(line, server_hostname=host)
