@@ -4,7 +4,7 @@
     group 1   | head room | payload | ...
 
 A slot consists of head room and payload, contiguous and page-aligned. Both sizes are multiples of `ALIGNMENT`, so a raw
-frame is built, written, read and verified in place, with direct I/O.
+frame is built and verified in place, and moved with direct I/O.
 """
 
 import logging

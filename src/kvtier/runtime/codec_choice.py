@@ -5,14 +5,14 @@ because no request waits for it. The read must also become `GAIN_MIN` times fast
 objects are slower to read.
 
 All measurements take place during normal work. A tier's own reads and writes measure its link; one section of every
-`EVERY`th object written measures the codec. Until both are measured, objects are written raw.
+`EVERY`th object written measures the codec. Objects are written raw until both are measured.
 
 Reading threads share the link and decode in parallel, so decoding is partly hidden. Mean value analysis of a closed
 queue with one link gives the expected time (Reiser and Lavenberg, JACM 1980).
 
 Decoding threads slow each other down, and the engine slows them down too. So a load decodes more slowly than a single
-section on an idle machine. Reads of coded objects measure this slowdown. Until then, it is assumed to be the number of
-threads. If only this assumption favours raw, one object in `TRIED_EVERY` is coded anyway, to measure the slowdown.
+section on an idle machine. Reads of coded objects measure this slowdown; it is assumed to be the number of threads
+until then. One object in `TRIED_EVERY` is coded to measure the slowdown if only this assumption favours raw.
 """
 
 import math
@@ -35,7 +35,7 @@ from kvtier.types import ObjectName
 EVERY = 16
 """Number of objects of a group written between two decisions."""
 GAIN_MIN = 1.05
-"""A group switches to coded if coded objects are this many times faster to read, and back once they are slower."""
+"""A group switches to coded if coded objects are this much faster to read, and back once they are slower."""
 WRITE_WEIGHT = 0.25
 WEIGHT = 0.25
 """Weight of the newest measurement in each geometric mean."""
@@ -74,7 +74,7 @@ class LinkMeter:
         """Time `call(batch)`.
 
         Returns:
-            The answers, the seconds of the call, the seconds since another call ended, and the calls running at its start.
+            The answers, the seconds of the call, the seconds since another call ended, and the calls at its start.
         """
         self._on_link.append(None)
         on_link, start_s = len(self._on_link), time.perf_counter()

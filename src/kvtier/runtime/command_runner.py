@@ -75,10 +75,9 @@ class CommandRunner:
 
     An object that this process cannot read counts as absent for `UNREADABLE_S`: it is not found, written or deleted.
 
-    Two demotions may pack the same slot concurrently while scatters read it, without a lock. For one identity `pack`
-    always writes the same bytes into the slot, writes the header in one piece, and leaves the layers alone. Coded and
-    encrypted bytes go to the thread's scratch memory. The core ensures that a slot is not read while other bytes are
-    written to it.
+    Two demotions may pack the same slot concurrently while scatters read it, without a lock. For one identity, `pack`
+    always writes the same header into the slot, in one piece, and leaves the layers alone. Coded and encrypted bytes go
+    to the thread's scratch memory. The core ensures that a slot is not read while other bytes are written to it.
 
     Args:
         layout: the KV groups, with this rank's part of each.
@@ -150,7 +149,7 @@ class CommandRunner:
         self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes)) for group in layout.groups]
 
     def together(self, command: Work) -> int:
-        """Return how many commands like this one a batch may contain; 1 for no batches."""
+        """Return how many commands like this one a batch may contain, or 1 for no batches."""
         return (
             self._batch_counts[command.group]
             if isinstance(command, Transfer) and not self._is_elsewhere(command)
@@ -161,7 +160,7 @@ class CommandRunner:
         """Do one job, or a batch of demotions or promotions of one tier.
 
         Returns:
-            A result for each job. In a batch, the result of an object that failed is its exception.
+            A result for each job. The result of an object that failed in a batch is its exception.
 
         Raises:
             Exception: a single job or a whole batch failed.

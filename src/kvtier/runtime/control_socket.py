@@ -272,7 +272,7 @@ def _connect(connection: socket.socket, path: Path, until_s: float) -> None:
 
 
 def _check_peer(connection: socket.socket, path: Path) -> None:
-    """Check that an engine of this user or root listens, because no one else may see a prompt and its salt.
+    """Check that an engine of this user or root listens. No one else may see a prompt and its salt.
 
     Raises:
         ControlError: another user listens, or can replace the socket.

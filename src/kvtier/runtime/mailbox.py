@@ -10,7 +10,7 @@ _Item = TypeVar("_Item")
 
 
 class Mailbox(Generic[_T]):
-    """A queue of items for one waiting thread. If several threads wait, one of them wakes for one or more items.
+    """A queue of items for one waiting thread. One of several waiting threads wakes for one or more items.
 
     It replaces `queue.SimpleQueue`, whose `get` in CPython 3.11 waits forever if a signal interrupts it at its
     deadline. A signal handler or finalizer may call `put` anywhere, even in the middle of `get`.

@@ -51,8 +51,8 @@ _UNLOGGED = (NOT_ADMITTED, NOT_OPEN)
 
 SHORT_S = 200e-6
 READY_MOST = 8
-"""While more jobs wait, up to this many completions of jobs shorter than `SHORT_S` are announced together. The core
-handles them all at the cost of one. If the next job hangs, the session's thread finds them at its next tick."""
+"""Up to this many completions of jobs shorter than `SHORT_S` are announced together while more jobs wait. The core
+handles them all at the cost of one. The session's thread finds them at its next tick if the next job hangs."""
 
 TOO_LATE = "too late to begin"
 CANCELLED = "cancelled"
@@ -252,14 +252,14 @@ class Mover(Completing):
     def close(self, deadline_s: float) -> bool:
         """Accept no more commands, cancel those that have not started, and wait for the others. Idempotent.
 
-        In a forked child it does nothing, because threads are not inherited.
+        It does nothing in a forked child, because threads are not inherited.
 
         Args:
             deadline_s: longest time to wait.
 
         Returns:
             Whether all threads have ended. A thread that hangs in a tier or the device completes its jobs when it
-            returns. Until then it keeps its memory, but does not block the exit of the process.
+            returns. It keeps its memory until then, but does not block the exit of the process.
         """
         if self._process != os.getpid():  # before any lock
             return True

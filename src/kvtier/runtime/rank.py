@@ -167,7 +167,7 @@ def open_tiers(
 ) -> dict[str, Tier]:
     """Open the tiers of one rank, by name in the order of the settings. A tier that fails or hangs may open later.
 
-    `secret` and `flaw` come from `found_secret`. With a flaw, no tier opens. Most objects are read into `memory` and
+    `secret` and `flaw` come from `found_secret`. No tier opens with a flaw. Most objects are read into `memory` and
     written from it.
 
     Raises:

@@ -136,7 +136,7 @@ class RankServer:
     def leave(self, deadline_s: float) -> bool:
         """Tell the core that this process is about to end; wait up to `deadline_s` seconds for it to disconnect.
 
-        In a forked child this does nothing, because the parent owns the connection.
+        This does nothing in a forked child, because the parent owns the connection.
 
         Returns:
             Whether the core has disconnected, or there was none.
@@ -157,7 +157,7 @@ class RankServer:
     def close(self, deadline_s: float = 5.0) -> bool:
         """Close the connection once running commands have ended. Return whether this took at most `deadline_s` s.
 
-        Idempotent. In a forked child it does nothing.
+        Idempotent. It does nothing in a forked child.
         """
         if self._process != os.getpid():
             return True

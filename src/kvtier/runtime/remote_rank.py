@@ -5,10 +5,10 @@
     a reader thread     turns the rank's messages into completions, and copies the tiers' figures to `views`
 
 To close, this side stops sending. The rank then cancels commands that have not started, waits for the others, sends
-their completions and closes the connection. So at the end of the stream, or of the process, the rank no longer uses the
-engine's blocks or slots. All open commands then fail. The transfers of a process that only stops answering stay open:
-it may resume, and write to the engine's blocks or to slots that ranks share. This delays nothing else, because the
-engine waits for that worker in each step anyway, and promotions and demotions have deadlines in the core.
+their completions and closes the connection. So the rank no longer uses the engine's blocks or slots when the stream or
+the process ends. All open commands then fail. The transfers of a process that only stops answering stay open. The
+process may resume, and write to the engine's blocks or to slots that ranks share. This delays nothing else, because the
+engine waits for that worker in each step anyway. Promotions and demotions have deadlines in the core.
 """
 
 import logging
@@ -288,7 +288,7 @@ class RemoteRank(Completing):
 
 
 def _process_of(connection: socket.socket) -> int | None:
-    """Return a pidfd of the process at the other end, readable once it dies; None if the system provides none."""
+    """Return a pidfd of the process at the other end, readable once it dies, or None if the system provides none."""
     try:
         return os.pidfd_open(peer_of(connection)[0])
     except OSError:

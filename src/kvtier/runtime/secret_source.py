@@ -29,7 +29,7 @@ used up its deadline. A tier that is locked by another process or reads a large 
 
 
 def configured_secret(config: Config) -> Secret | None:
-    """Return the secret in the settings; None if there is none.
+    """Return the secret in the settings, or None if there is none.
 
     Raises:
         ConfigError: the file cannot be read in time, contains no secret, or is missing although a tier is shared.

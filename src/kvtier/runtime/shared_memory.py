@@ -1,12 +1,12 @@
-"""Shares host memory among ranks with equal parts of a KV group, so that there is one copy for all of them.
+"""Shares host memory among ranks with equal parts of a KV group, which then use one copy.
 
     exchange    Each rank sends its parts. The first rank with a part has created an unnamed memory file for it.
     map         All ranks with this part map the file. They open it by `/proc/PID/fd`, which only the same user can.
     exchange    Each rank sends the host bytes of a chunk that it alone keeps. Their sum is the size of a chunk.
 
 The first rank fills the slots and does all work for tiers. The others only scatter. A rank that cannot map the file
-keeps its own slots, as if no other rank had its part, and logs why. Slots are counted after that, so the
-engine always stays within its memory limit. The kernel frees a file when the last process that maps it has ended.
+logs why. It keeps its own slots, as if no other rank had its part. Slots are counted after that, so the engine always
+stays within its memory limit. The kernel frees a file when the last process that maps it has ended.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Decides how each tier's objects are stored: with which codec, and whether a seal is required.
 
-An engine with a lossy class (`store.loss`) has its own object names. So each of its tiers may hold lossy copies, and a
-copy may move from one tier to another, whatever their codecs.
+An engine with a lossy class (`store.loss`) has its own object names. So each of its tiers may hold lossy copies. A copy
+may move from one tier to another, whatever their codecs.
 """
 
 import importlib
@@ -34,10 +34,10 @@ class StoredForm:
 
     Args:
         codec: encodes objects that are written; None for raw.
-        keys: the keys of seals. With None, no frame is sealed, and sealed frames cannot be read.
+        keys: the keys of seals. No frame is sealed and no sealed frame can be read if this is None.
         tenant: the engine's tenant.
-        is_sealed: whether every frame must have a seal. Without a key of the tenant nothing is read or written.
-        choice: chooses raw or coded for each object. With None, all objects are written with the codec.
+        is_sealed: whether every frame must have a seal. Nothing is read or written without a key of the tenant.
+        choice: chooses raw or coded for each object. All objects are written with the codec if this is None.
         lossy: encodes the parts of each object that it can, and leaves the rest to `codec`. None stores all exactly.
     """
 
@@ -81,7 +81,7 @@ class StoredForm:
 def open_key_source(config: Config, secret: Secret | None) -> KeySource | None:
     """Open the keys for seals, from the settings or the configured `secret`. Return None if none are required.
 
-    If a file or command provides no keys in time, log an ERROR. The keys are then used once a later read succeeds.
+    Log an ERROR if a file or command provides no keys in time. The keys are then used once a later read succeeds.
 
     Raises:
         ConfigError: the package for the seal is missing, or a required tier seals and has no keys in time.

@@ -1,9 +1,8 @@
 """The object store provides tiers to an engine that owns its host memory, such as SGLang's HiCache.
 
 The engine names objects and keeps them in its own memory. It asks how many of them are in tiers, and gets and puts
-them. There is no planner and no large arena. Bytes pass through a staging area, because the engine's memory has neither
-the head room of a frame nor the alignment that direct I/O requires (ADR 19). The core is a session's, in another mode
-(ADR 24).
+them. There is no planner and no large arena. Bytes pass through a staging area (ADR 19), because the engine's memory
+lacks a frame's head room and direct I/O's alignment. The core is a session's, in another mode (ADR 24).
 
     calling threads    leading_run, contains, get_into, put_from: wait, and copy between slots and the caller's memory
     mover's threads    tiers, frames, checksums (`runtime/mover.py`)
@@ -141,8 +140,8 @@ class ObjectStore(LockedCore):
     """Objects in tiers, for callers with their own memory. Thread-safe.
 
     Every call returns within its `deadline_s` seconds plus the time of one copy. It raises only `BadCallError` (a
-    ValueError), for invalid arguments; any failure is a miss. After `close`, in a forked child and with too many calls
-    in progress, every answer is an immediate miss.
+    ValueError), for invalid arguments; any failure is a miss. Every answer is an immediate miss after `close`, in a
+    forked child and with too many calls in progress.
 
     A tier may forget any object. Every object returned is verified by its checksums, name, fingerprint and layout.
 
@@ -334,7 +333,7 @@ class ObjectStore(LockedCore):
     def close(self, deadline_s: float = 30.0) -> Closed:
         """End calls in progress with misses, finish the writes, and end all threads, in about `deadline_s` seconds.
 
-        Idempotent. In a forked child this does nothing.
+        Idempotent. This does nothing in a forked child.
 
         Raises:
             BadCallError: the deadline is not a number. The store stays open.

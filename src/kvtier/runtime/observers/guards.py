@@ -35,7 +35,7 @@ def ends_by_itself(error: BaseException) -> bool:
 
 
 def unless_unusable(make: Callable[[], T]) -> T | None:
-    """Return the result of `make` for an optional feature. If its path is unusable, log an ERROR and return None."""
+    """Return the result of `make` for an optional feature. Log an ERROR and return None if its path is unusable."""
     try:
         return make()
     except (UnusablePathError, OSError) as error:
@@ -156,7 +156,7 @@ class Guards:
                 self.watching[name] = [it for it in watching if it[0] is not feature]
 
     def opened(self, feature: Feature, make: Callable[[], Watching]) -> Watching | None:
-        """Register the result of `make`, and return it guarded. If the path is unusable, log an ERROR; return None."""
+        """Register the result of `make` and return it guarded. Log an ERROR and return None if its path is unusable."""
         made = unless_unusable(make)
         if made is None:
             return None

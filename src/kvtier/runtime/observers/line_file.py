@@ -25,7 +25,7 @@ from kvtier.tier.files.safe_open import make_root
 logger = logging.getLogger(__name__)
 
 OPEN_DEADLINE_S: Final = 2.0
-"""How long opening waits for the file. If it is created later, lines are written from then on."""
+"""How long opening waits for the file. Lines are written from its creation on, even if that comes later."""
 DRAIN_S: Final = 0.25
 """Interval at which queued items are written."""
 FLUSH_BYTES: Final = 1 << 18
