@@ -68,15 +68,15 @@ class Tier(ABC):
 
     A tier may forget any object at any time, and answers may be stale. It never knowingly returns bytes that were not
     written whole under that name; the reader verifies every frame. Every method may raise `TierError`; after `close`,
-    all methods but `close` do. A write that finds no room fails with `NoRoomError`, or with an `OSError` of ENOSPC or
-    EDQUOT as the error or its cause. Such a failure is logged once and opens no circuit breaker.
+    all methods but `close` do. A write without room fails with `NoRoomError`, or with an `OSError` of ENOSPC or EDQUOT
+    as the error or its cause. Such a failure is logged once and opens no circuit breaker.
 
     Args:
         name: the tier's name in metrics and errors.
     """
 
     takes_batches = True
-    """Whether a batch is cheaper than its objects one by one. If not, the mover's threads share the objects."""
+    """Whether a batch is cheaper than its objects one by one. The mover's threads share the objects if it is not."""
 
     name: str
     refusals: RefusalLog
@@ -98,7 +98,7 @@ class Tier(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.refusals = RefusalLog(name)
-        """Logs why the tier refuses writes. If the tier gives no reason, the mover logs the refusals."""
+        """Logs why the tier refuses writes. The mover logs the refusals if the tier gives no reason."""
 
     @abstractmethod
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
@@ -130,8 +130,8 @@ class Tier(ABC):
         """Delete `name`, if it exists. This must not depend on reading the object, because the read may be what fails.
 
         To replace an object, kvtier deletes it and writes it. A name has only one content, so another writer
-        between the two writes the same bytes. A reader between them has a miss. If a replacement were conditional on
-        the old copy, the second writer would fail, and not every kind of storage offers such writes.
+        between the two writes the same bytes. A reader between them has a miss. The second writer would fail if a
+        replacement were conditional on the old copy. Not every kind of storage offers such writes.
         """
 
     @abstractmethod

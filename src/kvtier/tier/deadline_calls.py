@@ -104,7 +104,7 @@ def _look_up(host: str, flags: int) -> list[Any]:
 class DeadlineCalls:
     """Runs calls that may hang, and gives up on them after a deadline. The calls must not use the caller's memory.
 
-    While an abandoned call still runs, further calls fail immediately.
+    Further calls fail immediately while an abandoned call still runs.
 
     Args:
         tier: the tier's name, for errors.

@@ -103,7 +103,7 @@ class DirectoryIndex:
             self._drop(name)
 
     def victim(self) -> ObjectName | None:
-        """Return the next object to evict; None if the index is empty."""
+        """Return the next object to evict, or None if the index is empty."""
         with self._lock:
             name = self._evictor.victim(never_pinned)
             return None if name is None else ObjectName(name)

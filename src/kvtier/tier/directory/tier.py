@@ -1,11 +1,11 @@
 """Keeps one file per object in a directory that several processes may share, under a hard byte cap.
 
-The files are authoritative. The in-memory index may be stale, the index snapshot only speeds up the start, and a walk
+The files are authoritative. The index in memory may be stale. The index snapshot only speeds up the start. A walk
 rebuilds the cap file's count. Names appear and disappear only under the cap file's lock. Bytes are written and read
 outside the lock. Except in a rare recount, no lock is held for longer than it takes to handle a few hundred objects. A
 separate thread writes index snapshots.
 
-Nothing is synced to the device. After a power loss, a file may be missing or damaged; frame verification turns either
+Nothing is synced to the device. A file may be missing or damaged after a power loss; frame verification turns either
 into a miss.
 """
 
@@ -68,8 +68,8 @@ class DirectoryTier(FileTier):
         name: the tier's name in metrics and errors.
         evictor: eviction policy, not shared with another tier. Default: `Lru`.
         direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
-        shared: whether other processes may write to the store, so that a name missing from the index is looked up on
-            disk. If not, a miss costs no system call.
+        shared: whether other processes may write to the store. A name missing from the index is then looked up on disk.
+            Otherwise a miss costs no system call.
         lock_deadline_s: longest wait for other processes in an operation.
         is_sealed: whether the index snapshot omits parents, depths and groups.
         open_deadline_s: longest wait for another process that is opening the store. A process that is its only
@@ -391,7 +391,7 @@ def _collector_paused() -> Generator[None]:
 
 
 def _open_for_reading(paths: Paths, name: ObjectName, *, is_direct: bool) -> tuple[int, os.stat_result] | None:
-    """Return a locked descriptor of the object's file, and its status; None if there is no regular file.
+    """Return a locked descriptor of the object's file, and its status, or None if there is no regular file.
 
     `ByteCap` may reuse an evicted file for another object, but never a locked one. The name is checked again under the
     lock, because the file may have been reused before the lock was taken.

@@ -22,7 +22,7 @@ TRIAL_LOCK_DEADLINE_S = 60.0
 """This is longer than in an engine, so that a measurement on a busy machine is slow rather than impossible."""
 
 TRIAL_SEGMENTS = 3
-"""Eviction frees whole segments, and one segment is spare, so two more are needed to keep all objects of a trial."""
+"""Eviction frees whole segments, and one segment is spare. So a trial takes two more to keep all its objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,8 +107,8 @@ class Segment:
     def take(self, size_bytes: int) -> int | None:
         """Take an extent for a frame of `size_bytes`; return its first block, or None if none fits.
 
-        Call this under the lock. It reserves index blocks for pending objects and one for each write in flight, because
-        a sync may run between any two writes.
+        Call this under the lock. The call also reserves index blocks for pending objects, and one for each write in
+        flight. A sync may run between any two writes.
         """
         if not self.has_room(size_bytes):
             return None

@@ -112,7 +112,7 @@ class SegmentFiles:
         return self.used_bytes > self._capacity_bytes or self._free_bytes() < self._reserve_bytes
 
     def make(self) -> Segment | None:
-        """Create and allocate a file; None if there is no space.
+        """Create and allocate a file. Return None if there is no space.
 
         Raises:
             OSError: the file system fails, or has no space for the first file.

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 SEGMENTS_MAX = 4096
-"""After a large increase of its capacity, a store with more segments is recreated with larger ones, if possible."""
+"""A store that exceeds this after a large increase of its capacity is recreated with larger segments, if possible."""
 
 ROW_SHARE_BYTES = 16 << 10
 ROWS_MIN = 1 << 16
@@ -172,7 +172,7 @@ class DiskTier(FileSystemTier):
 
         Frames lie next to each other, as far as a segment has room. The oldest segment is evicted to make space.
 
-        The result is False if a frame is larger than a segment, the write budget is spent, or every segment is in use.
+        The result is False if a frame exceeds a segment, the write budget is spent, or every segment is in use.
         """
         with self._operation("write objects"):
             pool = self._pool
@@ -396,7 +396,7 @@ class DiskTier(FileSystemTier):
 
     @contextmanager
     def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
-        """Run an operation as in the base class. After an OSError, the next one checks the store and may reopen it."""
+        """Run an operation as in the base class. The next one after an OSError checks the store and may reopen it."""
         with super()._operation(what, name):
             if self._is_suspect:
                 self._check_store()

@@ -18,7 +18,7 @@ QUIET_S = 60.0
 """The reduced cap stays constant for this long after the last failed write."""
 
 REGROWTH_S = 3600.0
-"""After `QUIET_S`, the cap grows at a rate that would take it from zero to the configured cap in this time."""
+"""The cap grows after `QUIET_S`, at a rate that would take it from zero to the configured cap in this time."""
 
 
 class EffectiveCap:

@@ -1,8 +1,8 @@
 """The cap file, with the byte count of a shared directory and the lock under which its names change.
 
-Under the lock, the count is at least the bytes of all objects and temporary files. It is exact unless a process was
-killed during a change. A change that adds bytes writes the count first; one that removes bytes writes it last. So, at
-worst, a crash leaves the count too high, and a recount corrects it.
+The count is at least the bytes of all objects and temporary files while the lock is held. It is exact unless a process
+was killed during a change. A change that adds bytes writes the count first; one that removes bytes writes it last. So,
+at worst, a crash leaves the count too high, and a recount corrects it.
 """
 
 import errno
@@ -33,7 +33,7 @@ class Ledger:
         tier: name of the tier, for errors.
         deadline_s: longest wait for the lock.
         is_current: returns whether the store around the file is still the one that was opened. A missing file is
-            created again only then, because the path leads to another disk if the store's disk is not mounted.
+            created again only then. The path leads to another disk if the store's disk is not mounted.
 
     Raises:
         OSError: the file cannot be opened for writing.
@@ -73,7 +73,7 @@ class Ledger:
             self._threads.release()
 
     def read(self) -> int | None:
-        """Return the bytes in use; None if the file is new or damaged. Call this only under the lock."""
+        """Return the bytes in use, or None if the file is new or damaged. Call this only under the lock."""
         self._written_bytes = used_bytes = _unpacked(os.pread(self._descriptor.fileno(), _COUNT.size, 0))
         if used_bytes is not None:
             self._last_bytes = used_bytes
@@ -141,7 +141,7 @@ class Ledger:
 
 
 def read_ledger(path: str) -> int | None:
-    """Read the bytes in use from the cap file at `path`; None if it is missing or damaged. This takes no lock."""
+    """Read the bytes in use from the cap file `path`. Return None if it is missing or damaged. This takes no lock."""
     try:
         # The check of the flipped bits detects a torn read.
         return _unpacked(read_file(path, _COUNT.size))

@@ -61,7 +61,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def path_problem(path: Path, nearest: Path) -> str | None:
-    """Return why `path` cannot be used, given its nearest existing directory `nearest`; None if it can."""
+    """Return why `path` cannot be used, given its nearest existing directory `nearest`, or None if it can."""
     if not nearest.is_dir():
         subject = path if nearest == path else f"its parent {nearest}"
         return f"{subject} is not a directory"

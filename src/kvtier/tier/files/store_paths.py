@@ -153,7 +153,7 @@ class Paths:
                                     yield prefix, fan, entry.name, status
 
     def _objects_open(self, *, is_listed: bool = False) -> "Closing":
-        """Open the objects' directory for a `with` block; None if it does not exist."""
+        """Open the objects' directory for a `with` block, which gets None if it does not exist."""
         kept = None if is_listed else self._kept.found("")
         if kept is not None:
             return kept
@@ -164,7 +164,7 @@ class Paths:
         return Closing(None)
 
     def found_fan(self, name: bytes) -> "Closing":
-        """Open the directory of object `name` for a `with` block; None if it does not exist.
+        """Open the directory of object `name` for a `with` block, which gets None if it does not exist.
 
         Raises:
             OSError: the file system fails, or the store is gone.
@@ -195,7 +195,7 @@ class Paths:
             yield fan
 
     def stat_object(self, name: bytes) -> os.stat_result | None:
-        """Return the status of the object's file; None if there is no regular file.
+        """Return the status of the object's file, or None if there is no regular file.
 
         Raises:
             OSError: the file system fails, or the store is gone.
@@ -289,7 +289,7 @@ def _open_fan_in(objects: int, prefix: str, *, is_listed: bool = False) -> int |
 
 
 def stat_in(fan: int, name: bytes) -> os.stat_result | None:
-    """Return the status of the object's file in its directory `fan`; None if there is no regular file.
+    """Return the status of the object's file in its directory `fan`, or None if there is no regular file.
 
     Raises:
         OSError: the file system fails.

@@ -109,7 +109,7 @@ def command(what: str, root: Path) -> str:
 
 
 def read_marker(path: Path, parse: Callable[[bytes, Path], M]) -> M | None:
-    """Read the marker at `path`; None if it is missing.
+    """Read the marker at `path`. Return None if it is missing.
 
     Args:
         path: path of the marker.
@@ -137,7 +137,7 @@ def read_marker(path: Path, parse: Callable[[bytes, Path], M]) -> M | None:
 
 
 def find_marker(path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[[str], bool], allowed: str) -> M | None:
-    """Read the marker at `path`; None if opening the store would make one.
+    """Read the marker at `path`. Return None if opening the store would make one.
 
     Args:
         path: path of the marker.
@@ -165,7 +165,7 @@ def find_marker(path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[
 def open_marker(
     path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[[str], bool], allowed: str, content: bytes
 ) -> M:
-    """Open the marker at `path`. In a missing or empty directory, create it with `content`.
+    """Open the marker at `path`. Create it with `content` in a missing or empty directory.
 
     Concurrent processes all get the same marker. No other directory gets one, and a damaged marker stays.
 

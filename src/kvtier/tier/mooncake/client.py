@@ -159,7 +159,9 @@ class MooncakeClient:
         return [code == 1 for code in codes]
 
     def copies(self, keys: Sequence[str], deadline_s: float) -> dict[str, list[Copy]]:
-        """Return the complete copies in memory, for each of `keys` that has any, in one request, or two if none has.
+        """Return the complete copies in memory for each of `keys` that has any.
+
+        This takes one request, or two if no key has any.
 
         Raises:
             TierError: the master does not answer.

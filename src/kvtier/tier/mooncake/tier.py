@@ -4,7 +4,7 @@ An object's key is ``<prefix>/<key id>/<model id>/<name>``. Host memory is regis
 transfers from and to slots without a copy. The master lists no objects, so `scan` finds none.
 
 The library ends transfers without progress (`mooncake.client.STALL_S`). The calling thread returns only when the memory
-is free again: while a transfer runs, its memory belongs to the library.
+is free again. The memory of a running transfer belongs to the library.
 """
 
 import atexit

@@ -137,12 +137,12 @@ def stored_roots(bucket: Bucket) -> list[tuple[bytes, bytes]]:
 
 
 def read_body(found: "GetResult", most: int) -> bytes:
-    """Read the body of an answer. If the server sends more than `most` bytes, return slightly more than that."""
+    """Read the body of an answer. Return slightly more than `most` bytes if the server sends more."""
     return next(iter(found.stream(most + 1)), b"")
 
 
 def read_marker(store: S3Store, key: str) -> bytes | None:
-    """Read the marker's bytes, or enough to show that they are wrong; None if the bucket does not have it."""
+    """Read the marker's bytes, or enough to show that they are wrong. Return None if the bucket does not have it."""
     try:
         return read_body(obstore.get(store, key), len(MARKER))
     except FileNotFoundError as error:

@@ -88,7 +88,7 @@ def refusal_of(error: BaseException) -> Refusal:
 
 
 def pause_s(refusal: Refusal, attempts: int) -> float | None:
-    """Return the random pause in seconds after `attempts` attempts; None to give up."""
+    """Return the random pause in seconds after `attempts` attempts, or None to give up."""
     if not refusal.is_passing or attempts == ATTEMPTS_MAX:
         return None
     longest_s = min(BACKOFF_MAX_S, BACKOFF_S * 2**attempts)

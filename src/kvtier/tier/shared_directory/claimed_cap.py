@@ -1,8 +1,8 @@
 """Keeps a shared directory within its cap, by claims and sweeps in one thread. Reads and writes do no I/O for it.
 
 A write takes bytes from an allowance in memory. The keeper thread raises this writer's claim before the allowance is
-used up, and sweeps the store when its bytes approach the cap. If it cannot, because the file system is slow or another
-node has claimed the bytes, writes beyond the allowance are dropped. Reads continue.
+used up. It sweeps the store when the bytes approach the cap. Writes beyond the allowance are dropped if the file system
+is slow or another node has claimed the bytes. Reads continue.
 """
 
 import logging
@@ -117,7 +117,7 @@ class SharedCap:
     def _wait_for_room(self, charge: int) -> bool:
         """Wait for a round of the keeper that starts after this call. Return whether `charge` bytes then fit.
 
-        If another write takes the bytes that a round gained, this waits for the next round, until the same deadline.
+        This waits for the next round, until the same deadline, if another write takes the bytes that a round gained.
         """
         is_stuck = self._began_s is not None and time.monotonic() - self._began_s > self._wait_s
         if is_stuck or self._is_closing:

@@ -32,8 +32,8 @@ PAUSE_S, PAUSE_MAX_S = 0.02, 0.5
 PASSING = frozenset({"MOVED", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "READONLY", "MASTERDOWN", "BUSY"})
 """Codes of refusals worth a retry."""
 STALL_SHARE = 0.15
-"""Share of the deadline that reads may take without a byte. If the server then answers, each object is read once
-more on its own connection. An object that gets no byte there cannot be read."""
+"""Share of the deadline that reads may take without a byte. Each object is read once more on its own connection if the
+server then answers. An object that gets no byte there cannot be read."""
 MOVING = frozenset({"ASK", "TRYAGAIN"})
 """Codes of refusals while a slot moves to another server."""
 

@@ -1,8 +1,8 @@
 """The servers of a Valkey store, with the slots that each has, their connections and their failures.
 
-A store is one server or a cluster. A cluster's slots are read when it is opened, and again when a server answers that a
-slot has moved or when a server fails. They are read at most a few times a second. A server that failed is left alone
-for a moment. Only one operation at a time then waits for it; the others that need it fail immediately.
+A store is one server or a cluster. A cluster's slots are read when it is opened, and again when a server reports a
+moved slot or fails. They are read at most a few times a second. A server that failed is left alone for a moment. Only
+one operation at a time then waits for it; the others that need it fail immediately.
 """
 
 import re
@@ -167,7 +167,7 @@ class Servers:
     def failed(self, node: Node, *, is_down: bool = True) -> None:
         """Record a failed connection and close the server's idle ones.
 
-        If `is_down`, the server is left alone for a moment. The only server of a store is never left alone, because the
+        The server is left alone for a moment if `is_down`. The only server of a store is never left alone, because the
         tier's circuit breaker does that.
         """
         with self._lock:

@@ -185,7 +185,7 @@ class ValkeyTier(Tier):
             return answers
 
     def delete(self, name: ObjectName) -> None:
-        """Delete `name` and all of its parts, if it exists. If it cannot be read, only the first part is known.
+        """Delete `name` and all of its parts, if it exists. Only the first part is known if its header is unreadable.
 
         The other parts are not an object without the first, and the next write of the name replaces them.
         """
@@ -257,7 +257,7 @@ class ValkeyTier(Tier):
         return TierError(self.name, f"cannot {what}: {request.failure or f'refused: {request.answer}'}")
 
     def _problem(self, request: Request, what: str) -> TierError | None:
-        """Return why `request` failed; None if it did not, or if its object is a miss for now.
+        """Return why `request` failed, or None if it did not or its object is a miss for now.
 
         An object is a miss while its slot moves, and while its server is down but another one answers.
         """

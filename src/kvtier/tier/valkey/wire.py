@@ -24,8 +24,8 @@ ITEM_COST = 8
 REPLY_DEPTH_MAX = 6
 SEND_BUFFER_BYTES = 1 << 18
 """Send buffer for a server on the same machine; Linux doubles it. Waiting bytes then stay in the processor's cache.
-With the default of up to 4 MiB, such a server needs 50 % more processor time for a write. A network needs a larger
-buffer: at 25 Gbit/s and 0.5 ms, some 1.6 MB are in flight."""
+The default of up to 4 MiB costs such a server 50 % more processor time for a write. A network needs a larger buffer: at
+25 Gbit/s and 0.5 ms, some 1.6 MB are in flight."""
 BUFFERS_PER_CALL = 512
 """Maximum number of buffers in one `sendmsg`. Linux allows 1024."""
 
@@ -340,7 +340,7 @@ def _number(digits: bytes) -> int:
 
 
 def _length(digits: bytes, most: int) -> int | None:
-    """Parse a length; None for -1, the protocol's null."""
+    """Parse a length. Return None for -1, the protocol's null."""
     length = _number(digits)
     if length == -1:
         return None
