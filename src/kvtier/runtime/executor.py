@@ -105,7 +105,7 @@ class ChunkTexts(Protocol):
     """
 
     text_group: int
-    """Number of the KV group whose objects carry texts. Each of its objects is a whole chunk of a history."""
+    """Number of the KV group whose objects carry texts. Each object of that group is a whole chunk of a history."""
 
     def text_of(self, key: ChunkKey) -> bytes:
         """Return token ids of chunk `key` as little-endian u32, then at most 388 bytes of extras; empty if unknown."""

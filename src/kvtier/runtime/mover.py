@@ -261,7 +261,7 @@ class Mover(Completing):
             Whether all threads have ended. A thread that hangs in a tier or the device completes its jobs when it
             returns. It keeps its memory until then, but does not block the exit of the process.
         """
-        if self._process != os.getpid():  # before any lock
+        if self._process != os.getpid():  # before any lock, which a fork may leave held
             return True
         until_s = time.monotonic() + deadline_s
         self._runner.closing.set()
@@ -344,7 +344,7 @@ class Mover(Completing):
             self._fail(jobs, error)
 
     def _begun(self, jobs: list[Job]) -> tuple[float, list[Job]]:
-        """Wait for drops that must end before these jobs. Complete late jobs; return the time and the other jobs."""
+        """Wait for drops that must end before these jobs. Complete late jobs. Return the time and the other jobs."""
         for job in jobs:
             if job.after is not None:
                 job.after.wait(min(threading.TIMEOUT_MAX, max(0.0, job.deadline_s - self._clock())))

@@ -57,7 +57,7 @@ def found_secret(config: Config) -> tuple[Secret | None, str]:
 
 
 def store_secret(config: Config, down: Collection[str], given: Secret | None, flaw: str) -> Secret:
-    """Return the configured secret, or that of the first tier that can hold one, or a temporary one.
+    """Return the configured secret, the secret of the first tier that can hold one, or a temporary one.
 
     Args:
         config: the settings.

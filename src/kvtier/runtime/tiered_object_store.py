@@ -364,7 +364,7 @@ class ObjectStore(LockedCore):
         """Call `run` with the end of the call's time and return its outcomes, or misses if the call cannot start."""
         deadline_s = deadline_of(deadline_s)
         if (
-            self._process != os.getpid()  # before any lock
+            self._process != os.getpid()  # before any lock, which a fork may leave held
             or self._is_broken
             or self._close_until_s is not None
             or len(self._calls) >= CALLS_MAX

@@ -108,7 +108,7 @@ class DeadlineCalls:
 
     Args:
         tier: the tier's name, for errors.
-        subject: what the calls ask, for errors.
+        subject: name of the server that answers the calls, for errors.
     """
 
     def __init__(self, tier: str, subject: str) -> None:

@@ -124,7 +124,7 @@ class DirectoryIndex:
                         self._enter(name, row.size_bytes, row.used_ns, row.used_ns, About(parent, row.depth, row.group))
 
     def merge(self, found: Iterable[Found]) -> None:
-        """Make the index match what a walk finds; entries added meanwhile stay. Only one call may run at a time.
+        """Make the index match the result of a walk; entries added meanwhile stay. Only one call may run at a time.
 
         New objects are added after the walk, in the order of their mtimes. The evictor orders by event, so it treats
         all of them as newer than the indexed objects.
@@ -151,7 +151,7 @@ class DirectoryIndex:
                 yield SnapshotRow(name, about.parent, record.size_bytes, record.used_ns, about.depth, about.group)
 
     def _missing(self, files: list[Found]) -> list[SnapshotRow]:
-        """Return those of `files` that are not indexed, and correct the sizes of the others."""
+        """Return the `files` that are not indexed, and correct the sizes of the others."""
         missing: list[SnapshotRow] = []
         with self._lock:
             for file in files:

@@ -230,7 +230,7 @@ class ByteCap:
             self._index_files()
 
     def _index_files(self) -> tuple[int, list[bytes]]:
-        """Make the index match what a walk finds. Return the objects' bytes, and the names of files above the cap.
+        """Make the index match the result of a walk. Return the objects' bytes, and the names of files above the cap.
 
         Raises:
             OSError: the file system fails, or another thread walks for longer than the deadline.

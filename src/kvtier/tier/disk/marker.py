@@ -84,7 +84,7 @@ def find_marker(root: Path) -> DiskMarker | None:
 
 
 def repair_marker(root: Path) -> list[str]:
-    """Give the disk store at `root` a new marker if its own is missing or damaged. Return what was done, in sentences.
+    """Give the disk store at `root` a new marker if its own is missing or damaged. Return sentences about the repair.
 
     The newest segment identifies the store. The store is empty without a valid segment.
 

@@ -367,7 +367,7 @@ class DiskTier(FileSystemTier):
         return self._store_lock.is_current() and self._pool.files.is_current
 
     def _check_store(self) -> None:
-        """Check whether the store is still there. If not, open what is there now."""
+        """Check whether the store is still there. If not, open the store that is there now."""
         if not self._reopening.acquire(timeout=self._lock_deadline_s):
             raise TierError(self.name, "is being reopened")
         try:
@@ -378,7 +378,7 @@ class DiskTier(FileSystemTier):
             self._reopening.release()
 
     def _reopen(self) -> None:
-        """Open what is now at the store's path. The former pool's files are closed when no thread uses them."""
+        """Open the store that is now at the path. The former pool's files are closed when no thread uses them."""
         former = self._store_lock
         try:
             is_home = os.path.samestat(self.root.stat(), self._home)

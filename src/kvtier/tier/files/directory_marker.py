@@ -120,7 +120,7 @@ def layout_of(root: Path) -> int | None:
 
 
 def repair_marker(root: Path, version: int) -> list[str]:
-    """Give the store at `root` a new marker if its own is missing or damaged. Return what was done, in sentences.
+    """Give the store at `root` a new marker if its own is missing or damaged. Return sentences about the repair.
 
     The objects stay, because each frame contains its own identity.
 

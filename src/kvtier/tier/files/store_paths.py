@@ -112,7 +112,7 @@ class Paths:
         return directory
 
     def each(self, names: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
-        """Yield those of `names` that have a directory, with its descriptor. Each directory is opened once.
+        """Yield the `names` that have a directory, each with its descriptor. Each directory is opened once.
 
         Raises:
             OSError: the file system fails, or the store is gone.
@@ -124,7 +124,7 @@ class Paths:
                         yield from ((name, fan) for name in together)
 
     def stat_objects(self, names: Iterable[bytes]) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Yield those of `names` that have a regular file, with its status. Raises as `each` does."""
+        """Yield the `names` that have a regular file, each with its status. Raises as `each` does."""
         for name, fan in self.each(names):
             status = stat_in(fan, name)
             if status is not None:

@@ -225,7 +225,7 @@ def write_marker(path: Path, content: bytes, *, replaces: bool = False) -> None:
 
 
 def repair_marker(path: Path, read: Callable[[], object], content: Callable[[], bytes]) -> list[str]:
-    """Write the marker at `path` again if it is missing or damaged. Return what was done, in sentences.
+    """Write the marker at `path` again if it is missing or damaged. Return sentences about the repair.
 
     Processes that have the store open share a lock on its directory (`StoreLock`), and repairs exclude each other.
 
@@ -260,7 +260,7 @@ def _is_valid(read: Callable[[], object]) -> bool:
 
 
 def mend_secret(path: Path) -> list[str]:
-    """Rename whatever is at the path of an automatic secret but is not a secret. Return what was done, in sentences.
+    """Rename anything but a secret at the path of an automatic secret. Return sentences about the repair.
 
     A secret whose mode prevents its use stays, because its owner may still restrict it.
 

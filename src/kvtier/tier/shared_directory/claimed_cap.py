@@ -151,7 +151,7 @@ class SharedCap:
                 self._uses[name] = None
 
     def close(self) -> None:
-        """Publish the last uses, lower the claim to what was written, and end the thread. Waits at most `JOIN_S`."""
+        """Publish the last uses, lower the claim to the bytes written, and end the thread. Waits at most `JOIN_S`."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -309,7 +309,7 @@ class SharedCap:
             self._touch(name)
 
     def _renew_claim(self) -> None:
-        """Give back what an idle writer has claimed, and renew the claim of a slow one before it expires."""
+        """Give back the unused claim of an idle writer, and renew the claim of a slow one before it expires."""
         with self._changed:
             is_idle = self._taken == self._taken_at_tick and not self._waiting
             self._taken_at_tick = self._taken

@@ -72,7 +72,7 @@ class Request:
         return bool(self.failure) or isinstance(self.answer, RefusedError)
 
     def take(self, reader: Reader) -> Reply:
-        """Read all of its replies, and return the one that counts."""
+        """Read all replies to the request, and return the one that counts."""
         return reader.reply()
 
 

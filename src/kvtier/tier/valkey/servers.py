@@ -307,7 +307,7 @@ def _mistake(error: Exception) -> str:
 
 
 def _shown(part: str) -> str:
-    """Return `part` without anything that may be a password: a login, and what follows a host."""
+    """Return `part` without anything that may be a password: a login, and the text after a host."""
     whole = part.rpartition("@")[2].strip()
     found = _ADDRESS.match(whole)
     shown = found[0] if found else ""
