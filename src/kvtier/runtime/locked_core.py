@@ -5,9 +5,9 @@ releases the lock. It does no I/O, waits for nothing and writes no log under the
 call. A thread that has completed commands puts the completions into the inbox. It settles them itself if the lock is
 free. Otherwise the holder does so after releasing the lock.
 
-An exception during a decision leaves the core inconsistent, so the core shuts down. After a temporary error, such as a
-brief lack of memory, it restarts with empty host memory once every command has ended. Guards (`guards`) isolate
-optional features.
+An exception during a decision leaves the core inconsistent, so the core shuts down. It restarts with empty host memory,
+once every command has ended, after a temporary error such as a brief lack of memory. Guards (`guards`) isolate optional
+features.
 
     callers' threads     what `Session` and `ObjectStore` add
     executor's threads   `ready`, after they have put completions into the inbox
@@ -608,7 +608,7 @@ class LockedCore:
         """Shut the session down after an internal error, so that the engine goes on without it. Thread-safe.
 
         The session's thread ends the executor first, because running copies use the engine's blocks. Then all open
-        loads and stores fail. After a temporary error, it waits for the executor instead and restarts.
+        loads and stores fail. The thread waits for the executor instead and restarts after a temporary error.
         """
         level, text = logging.WARNING, "another internal error of kvtier after it was shut down"
         if ends_by_itself(error) and not self._is_lasting and (self._is_broken or self._may_renew()):

@@ -8,7 +8,7 @@
         reader thread    -- tiers' figures -->
 
 The server serves only one connection, because slots belong to one core. Each side proves that it knows the handshake's
-key without sending it: the core with its first bytes, the rank with its answer. `local_sockets` accepts the
+key without sending it. The core does so with its first bytes, and the rank with its answer. `local_sockets` accepts the
 connections. `protocol` defines the messages, and `remote_rank` describes how a connection ends.
 """
 
@@ -67,8 +67,8 @@ class RankServer:
 
     Args:
         rank: the rank; the caller owns it and closes it before this server.
-        on_note: receives the core's notes in order, in a thread of the server, or in the sender's thread if the core is
-            in this process. It must be quick and must not raise.
+        on_note: receives the core's notes in order, in a thread of the server. It runs in the sender's thread if the
+            core is in this process. It must be quick and must not raise.
 
     Raises:
         OSError: the system cannot create a socket.

@@ -353,7 +353,7 @@ class Session(LockedCore):
         """Load the chunks of `prefix` from lower tiers into host memory, due in `in_s` seconds, and retain them.
 
         A prefetch uses no blocks of the engine, yields to loads, and ends without an event. Chunks of the prefix that
-        only `conversation` has used are written to lower tiers and may leave host memory until the prefetch starts.
+        only `conversation` has used are written to lower tiers. They may leave host memory until the prefetch starts.
 
         Args:
             request: a unique name; `release` ends the prefetch.

@@ -446,7 +446,7 @@ class ObjectStore(LockedCore):
                 return
 
     def _forget(self, request: RequestId, now_s: float) -> None:
-        """Release an operation, and complete the copies that its thread will not execute. Under the lock."""
+        """Release an operation, and complete the copies that its thread will not execute. Runs under the lock."""
         self._objects.release(request, now_s)
         self._inbox.extend(Completion(it, Outcome.CANCELLED) for it in self._objects.copies_of(request))
 

@@ -158,8 +158,8 @@ class TierKind(Generic[S]):
     """Returns whether other nodes use the same store. Such a store requires a configured secret and an identifiable
     model."""
     is_common: Callable[[S], bool] = lambda _settings: False
-    """Returns whether all ranks of an engine use one store, in which each finds the objects of the others. Only
-    the first rank with the same KV then writes. A store shared with other nodes (`is_shared`) is also common."""
+    """Returns whether all ranks of an engine use one store, in which each finds the objects of the others. Only the
+    first of the ranks with the same KV then writes. A store shared with other nodes (`is_shared`) is also common."""
     has_one_cap: bool = False
     """Whether all ranks of an engine share one cap, so that each reports the fill level of the whole store. So do ranks
     that share a store with other nodes (`is_shared`)."""

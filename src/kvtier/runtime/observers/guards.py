@@ -117,7 +117,7 @@ class Guards:
                 watching.append((feature, observer))
 
     def tell(self, what: str, *values: object) -> None:
-        """Call the method `what` of each observer that overrides it. Their exceptions do not leave this call."""
+        """Call the method `what` of each observer that overrides it. This call catches their exceptions."""
         for feature, observer in self.watching[what]:
             self.run(feature, getattr(observer, what), *values, otherwise=None)
 

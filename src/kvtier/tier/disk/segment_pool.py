@@ -269,7 +269,7 @@ class Pool:
             OSError: the device or the file system fails.
         """
         if not self._turn.acquire(blocking=False):
-            return  # the holder of the lock does it
+            return  # the holder of the lock does this work
         try:
             with self._lock:
                 segments = list(self._segments.values())

@@ -93,8 +93,8 @@ def write_all(descriptor: int, frame: memoryview, *, is_sized: bool = False) -> 
     Args:
         descriptor: descriptor of the file.
         frame: all bytes of the file.
-        is_sized: whether the file has this length, or is empty and on a network file system, where setting its length
-            costs a round trip.
+        is_sized: whether the file has this length. It is also True for an empty file on a network file system, where
+            setting the length costs a round trip.
 
     Raises:
         OSError: the write fails, for example because the disk is full.

@@ -30,7 +30,7 @@ CONNECT_DEADLINE_S = 2.0
 STALL_S = 2
 """A transfer without progress for this long fails, because the library closes its own connection."""
 LANES = 16
-"""Number of connections to each node. A transfer that finds all of them busy waits while they make no progress."""
+"""Number of connections to each node. A transfer that finds all of them busy waits, even if they make no progress."""
 LIMITS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": STALL_S,
     "MC_TCP_STATUS_TIMEOUT_SEC": STALL_S,

@@ -43,7 +43,7 @@ class Claim(NamedTuple):
     written: int
     claimed: int
     mtime_ns: int
-    """When the file system received the claim."""
+    """Time at which the file system received the claim."""
 
 
 class SweepRecord(NamedTuple):

@@ -254,7 +254,7 @@ class Servers:
         except RefusedError as error:
             if error.code != "ERR" or error.text == MANY_CLIENTS or self.is_cluster:
                 raise
-            # The server is not in cluster mode or lacks the command. If it refuses the connection, it does so again.
+            # The server is not in cluster mode or lacks the command. A refused connection also fails here.
             self.ask(node, b"PING", end_s=end_s)
             self._slots, self.masters = [node] * SLOTS, (node,)
             return

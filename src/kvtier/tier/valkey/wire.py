@@ -1,6 +1,6 @@
 """A connection to a Valkey server, which sends commands and reads replies within a deadline and size limits.
 
-Payloads move between the socket and the caller's memory without copies. valkey-py copies them, and its parsers limit
+Payloads move between the socket and the caller's memory without copies. valkey-py copies them. Its parsers limit
 neither lines, lengths nor total time (`docs/adr/0016`).
 """
 
@@ -99,11 +99,11 @@ class Reader:
 
     def __init__(self, line: socket.socket, end_s: float) -> None:
         self.end_s = end_s
-        """When the running operation must have ended, on the monotonic clock."""
+        """Deadline of the running operation, on the monotonic clock."""
         self.stall_s = inf
         """Longest time without a byte."""
         self.progress_s = 0.0
-        """When the last byte arrived, or the operation started."""
+        """Time at which the last byte arrived, or the operation started."""
         self._socket = line
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
