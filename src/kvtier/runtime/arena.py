@@ -4,7 +4,7 @@
     group 1   | head room | payload | ...
 
 A slot consists of head room and payload, contiguous and page-aligned. Both sizes are multiples of `ALIGNMENT`, so a raw
-frame is built, written, read and verified in place, with direct I/O.
+frame is built and verified in place, and moved with direct I/O.
 """
 
 import logging
@@ -42,12 +42,12 @@ locked address."""
 
 
 def slot_bytes(group: GroupLayout) -> int:
-    """Return the bytes of a slot; 0 on a rank without the group."""
+    """Return the size of a slot in bytes, or 0 on a rank without the group."""
     return 0 if group.is_absent else frame_bytes(group)
 
 
 def chunk_bytes(layout: KvLayout) -> int:
-    """Return the host bytes of one chunk, which takes a slot of every group."""
+    """Return the bytes of host memory that one chunk takes: a slot of every group."""
     return sum(slot_bytes(group) for group in layout.groups)
 
 
@@ -85,7 +85,7 @@ def page_aligned(size_bytes: int) -> Bytes:
     Raises:
         ConfigError: the system cannot provide it.
     """
-    # The slack lets the memory start at a huge page. Untouched memory is free.
+    # The slack lets the memory start on a huge page. Untouched pages take no memory.
     slack = _HUGE_PAGE_BYTES if size_bytes >= _HUGE_PAGE_BYTES else 0
     try:
         mapping = mmap.mmap(-1, align_up(max(size_bytes, 1)) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -97,7 +97,7 @@ def page_aligned(size_bytes: int) -> Bytes:
 
 
 def as_bytes(mapping: mmap.mmap) -> Bytes:
-    """Return the bytes of a mapping for slots, which lives as long as any view of it."""
+    """Return the bytes of a mapping for slots. The mapping lives as long as any view of it."""
     # A forked child does not use the arena, but it would make the kernel copy each page that the parent writes.
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
         with suppress(OSError):  # some kernels support only one of the two
@@ -115,7 +115,7 @@ class Arena:
         page_lock: page-locks each mapping until its last view is gone.
         shared: memory of the groups whose slots other ranks also use (`shared_memory`).
 
-    If a stuck thread holds a view during `close`, that memory stays until the view is released.
+    Memory stays mapped after `close` while a stuck thread holds a view of it.
 
     Raises:
         ConfigError: the system cannot provide the memory.
@@ -197,7 +197,7 @@ class Arena:
             if self._page_lock is not None:
                 unlock = self._page_lock(_address(region), region.nbytes, self._sizes[group])
                 # The array is freed with its last view and before its mapping, so memory is unlocked before it is
-                # unmapped. This does not run at exit, when a thread may still copy; the system unlocks the memory then.
+                # unmapped. At exit, the system unlocks the memory instead, because a thread may still be copying.
                 lock = self._taken[group] = weakref.finalize(region, _unlock, unlock, region.base)
                 lock.atexit = False
 

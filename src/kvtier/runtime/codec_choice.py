@@ -1,17 +1,18 @@
 """Decides whether to write an object raw or coded: whichever should be faster to read back.
 
-An object is coded if its read gains more than `WRITE_WEIGHT` times the time that its write loses; no request waits for
-a write. The read must become `GAIN_MIN` times faster. The choice then stands until coded objects are slower to read.
+An object is coded if its read saves more than `WRITE_WEIGHT` times the time that its write loses. A write counts less,
+because no request waits for it. The read must also become `GAIN_MIN` times faster. The choice then stands until coded
+objects are slower to read.
 
 All measurements take place during normal work. A tier's own reads and writes measure its link; one section of every
-`EVERY`th object written measures the codec. Until both are measured, objects are written raw.
+`EVERY`th object written measures the codec. Objects are written raw until both are measured.
 
-Threads that read share the link and decode in parallel, so decoding is partly hidden. The expected time is that of a
-closed queue with one link, by mean value analysis (Reiser and Lavenberg, JACM 1980).
+Reading threads share the link and decode in parallel, so decoding is partly hidden. Mean value analysis of a closed
+queue with one link gives the expected time (Reiser and Lavenberg, JACM 1980).
 
-Threads that decode slow each other down, and so does the engine. So a load decodes more slowly than a single
-section on an idle machine. Reads of coded objects measure that slowdown; until then it is assumed to be the
-number of threads. If only this assumption favours raw, one object in `TRIED_EVERY` is coded anyway, to measure it.
+Decoding threads slow each other down, and the engine slows them down too. So a load decodes more slowly than a single
+section on an idle machine. Reads of coded objects measure this slowdown; it is assumed to be the number of threads
+until then. One object in `TRIED_EVERY` is coded to measure the slowdown if only this assumption favours raw.
 """
 
 import math
@@ -34,7 +35,7 @@ from kvtier.types import ObjectName
 EVERY = 16
 """Number of objects of a group written between two decisions."""
 GAIN_MIN = 1.05
-"""A group switches to coded if coded objects are this many times faster to read, and back once they are slower."""
+"""A group switches to coded if coded objects are this much faster to read, and back once they are slower."""
 WRITE_WEIGHT = 0.25
 WEIGHT = 0.25
 """Weight of the newest measurement in each geometric mean."""
@@ -146,7 +147,7 @@ class CodecChoice:
     def read_many(
         self, call: Callable[[list[Read]], list[int | TierError | None]], number: int, batch: list[Read]
     ) -> list[int | TierError | None]:
-        """Make and measure the read `call(batch)`; `number` is the group of its first object."""
+        """Run the read `call(batch)` and measure it; `number` is the group of its first object."""
         answers, took_s, alone_s, on_link = self.reads.timed(call, batch)
         moved = sum(answer for answer in answers if isinstance(answer, int))
         open_s = self.groups[number].open_s * sum(len(read.into) for read in batch)
@@ -157,7 +158,7 @@ class CodecChoice:
     def write_many(
         self, call: Callable[[list[Write]], list[bool | TierError]], batch: list[Write]
     ) -> list[bool | TierError]:
-        """Make and measure the write `call(batch)`."""
+        """Run the write `call(batch)` and measure it."""
         answers, _, alone_s, on_link = self.writes.timed(call, batch)
         moved = sum(len(write.frame) for write, answer in zip(batch, answers, strict=False) if answer is True)
         self.writes.add(moved, alone_s, self.latency_s / on_link)
@@ -254,12 +255,12 @@ def object_s(
     """Return the seconds per object when `threads` move many objects.
 
     Args:
-        link_s: time during which an object needs the link to itself.
+        link_s: time for which an object occupies the link.
         beside_s: time of a thread's other work on an object while nothing else runs.
         threads: number of threads that move objects.
         cores: number of cores.
         latency_s: time before an object reaches the link.
-        slowdown: factor by which this other work takes longer while the other threads work.
+        slowdown: factor by which that other work slows down while the other threads work.
     """
     queued = total_s = 0.0
     for others in range(threads):

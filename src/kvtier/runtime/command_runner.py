@@ -1,8 +1,8 @@
 """Does the work of each command, with one method for each kind.
 
-Methods raise on failure, and the mover turns exceptions into outcomes. In a batch each object has its own result.
-After an exception the bytes in the target slot are undefined. A tier borrows slots, and a method does not return
-before its loans end.
+Methods raise on failure, and the mover turns exceptions into outcomes. Each object of a batch has its own result. The
+bytes in the target slot are undefined after an exception. A tier borrows slots, and a method returns only after its
+loans have ended.
 """
 
 import hmac
@@ -42,13 +42,13 @@ NOT_ADMITTED = "not admitted"
 """Detail of a demotion that the tier refused: it is FAILED, but not a tier fault."""
 
 REFUSED_MIN = 16
-"""After this many refused writes in a row, a tier is reported as full or over budget, unless it logs that itself."""
+"""Refused writes in a row after which a tier is reported as full or over budget, unless it logs that itself."""
 
 UNREADABLE_S = 60.0
 """How long this process ignores an object that it could not read. Another process may replace it meanwhile."""
 
 UNREADABLE_MAX = 1 << 16
-"""After this many unreadable objects, all of them are tried again."""
+"""Number of unreadable objects after which all of them are tried again."""
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
@@ -73,12 +73,11 @@ _ELSEWHERE = Result(Outcome.DONE)
 class CommandRunner:
     """Moves one rank's objects between its engine, its arena and its tiers. Thread-safe.
 
-    An object that this process cannot read counts as absent for a while: it is not found, written or deleted.
+    An object that this process cannot read counts as absent for `UNREADABLE_S`: it is not found, written or deleted.
 
-    Two demotions may pack the same slot concurrently while scatters read it, without a lock. For one identity `pack`
-    always writes the same bytes into the slot, writes the header at once, and leaves the layers alone. Coded and
-    encrypted bytes go to the thread's scratch memory. The core ensures that a slot is not read while other bytes are
-    written to it.
+    Two demotions may pack the same slot concurrently while scatters read it, without a lock. For one identity, `pack`
+    always writes the same header into the slot, in one piece, and leaves the layers alone. Coded and encrypted bytes go
+    to the thread's scratch memory. The core ensures that a slot is not read while other bytes are written to it.
 
     Args:
         layout: the KV groups, with this rank's part of each.
@@ -136,7 +135,7 @@ class CommandRunner:
             name: [form.scratch_bytes(group) for group in layout.groups] for name, form in self._forms.items()
         }
         self._hashes = writes_all and any(not max(sizes) for sizes in self._scratch_bytes.values())
-        """Whether the gathering thread hashes a copy that is complete on return, while it is in the processor's cache.
+        """Whether the gathering thread hashes a copy that is complete on return, while the processor's cache holds it.
         A writing thread would have to read each byte from memory again."""
         self._checksums: dict[tuple[int, int], list[int]] = {}
         """Section checksums of the payload in each (group, slot), removed when the slot is refilled. Threads share them
@@ -150,7 +149,7 @@ class CommandRunner:
         self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes)) for group in layout.groups]
 
     def together(self, command: Work) -> int:
-        """Return how many commands like this one a batch may contain; 1 for no batches."""
+        """Return how many commands like this one a batch may contain, or 1 for no batches."""
         return (
             self._batch_counts[command.group]
             if isinstance(command, Transfer) and not self._is_elsewhere(command)
@@ -161,10 +160,10 @@ class CommandRunner:
         """Do one job, or a batch of demotions or promotions of one tier.
 
         Returns:
-            A result for each job. In a batch, the result of an object that failed is its exception.
+            A result for each job. The result of an object that failed in a batch is its exception.
 
         Raises:
-            Exception: a single job, or a batch as a whole, failed.
+            Exception: a single job or a whole batch failed.
         """
         command = jobs[0].command
         if self._kept_elsewhere and self._is_elsewhere(command):
@@ -178,7 +177,7 @@ class CommandRunner:
         return self._demote(jobs, scratch)
 
     def recall(self, command: Recall) -> Completion:
-        """Complete a recall at once. Only one thread may call this at a time.
+        """Complete a recall immediately. Only one thread may call this at a time.
 
         Raises:
             ValueError: the tier or the group is unknown.
@@ -200,7 +199,7 @@ class CommandRunner:
         if isinstance(command, Probe) and self._asked_elsewhere:
             is_elsewhere = [(command.tier, group) in self._asked_elsewhere for _, group in command.objects]
             own = tuple(it for it, is_its in zip(command.objects, is_elsewhere, strict=True) if not is_its)
-            # A probe without objects checks whether the tier answers. That matters only if this rank stores in it.
+            # A probe without objects checks whether the tier answers. It matters only if this rank stores there.
             groups = range(len(self._parts))
             keeps = not all((command.tier, group) in self._asked_elsewhere for group in groups)
             asks = own or (keeps and not command.objects)
@@ -218,10 +217,10 @@ class CommandRunner:
         return Result(Outcome.DONE, present=present)
 
     def _is_elsewhere(self, command: Work) -> bool:
-        """Return whether another rank does this transfer or drop for this one.
+        """Return whether another rank does this transfer or drop for this rank.
 
-        A command ends when every rank has ended it, so its outcome is that of the rank that does the work. The same
-        rank drops and writes an object, so its writes follow its drops. Each rank that has the KV scatters it.
+        A command ends when every rank has ended it, so the rank that does the work determines the outcome. One rank
+        both drops and writes an object, so its writes follow its drops. Every rank that has the KV scatters it.
         """
         if isinstance(command, Drop):
             return (command.tier, command.group) in self._kept_elsewhere
@@ -248,8 +247,8 @@ class CommandRunner:
     def _await(self, fence: Fence, transfer: Transfer) -> None:
         """Wait without a deadline for a device copy to end.
 
-        The device uses the slot and the blocks until then, so they cannot be reused. If `done` raises, the copy
-        has failed and the wait ends.
+        The device uses the slot and the blocks until then, so neither can be reused. The wait also ends if `done`
+        raises, because the copy has then failed.
         """
         wait_s = FENCE_WAIT_S_MIN
         is_logged = False

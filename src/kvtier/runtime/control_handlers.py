@@ -3,11 +3,11 @@
     find      where the chunks of a prompt are, how many tokens a request would load, and what ends the run
     why       why a request loaded nothing or little, and where its prompt diverges from an earlier one
     prefetch  loads a prompt's chunks from lower tiers into host memory
-    pin       keeps a prompt in host memory for a while; unpin releases it
+    pin       keeps a prompt in host memory for a given time; unpin releases it
     clear     makes cached KV unreachable for this engine, and frees host memory
-    health    whether kvtier works, and the reason if not
+    health    whether kvtier works, and the reason if it does not
 
-The adapter provides what only it knows: the keys of a prompt, its requests, and how its keys change. Answers contain
+The adapter provides what only it knows: the keys of a prompt, the requests, and how keys change. Answers contain
 counts, tier names and request ids, but no keys, salts or secrets. Only `why` shows tokens: a few where two prompts
 diverge, and never those of a request that opts out.
 """

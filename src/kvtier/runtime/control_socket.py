@@ -56,7 +56,7 @@ ENDED: Final = "the engine at {} ended the connection without an answer: it is c
 
 _INT, _TEXT, _BOOL, _SECONDS = (int,), (str,), (bool,), (int, float)
 CUT_PARTS: Final = ("before", "earlier", "this")
-"""Names of the tokens that an answer shows around a cut: before it, and after it in the earlier and in this prompt."""
+"""Names of the tokens around a cut: before it, after it in the earlier prompt, and after it in this prompt."""
 _FETCHED: Final = {"tokens": _INT, "stored_tokens": _INT, "host_tokens": _INT}
 FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "find": {
@@ -272,7 +272,7 @@ def _connect(connection: socket.socket, path: Path, until_s: float) -> None:
 
 
 def _check_peer(connection: socket.socket, path: Path) -> None:
-    """Check that an engine of this user or root listens, because no one else may see a prompt and its salt.
+    """Check that an engine of this user or root listens. No one else may see a prompt and its salt.
 
     Raises:
         ControlError: another user listens, or can replace the socket.
@@ -360,7 +360,7 @@ def _read(line: bytes) -> tuple[str, dict[str, Any], float]:
 def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
     """Return a listening socket at `path`, and the status of its file.
 
-    A socket file that a dead process left is replaced. A lock on the directory prevents two starts from both doing so.
+    A socket file that a dead process left is replaced. A lock on the directory keeps two starts from doing so together.
 
     Raises:
         ConfigError: the path is too long for a socket.

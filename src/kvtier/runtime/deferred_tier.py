@@ -1,6 +1,6 @@
 """A tier that may open after the engine has started.
 
-Until it is open, all operations raise `TierError`, so the core's circuit breaker opens and retries from time to time.
+All operations raise `TierError` until it is open, so the core's circuit breaker opens and retries from time to time.
 Each tier is opened in its own thread, so that a tier that hangs does not delay the others.
 """
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeferredTier(Tier):
-    """Forwards to another tier once that is open: all methods but `read` and `write`, which call the batch methods.
+    """Forwards calls to another tier once it is open. Only `read` and `write` call this object's batch methods instead.
 
     Args:
         name: name of the tier.
@@ -49,8 +49,8 @@ class DeferredTier(Tier):
     def opened(self, deadline_s: float, *, is_required: bool, waited_s: float = 0.0, is_final: bool = False) -> Tier:
         """Return the tier itself if it opens within `deadline_s` seconds, of which `waited_s` have passed.
 
-        Otherwise log a warning, or an error if only an operator can repair the store, and return this object. If
-        `is_final`, the log says that this process will not use the tier.
+        Otherwise log a warning, or an error if only an operator can repair the store, and return this object. The log
+        says that this process will not use the tier if `is_final`.
 
         Raises:
             ConfigError: a setting is wrong. Any other error of `make` that is not a `TierError` is also raised.
@@ -118,13 +118,13 @@ class DeferredTier(Tier):
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
         """Pass a hint to the tier's eviction policy (`policy.base.Hinted`).
 
-        Until the tier is open the hint is lost, which costs only hits.
+        The hint is lost until the tier is open, which costs only hits.
         """
         if self._tier is not None:
             self._tier.expects(conversation, next_turn)
 
     def close(self) -> None:
-        """Release all resources. A tier that opens later is closed at once."""
+        """Release all resources. A tier that opens later is closed immediately."""
         with self._lock:
             self._closing.set()
             tier = self._tier

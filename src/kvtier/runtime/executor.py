@@ -55,7 +55,7 @@ class Completion(NamedTuple):
 
 
 class Completing:
-    """Base class of executors that store where completions go. No command comes before `complete_to` is called."""
+    """Base class of executors. It stores the functions of `complete_to`, which is called before the first command."""
 
     _put: Callable[[Completion], None]
     _ready: Callable[[], None]
@@ -84,8 +84,8 @@ class Executor(Protocol):
     def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None]) -> None:
         """Pass each completion to `put`, and call `ready` after one or more of them, while holding no lock.
 
-        Both run in the threads that complete commands, `submit` among them. Call it before the first `submit`.
-        `put` must be quick. If it raises, it has not accepted the completion.
+        Both run in the threads that complete commands, including those that call `submit`. Call this before the
+        first `submit`. `put` must be quick. If it raises, it has not accepted the completion.
         """
         ...
 
@@ -105,7 +105,7 @@ class ChunkTexts(Protocol):
     """
 
     text_group: int
-    """Number of the KV group whose objects carry texts. Each of its objects is a whole chunk of a history."""
+    """Number of the KV group whose objects carry texts. Each object of that group is a whole chunk of a history."""
 
     def text_of(self, key: ChunkKey) -> bytes:
         """Return token ids of chunk `key` as little-endian u32, then at most 388 bytes of extras; empty if unknown."""
@@ -163,7 +163,7 @@ class Job:
         self.submitted_s = submitted_s
         self.together = together
         self.deadline_s = math.inf if isinstance(command, Drop | Tell) else command.deadline_s
-        """Time after which the core ignores the result. Drops and tells have no deadline."""
+        """Time after which the core ignores the result; infinite for drops and tells."""
         self.is_in_tier = False
         """Whether an exception now would be the tier's fault."""
         self.is_answered = False

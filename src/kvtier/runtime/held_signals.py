@@ -22,7 +22,7 @@ _known: tuple[list[Any], list[tuple[int, Any]]] = ([], [])
 
 
 def without_signals(call: Callable[..., None], *arguments: object) -> None:
-    """Make a call in the main thread. If a signal arrives during the call, its handler runs once, after the call."""
+    """Make a call in the main thread. The handler of a signal that arrives meanwhile runs once, after the call."""
     global _known  # noqa: PLW0603 - a cache
     handlers = [*map(_signal.getsignal, _SIGNALS)]
     if handlers != _known[0]:

@@ -1,4 +1,4 @@
-"""Tracks open loads and stores, and the events that end them, exactly one for each."""
+"""Tracks open loads and stores, each of which ends with exactly one event."""
 
 import logging
 import time
@@ -97,7 +97,7 @@ class SessionEvents:
         self._queue.put(None)
 
     def publish(self, event: Event) -> None:
-        """Queue and count an event. Its call is removed first, so that no error repeats the event."""
+        """Queue and count an event. Remove its call first, so that an error cannot repeat the event."""
         if isinstance(event, LoadDone):
             call = self._loads.pop(event.request)
             try:

@@ -18,7 +18,7 @@ from kvtier.runtime.observers.fault_log import FaultLog
 from kvtier.tier.files.safe_open import close_in_children
 
 CONNECTIONS_MAX: Final = 16
-"""Maximum number of connections. A further one ends the oldest that has sent no request, or else is refused."""
+"""Maximum number of connections. A further one replaces the oldest without a request, or else is refused."""
 IDLE_S: Final = 60.0
 """Interval at which the accepting thread checks whether to end."""
 BUSY_S: Final = 0.02
@@ -57,7 +57,7 @@ class LocalServer:
         self._thread.start()
 
     def keep(self, connection: socket.socket) -> bool:
-        """Protect this connection from newer ones and from `stop`. Return False if it has already been ended."""
+        """Protect this connection from newer ones and from `stop`. Return False if it has already ended."""
         with self._changed:
             is_open = connection in self._clients and not self._is_stopped
             if is_open:

@@ -1,13 +1,13 @@
 """The core behind one lock: the common base of a session and an object store.
 
 A call takes the lock, settles waiting completions, calls the core, queues the core's commands in the executor, and
-releases the lock. Under the lock it does no I/O, waits for nothing and writes no log. Signal handlers run after the
-call. A thread that has completed commands puts the completions into the inbox. If the lock is free, it settles them
-itself. Otherwise the holder does so after releasing the lock.
+releases the lock. It does no I/O, waits for nothing and writes no log under the lock. Signal handlers run after the
+call. A thread that has completed commands puts the completions into the inbox. It settles them itself if the lock is
+free. Otherwise the holder does so after releasing the lock.
 
-An exception during a decision leaves the core inconsistent, so it shuts down. If the cause is temporary, such as a
-brief lack of memory, it restarts with empty host memory once every command has ended. Guards (`guards`) isolate
-optional features.
+An exception during a decision leaves the core inconsistent, so the core shuts down. It restarts with empty host memory,
+once every command has ended, after a temporary error such as a brief lack of memory. Guards (`guards`) isolate optional
+features.
 
     callers' threads     what `Session` and `ObjectStore` add
     executor's threads   `ready`, after they have put completions into the inbox
@@ -64,7 +64,7 @@ SECOND_S = 1.0
 """Interval of gauges and health checks."""
 
 RETRY_S = 0.005
-"""Time after which the rest of its commands is sent to a rank that reads slowly."""
+"""Time after which a rank that reads slowly is sent the rest of its commands."""
 
 READY_ROUNDS = 4
 """How many times one call of `ready` settles completions that have arrived meanwhile."""
@@ -75,16 +75,16 @@ ALIVE_S = 10.0
 """A session counts as dead when its thread has made no health check for this long."""
 
 MOVER_DEADLINE_S = 5.0
-"""After an internal error, the executor has this long to end before loads and stores without a running copy fail."""
+"""Time that the executor has to end after an internal error. Loads and stores without a running copy then fail."""
 
 COPY_DEADLINE_S = 30.0
-"""After an internal error, a load or store waits this long for its running copy before it also fails. A core that
+"""Time that a load or store waits for its running copy after an internal error, before it also fails. A core that
 cannot restart by then stays shut."""
 
 COPY_STEP_S = 0.05
 
 RENEWALS_MAX, RENEWALS_S = 8, 3600.0
-"""Maximum number of restarts within a period, and the period. Then a core stays shut: a recurring error is a defect."""
+"""Maximum number of restarts within a period, and the period. A core then stays shut: a recurring error is a defect."""
 
 
 class SessionError(KvError):
@@ -196,9 +196,8 @@ class LockedCore:
     def close(self, deadline_s: float = 30.0) -> Closed:
         """Write pending objects to their tiers, within `deadline_s` seconds, and end all threads. Idempotent.
 
-        The session's thread does the work. In a forked child `close` does nothing, because the session belongs to the
-        parent. If the session's thread or a thread inside another call (a finalizer) calls `close`, it does not wait
-        for the end.
+        The session's thread does the work. `close` does nothing in a forked child, because the session belongs to the
+        parent. It does not wait for the end in the session's thread or inside another call (in a finalizer).
 
         Raises:
             SessionError: the session did not end in time.
@@ -235,10 +234,10 @@ class LockedCore:
         """Settle waiting completions, unless another thread holds the lock. Called after each release of the lock.
 
         Executors call it in the threads that complete commands, while holding no lock. No completion is stranded: a
-        thread that finds the lock taken has already put its completions into the inbox. This holder or the next settles
-        them. This method also does the work that must not run under the lock. It does nothing while its own thread
-        holds the lock. After `READY_ROUNDS` the session's thread takes over, so that a call ends even if completions
-        keep arriving.
+        thread that finds the lock taken has already put its completions into the inbox. The current holder or the next
+        one settles them. This method also does the work that must not run under the lock. It does nothing while its own
+        thread holds the lock. The session's thread takes over after `READY_ROUNDS`, so that a call ends even if
+        completions keep arriving.
         """
         if self._holder == get_ident():
             return
@@ -286,7 +285,7 @@ class LockedCore:
         return max(0.0, min(TICK_S, self._due_s - self._clock()))
 
     def _uninterrupted(self, call: Callable[..., None], *arguments: object) -> None:
-        """Make a call. In the main thread, signal handlers can raise anywhere, so they are delayed until it ends."""
+        """Make a call. Signal handlers can raise anywhere in the main thread, so they wait until the call ends."""
         if get_ident() == self._main_id:
             without_signals(call, *arguments)
         else:
@@ -320,7 +319,7 @@ class LockedCore:
             )
 
     def _wish(self, act: Callable[[float], None]) -> None:
-        """Let the next holder of the lock call `act`, if there will be one."""
+        """Let the next holder of the lock call `act`, if there is one."""
         if self._is_over or self._process != os.getpid():
             return
         self._wishes.append(act)
@@ -609,7 +608,7 @@ class LockedCore:
         """Shut the session down after an internal error, so that the engine goes on without it. Thread-safe.
 
         The session's thread ends the executor first, because running copies use the engine's blocks. Then all open
-        loads and stores fail. After a temporary error, it waits for the executor instead and restarts.
+        loads and stores fail. The thread waits for the executor instead and restarts after a temporary error.
         """
         level, text = logging.WARNING, "another internal error of kvtier after it was shut down"
         if ends_by_itself(error) and not self._is_lasting and (self._is_broken or self._may_renew()):

@@ -10,7 +10,7 @@ _Item = TypeVar("_Item")
 
 
 class Mailbox(Generic[_T]):
-    """A queue of items for one waiting thread. If several threads wait, one of them wakes for one or more items.
+    """A queue of items for one waiting thread. One of several waiting threads wakes for one or more items.
 
     It replaces `queue.SimpleQueue`, whose `get` in CPython 3.11 waits forever if a signal interrupts it at its
     deadline. A signal handler or finalizer may call `put` anywhere, even in the middle of `get`.
@@ -34,7 +34,7 @@ class Mailbox(Generic[_T]):
         return len(self._items)
 
     def get(self, wait_s: float = 0.0) -> _T | None:
-        """Wait for the first item and take it; None if none arrives in time."""
+        """Wait for the first item and take it. Return None if no item arrives in time."""
         until_s = time.monotonic() + wait_s
         while True:
             try:

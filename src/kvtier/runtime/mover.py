@@ -4,7 +4,7 @@ r"""The mover: executes commands in worker queues and completes each exactly onc
     read queue       promote             \
     write queue      demote, drop, tell   } one of each per tier, so that a slow write or a tier that
     probe queue      probe               /  hangs delays no other work
-    no queue         recall               completed at once; a separate thread per tier reads
+    no queue         recall               completed immediately; a separate thread per tier reads
 
 The mover owns the slot that a command names until the command is completed. So it completes a command only when no
 thread, not even one of a tier (`tier/loan.py`), uses the slot any more. By then the deadline may be long past.
@@ -51,8 +51,8 @@ _UNLOGGED = (NOT_ADMITTED, NOT_OPEN)
 
 SHORT_S = 200e-6
 READY_MOST = 8
-"""While more jobs wait, up to this many completions of jobs shorter than `SHORT_S` are announced together. The core
-handles them all at the cost of one. If the next job hangs, the session's thread finds them at its next tick."""
+"""Up to this many completions of jobs shorter than `SHORT_S` are announced together while more jobs wait. The core
+handles them all at the cost of one. The session's thread finds them at its next tick if the next job hangs."""
 
 TOO_LATE = "too late to begin"
 CANCELLED = "cancelled"
@@ -120,9 +120,9 @@ class Mover(Completing):
         threads: number of threads per queue.
         tier_threads: numbers of threads for individual tiers, by name.
 
-    Only one thread may call `close`; any thread may call the others. The mover's threads are daemons and start at once.
+    Only one thread may call `close`; any thread may call the other methods. The daemon threads start immediately.
 
-    Small objects that wait for a tier are written and read in batches, if it `takes_batches`.
+    Small objects that wait for a tier are written and read in batches if the tier `takes_batches`.
 
     Raises:
         RuntimeError: the system cannot start a thread.
@@ -252,16 +252,16 @@ class Mover(Completing):
     def close(self, deadline_s: float) -> bool:
         """Accept no more commands, cancel those that have not started, and wait for the others. Idempotent.
 
-        In a forked child it does nothing, because threads are not inherited.
+        It does nothing in a forked child, because threads are not inherited.
 
         Args:
             deadline_s: longest time to wait.
 
         Returns:
             Whether all threads have ended. A thread that hangs in a tier or the device completes its jobs when it
-            returns. Until then it keeps its memory, but does not block the exit of the process.
+            returns. It keeps its memory until then, but does not block the exit of the process.
         """
-        if self._process != os.getpid():  # before any lock
+        if self._process != os.getpid():  # before any lock, which a fork may leave held
             return True
         until_s = time.monotonic() + deadline_s
         self._runner.closing.set()
@@ -344,7 +344,7 @@ class Mover(Completing):
             self._fail(jobs, error)
 
     def _begun(self, jobs: list[Job]) -> tuple[float, list[Job]]:
-        """Wait for drops that must end before these jobs. Complete late jobs; return the time and the other jobs."""
+        """Wait for drops that must end before these jobs. Complete late jobs. Return the time and the other jobs."""
         for job in jobs:
             if job.after is not None:
                 job.after.wait(min(threading.TIMEOUT_MAX, max(0.0, job.deadline_s - self._clock())))
@@ -374,7 +374,7 @@ class Mover(Completing):
         for job, completion in zip(jobs, completions, strict=True):
             self._put(completion)
             job.is_answered = True
-            if job.over is not None:  # the core, too, must see a write that waits for a drop end after the drop
+            if job.over is not None:  # the core must also see a waiting write end after the drop
                 self._end_drop(job)
         first = jobs[0].command
         self._unready += len(jobs)

@@ -1,4 +1,4 @@
-"""Checks the arguments of calls to an object store. An invalid one raises `BadCallError` before the call acts."""
+"""Checks the arguments of calls to an object store. An invalid argument raises `BadCallError` before the call acts."""
 
 from collections.abc import Iterable, Sequence
 from numbers import Real

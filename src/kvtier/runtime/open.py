@@ -63,7 +63,7 @@ class OpenedSession:
 
 
 def choose_chunk_tokens(wanted: int, alignment: int) -> int:
-    """Choose the chunk size in tokens: `wanted`, or if that is 0 the smallest multiple of `alignment` from 256 up.
+    """Choose the chunk size in tokens: `wanted`, or the smallest multiple of `alignment` from 256 up if that is 0.
 
     Args:
         wanted: the setting `store.chunk_tokens`.
@@ -149,8 +149,8 @@ def open_core(
         on_close: called once when the session has ended, with the remaining seconds.
         observer: receives every command and every completion, under the session's lock.
         publishes: whether other engines wait for objects that this engine stores (`Limits.publishes`).
-        keys: the keys of a rank in this process. If None, they are read here if a tier seals.
-        found: the result of `found_secret` in a rank of this process. If None, it is called here.
+        keys: the keys of a rank in this process. They are read here if this is None and a tier seals.
+        found: the result of `found_secret` in a rank of this process. It is called here if this is None.
         texts: provides the tokens of chunks for sealed objects, with the setting `events.token_ids`. It receives the
             chunks in each sealing tier, once after the tier has opened.
         layouts: the layout of each rank, if ranks have different layers.

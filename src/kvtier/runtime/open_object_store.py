@@ -30,7 +30,7 @@ def open_object_store(
         config: the settings. This function uses `tiers`, `host.staging_bytes`, `host.populate`, `store.secret`,
             `store.secret_file`, `store.loss`, `store.codec`, the keys and the tenant of `store`, `journal` and
             `limits.open_deadline_s`.
-        layout: this rank's KV groups; `chunk_tokens` is the engine's page. Without a `part`, ranks share no objects.
+        layout: this rank's KV groups; `chunk_tokens` is the engine's page. Ranks share no objects without a `part`.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`, the same on every rank.
         rank: number of this rank, from 0.
         ranks: number of ranks.

@@ -167,7 +167,7 @@ def open_tiers(
 ) -> dict[str, Tier]:
     """Open the tiers of one rank, by name in the order of the settings. A tier that fails or hangs may open later.
 
-    `secret` and `flaw` come from `found_secret`. With a flaw, no tier opens. Most objects are read into `memory` and
+    `secret` and `flaw` come from `found_secret`. No tier opens with a flaw. Most objects are read into `memory` and
     written from it.
 
     Raises:
@@ -184,7 +184,7 @@ def open_tiers(
     )
     tiers: dict[str, Tier] = {}
     try:
-        # All tiers open at the same time, so that one that hangs does not delay the others.
+        # All tiers open at the same time, so that a tier that hangs does not delay the others.
         opening = [(it, _deferred(it, replace(context, is_sealed=is_sealed(it)), flaw)) for it in config.tiers]
         tiers |= {tier.name: deferred for tier, deferred in opening}
         began_s, deadline_s = time.monotonic(), config.limits.open_deadline_s

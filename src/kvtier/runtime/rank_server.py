@@ -7,9 +7,9 @@
         mover's threads  -- completions -->
         reader thread    -- tiers' figures -->
 
-It serves only one connection, because slots belong to one core. Each side proves that it knows the handshake's key
-without sending it: the core with its first bytes, the rank with its answer. `local_sockets` accepts the connections.
-`protocol` defines the messages, and `remote_rank` describes how a connection ends.
+The server serves only one connection, because slots belong to one core. Each side proves that it knows the handshake's
+key without sending it. The core does so with its first bytes, and the rank with its answer. `local_sockets` accepts the
+connections. `protocol` defines the messages, and `remote_rank` describes how a connection ends.
 """
 
 import hmac
@@ -67,8 +67,8 @@ class RankServer:
 
     Args:
         rank: the rank; the caller owns it and closes it before this server.
-        on_note: receives the core's notes in order, in a thread of the server, or in the sender's thread if the core is
-            in this process. It must be quick and must not raise.
+        on_note: receives the core's notes in order, in a thread of the server. It runs in the sender's thread if the
+            core is in this process. It must be quick and must not raise.
 
     Raises:
         OSError: the system cannot create a socket.
@@ -85,7 +85,7 @@ class RankServer:
         self.is_here = False
         """Whether the core is in this process."""
         self._is_leaving = self._has_begun = False
-        """Set by `leave` and `_begin`; the later of the two announces that the rank leaves, so this happens once."""
+        """Set by `leave` and `_begin`; the later of the two announces once that the rank leaves."""
         self._is_mute = False
         self._open: dict[int, tuple[int, Work]] = {}
         """Each open command with its number, by the command's identity."""
@@ -136,7 +136,7 @@ class RankServer:
     def leave(self, deadline_s: float) -> bool:
         """Tell the core that this process is about to end; wait up to `deadline_s` seconds for it to disconnect.
 
-        In a forked child this does nothing, because the parent owns the connection.
+        This does nothing in a forked child, because the parent owns the connection.
 
         Returns:
             Whether the core has disconnected, or there was none.
@@ -157,7 +157,7 @@ class RankServer:
     def close(self, deadline_s: float = 5.0) -> bool:
         """Close the connection once running commands have ended. Return whether this took at most `deadline_s` s.
 
-        Idempotent. In a forked child it does nothing.
+        Idempotent. It does nothing in a forked child.
         """
         if self._process != os.getpid():
             return True
@@ -383,7 +383,7 @@ def _dial(peer: _Handshake, until_s: float, hung_s: float) -> RemoteRank:
     name = f"rank {peer.rank} (process {peer.pid})"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # With `settimeout`, `connect` would fail at once while others wait to be accepted.
+        # With `settimeout`, `connect` would fail immediately while others wait to be accepted.
         for which in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             set_timeout(connection, which, max(0.001, until_s - time.monotonic()))
         connection.connect(f"\0{peer.address}")

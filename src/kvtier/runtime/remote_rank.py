@@ -1,14 +1,14 @@
 """Represents a rank of another process in the core's process.
 
     submit              queues messages in the outbox; `flush` sends them together
-    send_note           sends at once
+    send_note           sends immediately
     a reader thread     turns the rank's messages into completions, and copies the tiers' figures to `views`
 
 To close, this side stops sending. The rank then cancels commands that have not started, waits for the others, sends
-their completions and closes the connection. So at the end of the stream, or of the process, the rank no longer uses the
-engine's blocks or slots. All open commands then fail. If a process only stops answering, its transfers stay open: it
-may resume, and write to the engine's blocks or to slots that ranks share. This delays nothing else: the engine needs
-that worker for each step anyway, and promotions and demotions have deadlines in the core.
+their completions and closes the connection. So the rank no longer uses the engine's blocks or slots when the stream or
+the process ends. All open commands then fail. The transfers of a process that only stops answering stay open. The
+process may resume, and write to the engine's blocks or to slots that ranks share. This delays nothing else, because the
+engine waits for that worker in each step anyway. Promotions and demotions have deadlines in the core.
 """
 
 import logging
@@ -47,7 +47,7 @@ HUNG_S = 30.0
 have their own deadlines in the core."""
 
 RETRY_S = 0.005
-"""Time after which the rest of its commands is sent to a rank that reads slowly."""
+"""Time after which a rank that reads slowly is sent the rest of its commands."""
 
 OUTBOX_BYTES_MAX = 32 << 20
 RECV_BYTES = 1 << 16
@@ -288,7 +288,7 @@ class RemoteRank(Completing):
 
 
 def _process_of(connection: socket.socket) -> int | None:
-    """Return a pidfd of the process at the other end, readable once it dies; None if the system provides none."""
+    """Return a pidfd of the process at the other end, readable once it dies, or None if the system provides none."""
     try:
         return os.pidfd_open(peer_of(connection)[0])
     except OSError:

@@ -29,7 +29,7 @@ used up its deadline. A tier that is locked by another process or reads a large 
 
 
 def configured_secret(config: Config) -> Secret | None:
-    """Return the secret in the settings; None if there is none.
+    """Return the secret in the settings, or None if there is none.
 
     Raises:
         ConfigError: the file cannot be read in time, contains no secret, or is missing although a tier is shared.
@@ -57,7 +57,7 @@ def found_secret(config: Config) -> tuple[Secret | None, str]:
 
 
 def store_secret(config: Config, down: Collection[str], given: Secret | None, flaw: str) -> Secret:
-    """Return the configured secret, or that of the first tier that can hold one, or a temporary one.
+    """Return the configured secret, the secret of the first tier that can hold one, or a temporary one.
 
     Args:
         config: the settings.
@@ -143,7 +143,7 @@ def within(deadline_s: float, act: Callable[[], Answer], thread: str) -> Answer:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Return whether the directory or storage failed, which opening the tier also reports; else the file is invalid."""
+    """Return whether the directory or storage failed, as opening the tier also reports; False for an invalid file."""
     if not isinstance(error, ConfigError) or isinstance(error, UnusableStoreError):
         return True
     cause = error.__cause__

@@ -46,8 +46,8 @@ NOTHING = Lookup(0, 0, Presence.ABSENT)
 class Session(LockedCore):
     """Loads and stores KV for an engine. It takes and returns plain values. Thread-safe.
 
-    `lookup`, `load` and `store` raise `SessionError` if the session is closed, in a forked child, or called from a
-    finalizer or signal handler during another call of the same thread. `release`, `poll` and hints
+    `lookup`, `load` and `store` raise `SessionError` after `close` and in a forked child. They also raise it in a
+    finalizer or signal handler that interrupts another call of the same thread. `release`, `poll` and hints
     (`expects`, `retain`, `lower`, `prefetch`, `forget_hints`) can be called anywhere. Only calls with a `wait_s` or
     `deadline_s` block for long.
 
@@ -127,8 +127,8 @@ class Session(LockedCore):
             request: name of the request.
             prefix: the prompt's prefix.
             resident_tokens: leading tokens that the engine already has; load options start after them.
-            compute_s: expected time to compute the prompt, which limits how long PROBING lasts for remote tiers. With
-                None it may last until their deadlines.
+            compute_s: expected time to compute the prompt, which limits how long PROBING lasts for remote tiers. The
+                tiers' deadlines are the limit if it is None.
             announced_tokens: leading tokens that another engine is storing in a shared tier. The lookup stays PROBING
                 while more of them appear there, for at most `limits.announced_wait_s` or the time to compute them.
             wait_s: how long to wait for the lower tiers' answers. This does not block other calls.
@@ -223,7 +223,7 @@ class Session(LockedCore):
     def release(self, request: RequestId) -> None:
         """End the load and stores of `request`, which the engine no longer needs, and cancel unstarted transfers.
 
-        This happens before this thread's next call starts, or at once if the session's thread is free.
+        This happens before this thread's next call starts, or immediately if the session's thread is free.
         """
 
         def release(now_s: float) -> None:
@@ -287,7 +287,7 @@ class Session(LockedCore):
         their objects, and this method waits for writes to them.
 
         Args:
-            act: uses the memory. If it raises, the session shuts down.
+            act: uses the memory. The session shuts down if it raises.
             wait_s: longest time to wait.
 
         Returns:
@@ -336,7 +336,7 @@ class Session(LockedCore):
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
         """Let the chunks of `prefix` that only `conversation` has used be evicted first, until their next use.
 
-        Without a conversation, this affects chunks that only one load or store has used.
+        This affects chunks that only one load or store has used if no conversation is given.
         """
         self._wish(lambda _now_s: self._cache.hints.lower(prefix, conversation))
 
@@ -352,8 +352,8 @@ class Session(LockedCore):
     ) -> None:
         """Load the chunks of `prefix` from lower tiers into host memory, due in `in_s` seconds, and retain them.
 
-        A prefetch needs no blocks of the engine, yields to loads, and ends without an event. Until it starts, the
-        chunks of the prefix that only `conversation` has used are written to lower tiers and may leave host memory.
+        A prefetch uses no blocks of the engine, yields to loads, and ends without an event. Chunks of the prefix that
+        only `conversation` has used are written to lower tiers. They may leave host memory until the prefetch starts.
 
         Args:
             request: a unique name; `release` ends the prefetch.

@@ -1,12 +1,12 @@
-"""Shares host memory among ranks with equal parts of a KV group, so that there is one copy for all of them.
+"""Shares host memory among ranks with equal parts of a KV group, which then use one copy.
 
     exchange    Each rank sends its parts. The first rank with a part has created an unnamed memory file for it.
     map         All ranks with this part map the file. They open it by `/proc/PID/fd`, which only the same user can.
     exchange    Each rank sends the host bytes of a chunk that it alone keeps. Their sum is the size of a chunk.
 
 The first rank fills the slots and does all work for tiers. The others only scatter. A rank that cannot map the file
-keeps its own slots, as if no other rank had its part, and logs why. Slots are counted after that, so the
-engine always stays within its memory limit. The kernel frees a file when the last process that maps it has ended.
+logs why. It keeps its own slots, as if no other rank had its part. Slots are counted after that, so the engine always
+stays within its memory limit. The kernel frees a file when the last process that maps it has ended.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryFile(NamedTuple):
-    """The identification of a memory file, by which other processes find it."""
+    """The numbers by which other processes find a memory file."""
 
     process: int
     descriptor: int
@@ -47,13 +47,13 @@ class MemoryFile(NamedTuple):
 
 
 class HeldGroup(NamedTuple):
-    """A message from a rank to the others about one of its KV groups."""
+    """A rank's message to the others about one of its KV groups."""
 
     part: Part | None
     digest: bytes
     """Digest of the group's layout."""
     file: MemoryFile | None = None
-    """The memory for its slots; None if another rank creates it or the system provides none."""
+    """The memory for the group's slots; None if another rank creates it or the system provides none."""
 
 
 class SharedMemory(NamedTuple):

@@ -1,7 +1,7 @@
 """Decides how each tier's objects are stored: with which codec, and whether a seal is required.
 
-An engine with a lossy class (`store.loss`) has its own object names. So each of its tiers may hold lossy copies, and a
-copy may move from one tier to another, whatever their codecs.
+An engine with a lossy class (`store.loss`) has its own object names. So each of its tiers may hold lossy copies. A copy
+may move from one tier to another, whatever their codecs.
 """
 
 import importlib
@@ -34,10 +34,10 @@ class StoredForm:
 
     Args:
         codec: encodes objects that are written; None for raw.
-        keys: the keys of seals. With None, no frame is sealed, and sealed frames cannot be read.
+        keys: the keys of seals. No frame is sealed and no sealed frame can be read if this is None.
         tenant: the engine's tenant.
-        is_sealed: whether every frame must have a seal. Without a key of the tenant nothing is read or written.
-        choice: chooses raw or coded for each object. With None, all objects are written with the codec.
+        is_sealed: whether every frame must have a seal. Nothing is read or written without a key of the tenant.
+        choice: chooses raw or coded for each object. All objects are written with the codec if this is None.
         lossy: encodes the parts of each object that it can, and leaves the rest to `codec`. None stores all exactly.
     """
 
@@ -74,14 +74,14 @@ class StoredForm:
         return None if self.keys is None else Seals(self.keys.keyring, self._tenant, self.is_sealed)
 
     def scratch_bytes(self, group: GroupLayout) -> int:
-        """Return the scratch memory needed to write an object of `group`; 0 if it is written from its slot."""
+        """Return the scratch bytes that a write of an object of `group` takes, or 0 if it is written from its slot."""
         return pack_scratch_bytes(group, self.codec, is_sealed=self.is_sealed)
 
 
 def open_key_source(config: Config, secret: Secret | None) -> KeySource | None:
-    """Open the keys from the settings or the configured `secret`, to seal and to read; None if not needed.
+    """Open the keys for seals, from the settings or the configured `secret`. Return None if none are required.
 
-    If a file or command provides no keys in time, log an ERROR. The keys are then used once a later read succeeds.
+    Log an ERROR if a file or command provides no keys in time. The keys are then used once a later read succeeds.
 
     Raises:
         ConfigError: the package for the seal is missing, or a required tier seals and has no keys in time.
@@ -133,7 +133,7 @@ def in_class(config: Config, layout: KvLayout, fingerprint_digest: bytes) -> tup
 
 
 def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]:
-    """Return each tier's form, by name. With a class, the first call in a process may compile for seconds.
+    """Return each tier's form, by name. The first call with a lossy class in a process may compile for seconds.
 
     Raises:
         ConfigError: the package of a codec is missing.
@@ -143,7 +143,7 @@ def forms_of(config: Config, keys: KeySource | None) -> Mapping[str, StoredForm]
     forms: dict[str, StoredForm] = {}
     for tier in config.tiers:
         codec, lossy = coders(config.codec_of(tier))
-        # A lossy codec saves capacity, which is needed however fast the tier is.
+        # A lossy codec saves capacity, which matters however fast the tier is.
         is_fixed = codec.id == RAW.id or lossy is not None
         choice = None if is_fixed else CodecChoice(codec, tier.read_threads, tier.write_threads)
         forms[tier.name] = StoredForm(

@@ -1,4 +1,4 @@
-"""Recalls chunks from the sealed heads of a tier's newest objects, so that routers learn what it holds after a start.
+"""Recalls chunks from the sealed heads of a tier's newest objects, so that routers learn its content after a start.
 
 A thread per tier lists and reads objects in small batches with pauses, so that loads are not delayed. No command waits
 for it, so a read that hangs delays nothing else. An object that cannot be opened here is skipped and left unchanged.
@@ -76,7 +76,7 @@ class TierRecall:
         self._thread: threading.Thread | None = None
 
     def page(self, command: Recall) -> Completion:
-        """Return the completion of `command` at once. A new number starts the thread."""
+        """Return the completion of `command` immediately. A recall with a new number starts the thread."""
         if command.number != self._number:
             if self._thread is not None and self._thread.is_alive():
                 return Completion(command, Outcome.FAILED, detail="an earlier recall has not ended")
@@ -149,7 +149,7 @@ class TierRecall:
     def _opened(
         self, names: Sequence[ObjectName], buffer: memoryview, group: int, seals: Seals | None
     ) -> Iterator[tuple[ObjectName, Identity | None]]:
-        """Yield each object's identity; None for an object that is absent or cannot be read."""
+        """Yield each object's identity, or None for an object that is absent or cannot be read."""
         size = len(buffer) // BATCH
         heads = [buffer[at * size : (at + 1) * size] for at in range(len(names))]
         with Loan(heads, self._tier.name) as views:

@@ -1,8 +1,8 @@
 """The object store provides tiers to an engine that owns its host memory, such as SGLang's HiCache.
 
-The engine names objects and keeps them in its own memory. It asks how many of them are in tiers, gets and puts them.
-There is no planner and no large arena. Bytes pass through a staging area: a frame needs head room, direct I/O needs
-pages, and the engine's memory has neither (ADR 19). The core is the same as a session's, in its own mode (ADR 24).
+The engine names objects and keeps them in its own memory. It asks how many of them are in tiers, and gets and puts
+them. There is no planner and no large arena. Bytes pass through a staging area (ADR 19), because the engine's memory
+lacks a frame's head room and direct I/O's alignment. The core is a session's, in another mode (ADR 24).
 
     calling threads    leading_run, contains, get_into, put_from: wait, and copy between slots and the caller's memory
     mover's threads    tiers, frames, checksums (`runtime/mover.py`)
@@ -52,7 +52,7 @@ from kvtier.types import (
 __all__ = ["ObjectBytes", "ObjectId", "ObjectStore", "Origin", "TierHealth"]
 
 CALLS_MAX = 256
-"""Maximum number of calls in progress. Further calls miss at once."""
+"""Maximum number of calls in progress. Further calls miss immediately."""
 
 COPY_BYTES = 2 << 20
 """Small objects are copied together, up to this many bytes, so that tiers can write them in batches."""
@@ -140,8 +140,8 @@ class ObjectStore(LockedCore):
     """Objects in tiers, for callers with their own memory. Thread-safe.
 
     Every call returns within its `deadline_s` seconds plus the time of one copy. It raises only `BadCallError` (a
-    ValueError), for invalid arguments; any failure is a miss. After `close`, in a forked child and with too many calls
-    in progress, every answer is an immediate miss.
+    ValueError), for invalid arguments; any failure is a miss. Every answer is an immediate miss after `close`, in a
+    forked child and with too many calls in progress.
 
     A tier may forget any object. Every object returned is verified by its checksums, name, fingerprint and layout.
 
@@ -333,7 +333,7 @@ class ObjectStore(LockedCore):
     def close(self, deadline_s: float = 30.0) -> Closed:
         """End calls in progress with misses, finish the writes, and end all threads, in about `deadline_s` seconds.
 
-        Idempotent. In a forked child this does nothing.
+        Idempotent. This does nothing in a forked child.
 
         Raises:
             BadCallError: the deadline is not a number. The store stays open.
@@ -361,10 +361,10 @@ class ObjectStore(LockedCore):
     def _answered(
         self, name: str, objects: int, deadline_s: float, run: Callable[[float], list[Outcome]]
     ) -> list[Outcome]:
-        """Return the outcomes of `run`, to which the end of the call's time is passed; misses if it cannot start."""
+        """Call `run` with the end of the call's time and return its outcomes, or misses if the call cannot start."""
         deadline_s = deadline_of(deadline_s)
         if (
-            self._process != os.getpid()  # before any lock
+            self._process != os.getpid()  # before any lock, which a fork may leave held
             or self._is_broken
             or self._close_until_s is not None
             or len(self._calls) >= CALLS_MAX
@@ -435,7 +435,7 @@ class ObjectStore(LockedCore):
         self.ready()
 
     def _release(self, call: _Call) -> None:
-        """End an operation early, and take its outcomes. Its own thread calls this, so none of its copies runs then."""
+        """End an operation early, and take its outcomes. Only its own thread calls this, so none of its copies runs."""
         self._wish(lambda now_s: self._forget(call.request, now_s))
         self.ready()
         until_s = self._clock() + RELEASE_S
@@ -446,7 +446,7 @@ class ObjectStore(LockedCore):
                 return
 
     def _forget(self, request: RequestId, now_s: float) -> None:
-        """Release an operation, and complete the copies that its thread will not execute. Under the lock."""
+        """Release an operation, and complete the copies that its thread will not execute. Runs under the lock."""
         self._objects.release(request, now_s)
         self._inbox.extend(Completion(it, Outcome.CANCELLED) for it in self._objects.copies_of(request))
 

@@ -2,7 +2,7 @@
 
 Each job leaves the queue once, under the lock. The thread that removes it completes it: a worker thread, or the caller
 of `withdraw`, `expire` or `close`. Threads are daemons and every join has a deadline. So a thread that hangs in a tier
-delays neither `close` nor the exit of the process, and another thread does the jobs behind it. A thread ends only after
+delays neither `close` nor the exit of the process. Another thread does the jobs behind it. A thread ends only after
 `close`.
 """
 
@@ -25,7 +25,7 @@ STUCK_S = 30.0
 """A queue is stuck when all of its threads have been in their current jobs for this long."""
 
 STALL_SHARE = 0.2
-"""While all threads are busy, a job waits for about this share of its time before the queue starts another thread."""
+"""A job waits for about this share of its time while all threads are busy. The queue then starts another thread."""
 
 SHARES_MOST = 4
 """At most this many threads share the jobs of one batch. A thread switch costs more than a small job."""
@@ -142,7 +142,7 @@ class WorkerQueue:
     def expire(self, now_s: float) -> list[Job]:
         """Remove the oldest jobs that are past their deadline. The caller completes them.
 
-        Otherwise jobs behind threads that hang would wait as long as these threads.
+        Otherwise jobs behind threads that hang would wait as long as those threads hang.
         """
         late: list[Job] = []
         if self.urgent_jobs or self.jobs:
@@ -187,7 +187,7 @@ class WorkerQueue:
                 return
 
     def _next(self) -> list[Job]:
-        """Wait for the next batch; empty if the queue is closed."""
+        """Wait for the next batch. Return an empty list if the queue is closed."""
         was_idle = False
         while True:
             with self._lock:

@@ -59,24 +59,24 @@ class Write(NamedTuple):
 class Tier(ABC):
     """Keeps frames under object names. Methods block and are thread-safe.
 
-    The interface takes batches. Results are in the order of the objects. If an object fails, its result is the error,
-    and the others are not affected. A call raises only errors that concern the whole batch. `read` and `write` are
-    batches of one object. A kind whose storage has no batches inherits from `OneByOneTier`.
+    The interface takes batches. Results are in the order of the objects. The result of an object that fails is its
+    error, and the other objects are not affected. A call raises only errors that concern the whole batch. `read` and
+    `write` are batches of one object. A kind whose storage has no batches inherits from `OneByOneTier`.
 
     A buffer belongs to a call until everything that the call has started ends. kvtier reuses it when no view, slice or
     array of it remains (`tier/loan.py`). A tier whose native code keeps the address must wait for that code.
 
     A tier may forget any object at any time, and answers may be stale. It never knowingly returns bytes that were not
     written whole under that name; the reader verifies every frame. Every method may raise `TierError`; after `close`,
-    all but `close` do. A write that finds no room fails with `NoRoomError`, or with an `OSError` of ENOSPC or EDQUOT
-    as the error or its cause. It is logged once and opens no circuit breaker.
+    all methods but `close` do. A write without room fails with `NoRoomError`, or with an `OSError` of ENOSPC or EDQUOT
+    as the error or its cause. Such a failure is logged once and opens no circuit breaker.
 
     Args:
         name: the tier's name in metrics and errors.
     """
 
     takes_batches = True
-    """Whether a batch is cheaper than its objects one by one. If not, the mover's threads share the objects."""
+    """Whether a batch is cheaper than its objects one by one. The mover's threads share the objects if it is not."""
 
     name: str
     refusals: RefusalLog
@@ -98,7 +98,7 @@ class Tier(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.refusals = RefusalLog(name)
-        """Logs why the tier refuses writes. If the tier gives no reason, the mover logs the refusals."""
+        """Logs why the tier refuses writes. The mover logs the refusals if the tier gives no reason."""
 
     @abstractmethod
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
@@ -127,11 +127,11 @@ class Tier(ABC):
 
     @abstractmethod
     def delete(self, name: ObjectName) -> None:
-        """Delete `name`, if it exists. It must not depend on reading the object, because that may be what fails.
+        """Delete `name`, if it exists. This must not depend on reading the object, because the read may be what fails.
 
-        To replace an object, kvtier deletes it and writes it. A name has only one content, so another writer in
-        between writes the same bytes, and a reader in between has a miss. If a replacement were conditional on the old
-        copy, the second writer would fail, and not every kind of storage offers such writes.
+        To replace an object, kvtier deletes it and writes it. A name has only one content, so another writer
+        between the two writes the same bytes. A reader between them has a miss. The second writer would fail if a
+        replacement were conditional on the old copy. Not every kind of storage offers such writes.
         """
 
     @abstractmethod
@@ -214,7 +214,7 @@ class OneByOneTier(Tier):
 
     def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """Call `peek_one` for each of `reads`."""
-        return OneByOneTier.read_many(self, reads, is_use=False)  # a subclass may have a `read_many` of its own
+        return OneByOneTier.read_many(self, reads, is_use=False)  # a subclass may override `read_many`
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """Call `write_one` for each of `writes`."""
@@ -259,7 +259,7 @@ def _only(answers: list[_Answer | TierError]) -> _Answer:
 
 
 class RawClient(Protocol):
-    """The client library or file system below a tier, at its best. `kvtier bench tier` compares tiers with it.
+    """The client library or file system below a tier, used at its best. `kvtier bench tier` compares tiers with it.
 
     Methods block, are thread-safe and may raise any error. The names are those of the benchmark's objects.
     """

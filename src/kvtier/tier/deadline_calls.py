@@ -14,7 +14,7 @@ from kvtier.errors import TierError
 
 THREADS = 4
 LOOKUPS_MAX = 64
-"""Maximum number of host names looked up at once."""
+"""Maximum number of host names looked up at the same time."""
 
 _T = TypeVar("_T")
 
@@ -66,7 +66,7 @@ def connected(host: str, port: int, end_s: float) -> socket.socket:
 
 
 def _addresses(host: str, end_s: float) -> list[Any]:
-    """Return what `getaddrinfo` finds. A lookup may take minutes; later callers wait for the same one."""
+    """Return the addresses that `getaddrinfo` finds. A lookup may take minutes; later callers wait for the same one."""
     with suppress(OSError):
         return _look_up(host, socket.AI_NUMERICHOST)
     if len(_lookups) >= LOOKUPS_MAX and host not in _lookups:
@@ -102,13 +102,13 @@ def _look_up(host: str, flags: int) -> list[Any]:
 
 
 class DeadlineCalls:
-    """Runs calls that may hang, and gives up on them after a deadline. They must not use the caller's memory.
+    """Runs calls that may hang, and gives up on them after a deadline. The calls must not use the caller's memory.
 
-    While an abandoned call still runs, further calls fail immediately.
+    Further calls fail immediately while an abandoned call still runs.
 
     Args:
         tier: the tier's name, for errors.
-        subject: what the calls ask, for errors.
+        subject: name of the server that answers the calls, for errors.
     """
 
     def __init__(self, tier: str, subject: str) -> None:

@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class Loan:
-    """Views of `memory` for one call of a tier, as a context manager that ends when nothing uses the views any more.
+    """Views of `memory` for one call of a tier. This context manager ends when nothing uses the views any more.
 
-    Each view has an owner object, which slices, casts and arrays of the view keep alive in any thread. After the call,
-    a view that is not in use raises ValueError. Addresses in native code are invisible, so a tier that uses them must
+    Each view has an owner object, which slices, casts and arrays of the view keep alive in any thread. A view that is
+    not in use raises ValueError after the call. Addresses in native code are invisible, so a tier that uses them must
     wait.
 
     Args:

@@ -21,7 +21,7 @@ class OperationGuard:
         self._changed = threading.Condition()
 
     def __enter__(self) -> None:
-        if self._process != os.getpid():  # before any lock, because a forked lock may be held for ever
+        if self._process != os.getpid():  # before any lock, because a forked lock may be held forever
             raise TierError(self._tier, f"is open in process {self._process}, and this is a fork of it")
         with self._changed:
             if self._is_closed:

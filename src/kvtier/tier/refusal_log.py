@@ -8,7 +8,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 QUIET_S = 60.0
-"""Refusals count as over when a write is accepted this long after the last one."""
+"""Refusals count as over when a write is accepted this long after the last refusal."""
 
 
 class RefusalLog:

@@ -134,7 +134,7 @@ class TierContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierKind(Generic[S]):
-    """A kind of tier: all that code outside its module knows about it."""
+    """A kind of tier, with everything that code outside its module knows about it."""
 
     name: str
     help: str
@@ -158,13 +158,13 @@ class TierKind(Generic[S]):
     """Returns whether other nodes use the same store. Such a store requires a configured secret and an identifiable
     model."""
     is_common: Callable[[S], bool] = lambda _settings: False
-    """Returns whether all ranks of an engine use one store, in which each finds what the others wrote. Among ranks with
-    the same KV, only the first then writes. A store shared with other nodes (`is_shared`) is also common."""
+    """Returns whether all ranks of an engine use one store, in which each finds the objects of the others. Only the
+    first of the ranks with the same KV then writes. A store shared with other nodes (`is_shared`) is also common."""
     has_one_cap: bool = False
     """Whether all ranks of an engine share one cap, so that each reports the fill level of the whole store. So do ranks
     that share a store with other nodes (`is_shared`)."""
     needs_drive: bool = False
-    """Whether it needs a drive of this machine, so that a network file system is a mistake."""
+    """Whether the kind requires a drive of this machine, so that a network file system is a mistake."""
     has_cap: bool = True
     """Whether its settings have ``capacity_bytes``, which the tier enforces."""
     keeps_memory: bool = True
@@ -173,29 +173,30 @@ class TierKind(Generic[S]):
     """Checks the settings against this machine. Changes nothing. An OSError becomes an error of the setting `where`."""
     folder: Callable[[S], Path | None] = lambda _settings: None
     """Returns the store's directory on this machine, for notes and facts about its file system; None if it has none.
-    If the directory is missing, `kvtier inspect` opens no tier there."""
+    `kvtier inspect` opens no tier in a missing directory."""
     secret_path: Callable[[S], Path | None] = lambda _settings: None
-    """Returns the file for an automatic secret; None if the tier has no place for one, like a shared tier. Without a
-    secret, the store's objects are not found after a restart."""
+    """Returns the file for an automatic secret; None if the tier has no place for one, like a shared tier. A store
+    without a secret finds no objects after a restart."""
     inspect: Callable[[S], Sequence[StoreView]] | None = None
-    """Returns the store for `kvtier inspect`, or the stores of all ranks. If it is None, `kvtier inspect` uses the
-    opened tier."""
+    """Returns the store for `kvtier inspect`, or the stores of all ranks. `kvtier inspect` uses the opened tier if this
+    is None."""
     view_at: Callable[[Path], StoreView | None] = lambda _root: None
     """Returns the store in a directory, for `kvtier inspect DIR`; None if there is none of this kind."""
     repair: Callable[[S], Sequence[str] | None] = lambda _settings: None
-    """Repairs what keeps the store from opening, for `kvtier inspect repair`. Returns sentences about what it did, none
-    if nothing was wrong. Returns None if the place has no file names of such a store, or the kind has no repair.
+    """Repairs what keeps the store from opening, for `kvtier inspect repair`. Returns sentences about the repair, or
+    none if nothing was wrong. Returns None if no file name there is a store's, or if the kind has no repair.
     Raises ConfigError if the store may not be changed."""
     open_trial: Callable[[S, Path, int, int], Tier] | None = None
     """Opens an empty temporary tier for measurements, given (settings, an empty directory on the same device, bytes to
-    hold, bytes of the largest object). If it is None, measurements open the configured tier with a random model
-    id and key id, and delete what they wrote."""
+    hold, bytes of the largest object). If this is None, measurements open the configured tier with a random model id
+    and key id, and delete their objects."""
     discard: Callable[[S, TierContext], None] | None = None
-    """Removes all objects of such measurements by their model id, and all traces of the key id if nothing else uses
-    it. If it is None, measurements delete each of their objects."""
+    """Removes all objects of such measurements by their model id, and all traces of the key id if nothing else uses it.
+    Measurements delete each of their objects if this is None."""
     raw: Callable[[S, TierContext], RawClient | None] | None = None
-    """Returns the client below the tier, for `kvtier bench tier`. If it is None, no client is measured. Its objects go
-    below the context's key id. If `open_trial` is defined, the setting `where` is a directory for this client alone."""
+    """Returns the client below the tier, for `kvtier bench tier`. Its objects go below the context's key id. The
+    setting `where` is a directory for this client alone if `open_trial` is defined. No client is measured if this is
+    None."""
 
 
 def built_in() -> list[str]:
@@ -350,7 +351,7 @@ def _checking(
 
 
 def _flaw(kind: object, name: str) -> str:
-    """Return why `kind` cannot be registered as `name`; empty if it can."""
+    """Return why `kind` cannot be registered as `name`, or an empty string if it can."""
     if not isinstance(kind, TierKind):
         return f"it is a {'class' if isinstance(kind, type) else type(kind).__name__}, not a TierKind"
     found = cast("TierKind[Any]", kind)

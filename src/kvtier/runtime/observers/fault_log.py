@@ -1,4 +1,4 @@
-"""Logs repeated faults: the first at once, then one line per kind and interval, with the number of faults."""
+"""Logs repeated faults: the first immediately, then one line per kind and interval with the number of faults."""
 
 import logging
 import threading

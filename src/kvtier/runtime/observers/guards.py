@@ -1,4 +1,4 @@
-"""Guards around optional features and observers: an error there costs a record or the feature, but no load or store.
+"""Guards around optional features and observers. Their errors cost a record or the feature, but no load or store.
 
 A feature whose records do not depend on earlier ones continues after an error, and only the record is lost. A feature
 that an error may leave inconsistent ends until a restart. Either way, each feature logs one line. The core is not
@@ -35,7 +35,7 @@ def ends_by_itself(error: BaseException) -> bool:
 
 
 def unless_unusable(make: Callable[[], T]) -> T | None:
-    """Return the result of `make` for an optional feature. If its path is unusable, log an ERROR and return None."""
+    """Return the result of `make` for an optional feature. Log an ERROR and return None if its path is unusable."""
     try:
         return make()
     except (UnusablePathError, OSError) as error:
@@ -117,7 +117,7 @@ class Guards:
                 watching.append((feature, observer))
 
     def tell(self, what: str, *values: object) -> None:
-        """Call the method `what` of each observer that overrides it. Their exceptions do not leave this call."""
+        """Call the method `what` of each observer that overrides it. This call catches their exceptions."""
         for feature, observer in self.watching[what]:
             self.run(feature, getattr(observer, what), *values, otherwise=None)
 
@@ -156,7 +156,7 @@ class Guards:
                 self.watching[name] = [it for it in watching if it[0] is not feature]
 
     def opened(self, feature: Feature, make: Callable[[], Watching]) -> Watching | None:
-        """Register the result of `make`, and return it guarded. If the path is unusable, log an ERROR; return None."""
+        """Register the result of `make` and return it guarded. Log an ERROR and return None if its path is unusable."""
         made = unless_unusable(make)
         if made is None:
             return None

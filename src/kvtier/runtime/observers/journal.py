@@ -4,8 +4,8 @@ It lists the events that the metrics only count. Sums over its lines equal the m
 lines are counted. The deciding threads only queue completions and requests. The thread of a `LineFile` formats and
 writes the lines.
 
-A line names an object by a digest that is the same in every process of a store, so that repeated reads can be counted.
-The digest is keyed with the store's secret, so it reveals nothing about the content. FORMAT.md lists the fields.
+A line names an object by a digest, which is the same in every process of a store. So repeated reads can be counted. The
+digest is keyed with the store's secret, so it reveals nothing about the content. FORMAT.md lists the fields.
 """
 
 import json

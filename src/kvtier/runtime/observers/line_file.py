@@ -25,11 +25,11 @@ from kvtier.tier.files.safe_open import make_root
 logger = logging.getLogger(__name__)
 
 OPEN_DEADLINE_S: Final = 2.0
-"""How long opening waits for the file. If it is created later, lines are written from then on."""
+"""How long opening waits for the file. Lines are written from its creation on, even if that comes later."""
 DRAIN_S: Final = 0.25
 """Interval at which queued items are written."""
 FLUSH_BYTES: Final = 1 << 18
-"""Bytes of lines at which they are written even if the queue is not empty."""
+"""Lines are written when they reach this many bytes, even if the queue is not empty."""
 SUFFIX: Final = ".jsonl"
 
 _Item = TypeVar("_Item")
@@ -156,7 +156,7 @@ class LineFile(Generic[_Item]):
         make_root(folder)
         if self._siblings:
             for it in folder.glob(self._siblings):
-                with suppress(OSError):  # removed meanwhile, or a link to nothing
+                with suppress(OSError):  # removed meanwhile, or a dangling link
                     self._room_bytes -= it.stat().st_size
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 

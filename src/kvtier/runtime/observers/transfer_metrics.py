@@ -16,7 +16,7 @@ from kvtier.types import Direction, Drop, Outcome, Probe, Transfer, Way
 
 
 def start_series(metrics: Metrics, tiers: Iterable[str], down: Container[str]) -> None:
-    """Start the tiers' event counters at 0, because a rate misses the first event of a series that starts with it.
+    """Start the tiers' event counters at 0. Otherwise a rate would miss the first event of a new series.
 
     Args:
         metrics: receives the counters.

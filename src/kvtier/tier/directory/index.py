@@ -81,7 +81,7 @@ class DirectoryIndex:
             return now_ns
 
     def spare(self, name: ObjectName, mtime_ns: int) -> bool:
-        """Return True if the file's mtime shows an unknown use. The use then counts, and `name` is not evicted."""
+        """Return True if the file's mtime shows a use unknown here. The use then counts, and `name` is not evicted."""
         with self._lock:
             record = self._records.get(name)
             if record is None or mtime_ns <= record.used_ns:
@@ -103,7 +103,7 @@ class DirectoryIndex:
             self._drop(name)
 
     def victim(self) -> ObjectName | None:
-        """Return the next object to evict; None if the index is empty."""
+        """Return the next object to evict, or None if the index is empty."""
         with self._lock:
             name = self._evictor.victim(never_pinned)
             return None if name is None else ObjectName(name)
@@ -124,7 +124,7 @@ class DirectoryIndex:
                         self._enter(name, row.size_bytes, row.used_ns, row.used_ns, About(parent, row.depth, row.group))
 
     def merge(self, found: Iterable[Found]) -> None:
-        """Make the index match what a walk finds; entries added meanwhile stay. Only one call may run at a time.
+        """Make the index match the result of a walk; entries added meanwhile stay. Only one call may run at a time.
 
         New objects are added after the walk, in the order of their mtimes. The evictor orders by event, so it treats
         all of them as newer than the indexed objects.
@@ -151,7 +151,7 @@ class DirectoryIndex:
                 yield SnapshotRow(name, about.parent, record.size_bytes, record.used_ns, about.depth, about.group)
 
     def _missing(self, files: list[Found]) -> list[SnapshotRow]:
-        """Return those of `files` that are not indexed, and correct the sizes of the others."""
+        """Return the `files` that are not indexed, and correct the sizes of the others."""
         missing: list[SnapshotRow] = []
         with self._lock:
             for file in files:

@@ -18,7 +18,7 @@ from kvtier.tier.registry import Problem, TierContext, TierKind
 from kvtier.tier.store_view import StoreView
 
 TRIAL_LOCK_DEADLINE_S = 60.0
-"""This is longer than in an engine, so that a busy machine yields a slow measurement and not none."""
+"""This is longer than in an engine, so that a measurement on a busy machine is slow rather than impossible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ Every method holds the cap file's lock for a bounded number of files at a time. 
 files under objects' names.
 
 The index is built from a walk through the files without the lock. A recount walks under the lock, so no file appears
-meanwhile. Recounts are rare. They happen when a process opens the store as its only user, when the cap file is damaged,
-and when no victim is left. During a recount, other processes' writes fail at their deadline. Reads continue.
+meanwhile. Recounts are rare. They happen when a process opens the store as its only user, the cap file is damaged, or
+no victim is left. During a recount, other processes' writes fail at their deadline. Reads continue.
 """
 
 import errno
@@ -39,7 +39,7 @@ _UNLINK_FAILURES_MAX = 8
 _FOREIGN_SHARE = 16
 """The directory is walked when objects missing from the index take more than 1/16 of the cap."""
 _WALK_EVERY = 100
-"""Minimum time between two walks, in multiples of a walk's duration, so that walking takes at most 1 % of the time."""
+"""Minimum time between two walks, in multiples of a walk's duration. So walking takes at most 1 % of the time."""
 _LOCKED_BY_OTHERS = {errno.EWOULDBLOCK, errno.EACCES}
 
 
@@ -83,10 +83,10 @@ class ByteCap:
         self.evictions = 0
 
     def attach(self, *, is_alone: bool, needs_index: bool) -> None:
-        """Remove temporary files of dead writers, and index the files if needed.
+        """Remove temporary files of dead writers, and index the files if `needs_index`.
 
-        A process with the store to itself (`is_alone`) recounts, because a killed process may have counted bytes
-        that it never wrote.
+        A process that is alone (`is_alone`) recounts, because a killed process may have counted bytes that it never
+        wrote.
         """
         with self._locked():
             self._release(self._temp_files.clear_stale(is_alone=is_alone))
@@ -97,7 +97,7 @@ class ByteCap:
         self._walk_again_s = self._count_again_s = 0.0
 
     def shrink(self) -> None:
-        """Evict down to the cap, which may be lower than before, in steps so that others get the lock in between."""
+        """Evict down to the cap, which may be lower than before. Release the lock between steps."""
         while True:
             with self._locked():
                 used_bytes = self._count()
@@ -125,9 +125,9 @@ class ByteCap:
                 self._holder = 0
 
     def reserve(self, charge: int, *, direct_io: bool) -> TempFile | None:
-        """Return a temporary file with `charge` bytes reserved; None if there is no space.
+        """Return a temporary file with `charge` bytes reserved, or None if there is no space.
 
-        In `together`, None may also mean that space is not found quickly.
+        None in `together` may also mean that no space was found quickly.
 
         Raises:
             TierError: the lock is not free.
@@ -185,7 +185,7 @@ class ByteCap:
     def discard(self, drafts: Iterable[TempFile], error: BaseException | None = None) -> None:
         """Remove temporary files and release their bytes, now or under the next lock. Raises nothing.
 
-        If `error` is ENOSPC or EDQUOT, the bytes now in use become the cap.
+        The bytes now in use become the cap if `error` is ENOSPC or EDQUOT.
         """
         left = list(drafts)
         try:
@@ -216,9 +216,10 @@ class ByteCap:
             self._retry_removal()
 
     def _index_foreign_objects(self, charge: int) -> None:
-        """Index other processes' objects if space is needed and they take much of it. Else only ours would be evicted.
+        """Index other processes' objects if a write lacks space and they take much of the cap.
 
-        This needs no lock, because changes during the walk are detected on use.
+        Otherwise only this process's objects would be evicted. The walk takes no lock, because a use detects changes
+        during it.
         """
         used_bytes = self._cap_file.peek()
         foreign_bytes = used_bytes - self._index.known_bytes
@@ -229,7 +230,7 @@ class ByteCap:
             self._index_files()
 
     def _index_files(self) -> tuple[int, list[bytes]]:
-        """Make the index match what a walk finds. Return the objects' bytes, and the names of files above the cap.
+        """Make the index match the result of a walk. Return the objects' bytes, and the names of files above the cap.
 
         Raises:
             OSError: the file system fails, or another thread walks for longer than the deadline.
@@ -277,7 +278,7 @@ class ByteCap:
     ) -> tuple[int, TempFile | None, bool]:
         """Evict at most `most` objects, until at most `target_bytes` are in use.
 
-        With `wanted` (charge, direct I/O), the last victim's file may be reused as that temporary file.
+        The last victim's file may be reused as the temporary file `wanted` (charge, direct I/O).
 
         Returns:
             The bytes then in use, the temporary file, and whether there may be more victims.
@@ -337,7 +338,7 @@ class ByteCap:
         return draft
 
     def _recycle(self, name: str, fan: int, size_bytes: int, charge: int, direct_io: bool) -> TempFile | None:  # noqa: FBT001
-        """Reuse the object's file as a temporary file; None if it is being read or has another hard link.
+        """Reuse the object's file as a temporary file. Return None if it is being read or has another hard link.
 
         Overwriting is two to four times as fast as unlink and create, which allocate an inode and blocks. Readers lock
         the file, so no reader sees new bytes under the old name.

@@ -31,7 +31,7 @@ _ROW = np.dtype(
 )
 _NO_PARENT = bytes(32)
 SLICE = 64
-"""Number of objects handled at once. More would hold a lock, or the interpreter lock, for too long."""
+"""Number of objects handled in one step. More would hold a lock, or the interpreter lock, for too long."""
 _CHECKSUM_BYTES = 1 << 22
 _ROWS_MAX = 1 << 22
 """Maximum number of rows written or read, 352 MiB in all."""
@@ -78,7 +78,7 @@ def pack_snapshot(rows: Iterable[SnapshotRow]) -> memoryview:
 
 
 def unpack_snapshot(content: bytes | memoryview) -> Iterator[SnapshotRow] | None:
-    """Return the rows, oldest use first; None if `content` is damaged or of another version."""
+    """Return the rows, oldest use first, or None if `content` is damaged or of another version."""
     if len(content) != _size_of(content[: _HEADER.size]):
         return None
     *_, checksum = _HEADER.unpack_from(content)
@@ -118,7 +118,7 @@ def load_snapshot(path: str) -> Iterator[SnapshotRow] | None:
 
 
 def _size_of(header: bytes | memoryview) -> int | None:
-    """Return the file length that `header` implies; None if it is not a header of this version."""
+    """Return the file length that `header` implies, or None if it is not a header of this version."""
     if len(header) != _HEADER.size:
         return None
     magic, version, row_bytes, row_count, _ = _HEADER.unpack(header)

@@ -1,11 +1,11 @@
 """Keeps one file per object in a directory that several processes may share, under a hard byte cap.
 
-The files are authoritative. The in-memory index may be stale, the index snapshot only speeds up the start, and a walk
+The files are authoritative. The index in memory may be stale. The index snapshot only speeds up the start. A walk
 rebuilds the cap file's count. Names appear and disappear only under the cap file's lock. Bytes are written and read
 outside the lock. Except in a rare recount, no lock is held for longer than it takes to handle a few hundred objects. A
 separate thread writes index snapshots.
 
-Nothing is synced to the device. After a power loss, a file may be missing or damaged; frame verification turns either
+Nothing is synced to the device. A file may be missing or damaged after a power loss; frame verification turns either
 into a miss.
 """
 
@@ -68,8 +68,8 @@ class DirectoryTier(FileTier):
         name: the tier's name in metrics and errors.
         evictor: eviction policy, not shared with another tier. Default: `Lru`.
         direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
-        shared: whether other processes may write to the store, so that a name missing from the index is looked up on
-            disk. If not, a miss costs no system call.
+        shared: whether other processes may write to the store. A name missing from the index is then looked up on disk.
+            Otherwise a miss costs no system call.
         lock_deadline_s: longest wait for other processes in an operation.
         is_sealed: whether the index snapshot omits parents, depths and groups.
         open_deadline_s: longest wait for another process that is opening the store. A process that is its only
@@ -206,7 +206,7 @@ class DirectoryTier(FileTier):
         return count
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """Write frames, evicting others if needed. The lock is taken once to reserve bytes and once to publish names.
+        """Write frames, evicting others if necessary. Take the lock once to reserve bytes and once to publish names.
 
         The result is False for a frame that is larger than the cap, or if nothing can be evicted.
         """
@@ -227,7 +227,7 @@ class DirectoryTier(FileTier):
         return [answer or False for answer in answers]
 
     def _write(self, writes: Sequence[Write]) -> list[bool | TierError | None]:
-        """Write frames. The result is None if there is no room, which among several may be found for one alone.
+        """Write frames. The result is None for a frame without room, which may find room when written alone.
 
         Raises:
             TierError: the lock is not free.
@@ -275,7 +275,7 @@ class DirectoryTier(FileTier):
                 answers[at] = self._failed("write", write.name, error)
 
     def _is_settled(self, write: Write, charge: int) -> bool | None:
-        """Return the answer for a frame that is not written: it exists, or it is larger than the cap. Else None."""
+        """Return the answer for a frame that exists or is larger than the cap, or None if it must be written."""
         if charge > self.capacity_bytes:
             return False
         if not self._paths.may_exist(write.name):
@@ -353,7 +353,7 @@ class DirectoryTier(FileTier):
                         os.utime(name.hex(), ns=(used_ns, used_ns), dir_fd=fan, follow_symlinks=False)
 
     def _save_snapshot_later(self) -> None:
-        """Let a thread write the index snapshot later, unless one already waits. A killed process then loses little."""
+        """Let a thread write the index snapshot later, unless one waits already. A killed process then loses little."""
         if self._snapshot_lock.acquire(blocking=False):
             delay_s = min(SNAPSHOT_INTERVAL_S + len(self._index) * _SNAPSHOT_OBJECT_S, _SNAPSHOT_LONGEST_S)
             name = f"kvtier {self.name} snapshot"
@@ -391,7 +391,7 @@ def _collector_paused() -> Generator[None]:
 
 
 def _open_for_reading(paths: Paths, name: ObjectName, *, is_direct: bool) -> tuple[int, os.stat_result] | None:
-    """Return a locked descriptor of the object's file, and its status; None if there is no regular file.
+    """Return a locked descriptor of the object's file, and its status, or None if there is no regular file.
 
     `ByteCap` may reuse an evicted file for another object, but never a locked one. The name is checked again under the
     lock, because the file may have been reused before the lock was taken.

@@ -102,7 +102,7 @@ class DirectoryView:
 
 
 def view_at(root: Path) -> DirectoryView | None:
-    """Return the view of the directory store at `root`; None if there is none.
+    """Return the view of the directory store at `root`, or None if there is none.
 
     Raises:
         ConfigError: the marker is damaged or of an unknown version.

@@ -1,6 +1,6 @@
 """Batched reads and writes of the disk tier, with one index lookup and one system call per run of adjacent frames.
 
-After a failed call, each frame is tried alone, so that a bad block affects one frame and the error names it.
+Each frame is tried alone after a failed call. So a bad block affects one frame, and the error names it.
 """
 
 from collections.abc import Sequence

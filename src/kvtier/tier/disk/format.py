@@ -49,7 +49,7 @@ BLOCK: Final = np.dtype(
         ("reserved_too", "<u8"),
         ("entries", ENTRY, (ENTRIES_PER_BLOCK,)),
     ]
-)  # `_BLOCK` and its entries, to parse many blocks at once
+)  # `_BLOCK` and its entries, to parse many blocks together
 
 Blocks = npt.NDArray[np.void]
 """Rows of `BLOCK`."""

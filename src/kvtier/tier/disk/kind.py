@@ -19,10 +19,10 @@ from kvtier.tier.registry import Problem, TierContext, TierKind
 from kvtier.tier.store_view import StoreView
 
 TRIAL_LOCK_DEADLINE_S = 60.0
-"""This is longer than in an engine, so that a busy machine yields a slow measurement and not none."""
+"""This is longer than in an engine, so that a measurement on a busy machine is slow rather than impossible."""
 
 TRIAL_SEGMENTS = 3
-"""Eviction frees whole segments, and one segment is spare, so two more are needed to keep all objects of a trial."""
+"""Eviction frees whole segments, and one segment is spare. So a trial takes two more to keep all its objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

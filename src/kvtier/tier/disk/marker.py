@@ -74,7 +74,7 @@ def _is_new(_name: str) -> bool:
 
 
 def find_marker(root: Path) -> DiskMarker | None:
-    """Read the marker of the disk store at `root`; None if `open_marker` would make one.
+    """Read the marker of the disk store at `root`. Return None if `open_marker` would make one.
 
     Raises:
         UnusableStoreError: the marker is damaged, of an unknown version, or missing next to other files.
@@ -84,9 +84,9 @@ def find_marker(root: Path) -> DiskMarker | None:
 
 
 def repair_marker(root: Path) -> list[str]:
-    """Give the disk store at `root` a new marker if its own is missing or damaged. Return what was done, in sentences.
+    """Give the disk store at `root` a new marker if its own is missing or damaged. Return sentences about the repair.
 
-    The newest segment identifies the store. Without a valid segment, the store is empty.
+    The newest segment identifies the store. The store is empty without a valid segment.
 
     Raises:
         UnusableStoreError: `root` has foreign files or a marker of another version, or a process has it open.
@@ -97,7 +97,7 @@ def repair_marker(root: Path) -> list[str]:
 
 
 def _recovered(root: Path) -> DiskMarker:
-    """Make a marker from the newest segment. If none is valid, the marker has a segment size that opening replaces.
+    """Make a marker from the newest segment. The marker has a segment size that opening replaces if none is valid.
 
     Raises:
         UnusableStoreError: nothing identifies the store, and the directory has foreign files.

@@ -33,7 +33,7 @@ from kvtier.tier.files.safe_open import Descriptor, open_file
 logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 20
-"""Number of bytes read at once, from the end of the file, while the index is loaded."""
+"""Number of bytes per read, from the end of the file, while the index is loaded."""
 
 
 def file_name(number: int) -> str:
@@ -107,8 +107,8 @@ class Segment:
     def take(self, size_bytes: int) -> int | None:
         """Take an extent for a frame of `size_bytes`; return its first block, or None if none fits.
 
-        Call this under the lock. It reserves index blocks for pending objects and one for each write in flight, because
-        a sync may run between any two writes.
+        Call this under the lock. The call also reserves index blocks for pending objects, and one for each write in
+        flight. A sync may run between any two writes.
         """
         if not self.has_room(size_bytes):
             return None
@@ -132,7 +132,7 @@ class Segment:
         """Write a new header, which discards all objects. The segment must not be in use.
 
         Raises:
-            OSError: the device fails. The segment is empty then, too.
+            OSError: the device fails. The segment is then also empty.
         """
         self.header = None
         self.rows = array("I")
@@ -143,7 +143,7 @@ class Segment:
         self.header = header
 
     def read(self, into: memoryview, offset: int) -> int:
-        """Read from `offset` until `into` is full. Return the number of bytes read, less only for a truncated file.
+        """Read from `offset` until `into` is full. Return the number of bytes read, lower only for a truncated file.
 
         Raises:
             OSError: the device fails.
@@ -254,8 +254,8 @@ class Segment:
     def load_index(self) -> Entries:
         """Read the index of a segment whose header was read. Return the entries in writing order.
 
-        Afterwards, frames can be appended. A segment without a readable index counts as empty, because the end of its
-        index is unknown.
+        Frames can then be appended. A segment whose index cannot be read (EIO) counts as empty, because the end of
+        its index is unknown.
 
         Raises:
             OSError: the device fails with another error.

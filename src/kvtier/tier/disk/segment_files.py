@@ -112,7 +112,7 @@ class SegmentFiles:
         return self.used_bytes > self._capacity_bytes or self._free_bytes() < self._reserve_bytes
 
     def make(self) -> Segment | None:
-        """Create and allocate a file; None if there is no space.
+        """Create and allocate a file. Return None if there is no space.
 
         Raises:
             OSError: the file system fails, or has no space for the first file.
@@ -165,7 +165,7 @@ class SegmentFiles:
     def load(self, store_id: bytes) -> list[Segment]:
         """Load the existing segments with their headers, empty ones first, then by generation.
 
-        Files of another size, and names with further hard links, are removed. Above the cap, so are the first segments.
+        Files of another size and names with further hard links are removed. So are the first segments, above the cap.
 
         Raises:
             OSError: the device or the file system fails.

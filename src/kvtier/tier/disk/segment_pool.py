@@ -1,7 +1,7 @@
 """Manages the segments of one disk store: allocates frames, evicts by segment, and writes the index to the device.
 
-Segments are filled and evicted in order, oldest first. Before eviction, frames that are read more often than most are
-copied to the current segment. Long sequential writes and the removal of whole segments suit flash.
+Segments are filled and evicted in order, oldest first. Frames that are read more often than most are copied to the
+current segment before eviction. Long sequential writes and the removal of whole segments suit flash.
 
 Three locks are taken in this order. I/O runs under the first two, so waiting for them has a deadline:
     turn    starting, evicting, creating and removing segments
@@ -44,7 +44,7 @@ _REMOVED_AT_ONCE = 256
 _ROWS_AT_ONCE = 1 << 16
 _CANDIDATES_MAX = 3
 _TURNS_MAX = 8
-"""After this many attempts a frame is refused, because concurrent writers may fill each new segment."""
+"""A frame is refused after this many attempts, because concurrent writers may fill each new segment."""
 
 
 class Extent(NamedTuple):
@@ -127,7 +127,7 @@ class Pool:
 
     @property
     def frame_bytes_max(self) -> int:
-        """Size of the largest frame that fits beside the header and two index blocks, one of which may be wasted."""
+        """Size of the largest frame that fits with the header and two index blocks, one of which may be wasted."""
         return self.files.segment_bytes - 3 * BLOCK_BYTES
 
     def contains(self, names: Sequence[bytes]) -> list[bool]:
@@ -181,7 +181,7 @@ class Pool:
             return extents
 
     def take(self, size_bytes: int) -> Extent | None:
-        """Take an extent for a frame, evicting if needed; None if there is none. `put` or `abandon` it afterwards.
+        """Take an extent for a frame, evicting if necessary. Return None if there is none. Then `put` or `abandon` it.
 
         Raises:
             OSError: the device or the file system fails.
@@ -269,7 +269,7 @@ class Pool:
             OSError: the device or the file system fails.
         """
         if not self._turn.acquire(blocking=False):
-            return  # the holder of the lock does it
+            return  # the holder of the lock does this work
         try:
             with self._lock:
                 segments = list(self._segments.values())
@@ -327,7 +327,7 @@ class Pool:
     # ---- starting and evicting segments: under the turn lock ---------------------------------------------------------
 
     def _next(self) -> Segment | None:
-        """Return an empty segment with a new header; None if no space can be made."""
+        """Return an empty segment with a new header, or None if no space can be made."""
         if not self._spare:
             grown = self._grow()
             if grown is not None:
@@ -366,7 +366,7 @@ class Pool:
     def _empty(self, segment: Segment) -> bool:
         """Remove all objects of `segment` and wait until it is unused. Return False if that takes too long.
 
-        The objects may be gone even then.
+        The objects may be gone even if it returns False.
         """
         if not self._wait_until(segment, lambda: segment.writers == 0):
             return False
@@ -446,7 +446,7 @@ class Pool:
             self._filling = segment
 
     def _grow(self) -> Segment | None:
-        """Create a new segment; None if the cap or the file system has no space."""
+        """Create a new segment. Return None if the cap or the file system has no space."""
         segment = self.files.make()
         if segment is not None:
             with self._lock:

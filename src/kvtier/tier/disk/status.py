@@ -21,7 +21,7 @@ FILES = re.compile(rf"\.?{re.escape(STATUS_NAME)}(\.[0-9a-f]+)?")
 
 STATUS_INTERVAL_S = 10.0
 SILENT_S = 60.0
-"""If a status is older than this, its process is stopped or hangs in its device."""
+"""The process of a status older than this is stopped or hangs in its device."""
 
 FAULT_LENGTH_MAX = 300
 _BYTES_MAX = 4096
@@ -75,7 +75,7 @@ class DiskStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHealth:
-    """Health of a disk store, from the status file of the process that has it open or had it open last."""
+    """Health of a disk store, from the status file of the process that last opened it."""
 
     directory: str
     state: str
@@ -128,7 +128,7 @@ def write_status(root: Path, status: DiskStatus) -> None:
 
 
 def read_status(root: Path) -> DiskStatus | None:
-    """Return the last status; None if it is missing or invalid."""
+    """Return the last status, or None if it is missing or invalid."""
     try:
         with folder_at(root) as folder:
             members, is_sound = read_json(read_file(STATUS_NAME, _BYTES_MAX, folder))

@@ -126,7 +126,7 @@ class ObjectTable:
         return rows
 
     def rows_in(self, segment: int, rows: "array[int]") -> Rows:
-        """Return those of `rows` that are still in `segment`, ordered by block."""
+        """Return the `rows` that are still in `segment`, ordered by block."""
         candidates = np.unique(np.frombuffer(rows, np.uint32)).astype(np.int64)
         mine = candidates[self._segments[candidates] == segment]
         return mine[np.argsort(self._blocks[mine])]

@@ -4,9 +4,9 @@ Unlike the directory tier, which keeps a file per object for several processes, 
 return, an object costs one `pwritev` or `preadv`, and a lookup makes no system call. A million objects cost about
 0.2 GB of memory.
 
-A written object is readable at once. Once per `sync_interval_s`, frames are made durable, then the index blocks that
-name them. A crash loses later writes, or frame verification finds them damaged. No read or write of a frame waits for a
-sync.
+A written object is immediately readable. Once per `sync_interval_s`, frames are made durable, then the index blocks
+that name them. A crash loses later writes, or frame verification finds them damaged. No read or write of a frame waits
+for a sync.
 
 FORMAT.md describes the bytes on the device, and docs/adr/0008 the design.
 """
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 SEGMENTS_MAX = 4096
-"""After a large increase of its capacity, a store with more segments is recreated with larger ones, if possible."""
+"""A store that exceeds this after a large increase of its capacity is recreated with larger segments, if possible."""
 
 ROW_SHARE_BYTES = 16 << 10
 ROWS_MIN = 1 << 16
@@ -172,7 +172,7 @@ class DiskTier(FileSystemTier):
 
         Frames lie next to each other, as far as a segment has room. The oldest segment is evicted to make space.
 
-        The result is False if a frame is larger than a segment, the write budget is spent, or every segment is in use.
+        The result is False if a frame exceeds a segment, the write budget is spent, or every segment is in use.
         """
         with self._operation("write objects"):
             pool = self._pool
@@ -367,7 +367,7 @@ class DiskTier(FileSystemTier):
         return self._store_lock.is_current() and self._pool.files.is_current
 
     def _check_store(self) -> None:
-        """Check whether the store is still there. If not, open what is there now."""
+        """Check whether the store is still there. If not, open the store that is there now."""
         if not self._reopening.acquire(timeout=self._lock_deadline_s):
             raise TierError(self.name, "is being reopened")
         try:
@@ -378,7 +378,7 @@ class DiskTier(FileSystemTier):
             self._reopening.release()
 
     def _reopen(self) -> None:
-        """Open what is now at the store's path. The former pool's files are closed when no thread uses them."""
+        """Open the store that is now at the path. The former pool's files are closed when no thread uses them."""
         former = self._store_lock
         try:
             is_home = os.path.samestat(self.root.stat(), self._home)
@@ -396,7 +396,7 @@ class DiskTier(FileSystemTier):
 
     @contextmanager
     def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
-        """Run an operation as in the base class. After an OSError, the next one checks the store and may reopen it."""
+        """Run an operation as in the base class. The next one after an OSError checks the store and may reopen it."""
         with super()._operation(what, name):
             if self._is_suspect:
                 self._check_store()

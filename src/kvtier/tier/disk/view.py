@@ -41,7 +41,7 @@ def is_disk(root: Path) -> bool:
 
 
 def view_at(root: Path) -> "DiskView | None":
-    """Return the view of one rank's disk store at `root`; None if there is none."""
+    """Return the view of one rank's disk store at `root`, or None if there is none."""
     return DiskView(root) if is_disk(root) else None
 
 
@@ -163,7 +163,7 @@ class DiskView:
         return result
 
     def _marker(self) -> DiskMarker:
-        """Return the marker. If it is damaged, rebuild it from the newest segment."""
+        """Return the marker, rebuilt from the newest segment if it is damaged."""
         with suppress(DamagedMarkerError):
             marker = read_marker(self.root / MARKER_NAME, parse_marker)
             if marker is not None:

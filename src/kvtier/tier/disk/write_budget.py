@@ -8,7 +8,7 @@ SAVED_S = 3600.0
 """Unspent budget accumulates for this long, so an hour's budget may be spent in one burst."""
 
 SCARCE_SHARE = 0.5
-"""Below this fill level, only names that were offered before are written."""
+"""Only names that were offered before are written below this fill level."""
 
 REMEMBERED_MAX = 1 << 16
 
@@ -16,8 +16,8 @@ REMEMBERED_MAX = 1 << 16
 class WriteBudget:
     """A token bucket of bytes.
 
-    While it is well filled, every object is admitted. When it runs low, a name is admitted on its second offer, because
-    most objects offered once are never read.
+    Every object is admitted while the bucket is well filled. A name is admitted on its second offer when the bucket
+    runs low, because most objects offered once are never read.
 
     Args:
         bytes_per_day: fill rate; 0 means no limit.
@@ -33,7 +33,7 @@ class WriteBudget:
         self._lock = threading.Lock()
 
     def admits(self, name: bytes, size_bytes: int, now_s: float) -> bool:
-        """Return whether `name` may be written now. If so, the bucket is charged for its bytes.
+        """Return whether `name` may be written now. If so, charge the bucket for its bytes.
 
         A frame larger than the bucket is admitted when the bucket is full, and overdraws it.
         """

@@ -93,13 +93,13 @@ def write_all(descriptor: int, frame: memoryview, *, is_sized: bool = False) -> 
     Args:
         descriptor: descriptor of the file.
         frame: all bytes of the file.
-        is_sized: whether the file has this length, or is empty and on a network file system, where setting its length
-            costs a round trip.
+        is_sized: whether the file has this length. It is also True for an empty file on a network file system, where
+            setting the length costs a round trip.
 
     Raises:
         OSError: the write fails, for example because the disk is full.
     """
-    if not is_sized:  # set the length first, so that the file system allocates the file at once
+    if not is_sized:  # set the length first, so that the file system allocates the file in one step
         os.ftruncate(descriptor, frame.nbytes)
     done = 0
     while done < frame.nbytes:

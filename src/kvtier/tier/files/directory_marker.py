@@ -1,4 +1,4 @@
-"""The marker that identifies a directory store. Without it, kvtier neither uses nor deletes anything there."""
+"""The marker that identifies a directory store. kvtier neither uses nor deletes anything in a directory without it."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def open_store(root: Path, version: int = STORE_VERSION) -> Marker:
 
 
 def find_marker(root: Path, version: int) -> Marker | None:
-    """Return the marker of the store at `root`; None if `open_store` would make one. Raises the same errors."""
+    """Return the marker of the store at `root`, or None if `open_store` would make one. Raises the same errors."""
     return store_root.find_marker(root / MARKER_NAME, partial(_parse, expected=version), _is_new, ALLOWED)
 
 
@@ -72,7 +72,7 @@ def _is_new(name: str) -> bool:
 
 
 def read_marker(root: Path, version: int = STORE_VERSION) -> Marker | None:
-    """Read the marker of the store at `root`; None if it has none.
+    """Read the marker of the store at `root`. Return None if it has none.
 
     Raises:
         UnusableStoreError: it is damaged (`store_root.DamagedMarkerError`), or its version is not `version`.
@@ -108,7 +108,7 @@ def _new_marker(version: int) -> bytes:
 
 
 def layout_of(root: Path) -> int | None:
-    """Return the version of the store that the names in `root` indicate, whatever its marker says; None without one.
+    """Return the store version that the names in `root` indicate, whatever its marker says, or None without a store.
 
     Raises:
         OSError: `root` cannot be listed.
@@ -120,7 +120,7 @@ def layout_of(root: Path) -> int | None:
 
 
 def repair_marker(root: Path, version: int) -> list[str]:
-    """Give the store at `root` a new marker if its own is missing or damaged. Return what was done, in sentences.
+    """Give the store at `root` a new marker if its own is missing or damaged. Return sentences about the repair.
 
     The objects stay, because each frame contains its own identity.
 

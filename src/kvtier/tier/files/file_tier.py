@@ -1,4 +1,4 @@
-"""What `directory` and `shared_directory` share: a root with a marker, and a file per object. Their caps differ."""
+"""The base of `directory` and `shared_directory`, whose caps differ: a root with a marker, and a file per object."""
 
 import logging
 from collections.abc import Generator, Iterator
@@ -47,7 +47,7 @@ class FileTier(FileSystemTier):
         self._end()
 
     def _end(self) -> None:
-        """Publish what other processes should know, and release all resources."""
+        """Publish pending information for other processes, and release all resources."""
         raise NotImplementedError
 
     @contextmanager

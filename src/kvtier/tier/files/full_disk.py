@@ -18,15 +18,15 @@ QUIET_S = 60.0
 """The reduced cap stays constant for this long after the last failed write."""
 
 REGROWTH_S = 3600.0
-"""After that, the cap grows at a rate that would take it from zero to the configured cap in this time."""
+"""The cap grows after `QUIET_S`, at a rate that would take it from zero to the configured cap in this time."""
 
 
 class EffectiveCap:
     """The configured cap, or less while the file system is full. Thread-safe.
 
-    A write that fails with ENOSPC or EDQUOT lowers the cap to the bytes in use. Later writes then replace what they
-    evict, so a growing file of another program does not empty the tier. Each process of a shared store has its own
-    reduced cap.
+    A write that fails with ENOSPC or EDQUOT lowers the cap to the bytes in use. Later writes then replace the objects
+    that they evict, so a growing file of another program does not empty the tier. Each process of a shared store has
+    its own reduced cap.
 
     Args:
         tier: name of the tier, for the log.

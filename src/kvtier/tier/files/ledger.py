@@ -1,8 +1,8 @@
 """The cap file, with the byte count of a shared directory and the lock under which its names change.
 
-Under the lock, the count is at least the bytes of all objects and temporary files. It is exact unless a process was
-killed during a change. A change that adds bytes writes the count first; one that removes bytes writes it last. So, at
-worst, a crash leaves the count too high, and a recount corrects it.
+The count is at least the bytes of all objects and temporary files while the lock is held. It is exact unless a process
+was killed during a change. A change that adds bytes writes the count first; one that removes bytes writes it last. So,
+at worst, a crash leaves the count too high, and a recount corrects it.
 """
 
 import errno
@@ -18,7 +18,7 @@ from kvtier.layout import ALIGNMENT
 from kvtier.tier.files.safe_open import WRONG_KIND, Descriptor, open_file, read_file, set_aside
 from kvtier.tier.files.store_lock import lock_file
 
-_COUNT = struct.Struct("<8sQQ")  # magic, bytes in use, the same with all bits flipped
+_COUNT = struct.Struct("<8sQQ")  # magic, bytes in use, bytes in use with all bits flipped
 _MAGIC = b"kvledger"
 _ALL_BITS = (1 << 64) - 1
 
@@ -32,8 +32,8 @@ class Ledger:
         path: the file, created with mode 0600 if missing. Anything else with that name is renamed.
         tier: name of the tier, for errors.
         deadline_s: longest wait for the lock.
-        is_current: returns whether the store around the file is still the one that was opened. Only then is a missing
-            file created again: if its disk is not mounted, the path leads to another disk.
+        is_current: returns whether the store around the file is still the one that was opened. A missing file is
+            created again only then. The path leads to another disk if the store's disk is not mounted.
 
     Raises:
         OSError: the file cannot be opened for writing.
@@ -48,11 +48,11 @@ class Ledger:
         self._descriptor = self._open(makes=True)
         self._last_bytes = 0
         self._written_bytes: int | None = None
-        """What the file says, if this hold of the lock has read or written it."""
+        """The bytes in use as last read or written under the current hold of the lock; None before that."""
 
     @contextmanager
     def locked(self) -> Generator[bool]:
-        """Hold the lock. Yield whether the file was replaced since last time, for example by a remount.
+        """Hold the lock. Yield whether the file was replaced since the last call, for example by a remount.
 
         Raises:
             TierError: the lock was not free within the deadline, or the file is gone.
@@ -73,7 +73,7 @@ class Ledger:
             self._threads.release()
 
     def read(self) -> int | None:
-        """Return the bytes in use; None if the file is new or damaged. Call this only under the lock."""
+        """Return the bytes in use, or None if the file is new or damaged. Call this only under the lock."""
         self._written_bytes = used_bytes = _unpacked(os.pread(self._descriptor.fileno(), _COUNT.size, 0))
         if used_bytes is not None:
             self._last_bytes = used_bytes
@@ -81,7 +81,7 @@ class Ledger:
 
     def write(self, used_bytes: int) -> None:
         """Set the bytes in use. Call this only under the lock."""
-        if used_bytes != self._written_bytes:  # a victim and what replaces it are often as large
+        if used_bytes != self._written_bytes:  # a victim and its replacement often have the same size
             self._written_bytes = None
             os.pwrite(self._descriptor.fileno(), _COUNT.pack(_MAGIC, used_bytes, used_bytes ^ _ALL_BITS), 0)
             self._last_bytes = self._written_bytes = used_bytes
@@ -107,7 +107,7 @@ class Ledger:
                 self._threads.release()
 
     def _take(self) -> bool:
-        """Lock the file that is now at the path. Return whether it is a different file than last time."""
+        """Lock the file that is now at the path. Return whether it differs from the file of the last call."""
         is_replaced = False
         self._written_bytes = None
         for _ in range(_REPLACED_MAX):
@@ -141,7 +141,7 @@ class Ledger:
 
 
 def read_ledger(path: str) -> int | None:
-    """Read the bytes in use from the cap file at `path`; None if it is missing or damaged. This takes no lock."""
+    """Read the bytes in use from the cap file `path`. Return None if it is missing or damaged. This takes no lock."""
     try:
         # The check of the flipped bits detects a torn read.
         return _unpacked(read_file(path, _COUNT.size))

@@ -61,7 +61,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def path_problem(path: Path, nearest: Path) -> str | None:
-    """Return why `path` cannot be used, given its nearest existing directory `nearest`; None if it can."""
+    """Return why `path` cannot be used, given its nearest existing directory `nearest`, or None if it can."""
     if not nearest.is_dir():
         subject = path if nearest == path else f"its parent {nearest}"
         return f"{subject} is not a directory"
@@ -79,7 +79,7 @@ def store_problems(
     *,
     any_owner: bool = False,
 ) -> Iterator[Problem]:
-    """Yield what is wrong with the root of a store.
+    """Yield the problems of a store's root.
 
     Args:
         path: path of the root.
@@ -104,7 +104,7 @@ def store_problems(
     if usage.total == 0:
         yield Problem("error", "path", f"the file system of {nearest} has no space for files")
         return
-    # A store's own bytes count as used. Only a scan could count them, so a store may use the whole size.
+    # An existing store's bytes count as used, and only a scan could tell how many. So its cap may be the whole size.
     room = usage.total if is_store else usage.free
     if capacity_bytes > room:
         detail = f"more than the {'size' if is_store else 'free space'} of its file system, {size_text(room)}"

@@ -18,7 +18,7 @@ class RawFiles:
     Args:
         root: an empty directory, created if missing.
         direct: bypass the page cache if the file system allows it.
-        syncs: sync a file before its rename, which a file system shared by several nodes needs.
+        syncs: sync a file before its rename, which a file system shared by several nodes requires.
     """
 
     def __init__(self, root: Path, *, direct: bool, syncs: bool = False) -> None:

@@ -64,7 +64,7 @@ class SuppressErrno:
 
 
 class Descriptor:
-    """A long-lived descriptor, which is closed once, at the latest when nothing refers to it.
+    """A long-lived descriptor. It is closed once, at the latest when nothing refers to it any more.
 
     A forked child closes its copy immediately. Otherwise a flock inherited by the child would outlive the parent.
     """
@@ -242,7 +242,7 @@ def make_directory(name: str, directory: int | None = None, *, replace: bool = F
     Args:
         name: relative to `directory`, or a path.
         directory: descriptor of a directory.
-        replace: rename anything else with that name (`set_aside`).
+        replace: rename anything with that name that is not a directory (`set_aside`).
 
     Raises:
         OSError: it cannot be created, with an `errno` in `WRONG_KIND` if something else has its name.
@@ -280,7 +280,7 @@ def _refuse_other_kinds(name: str, status: os.stat_result) -> None:
 
 
 def set_aside(name: str, directory: int | None = None) -> None:
-    """Rename whatever else has the name of a store's file. A link itself is renamed, not its target.
+    """Rename whatever occupies the name of a store's file. A link itself is renamed, not its target.
 
     Raises:
         OSError: it cannot be renamed.

@@ -30,7 +30,7 @@ OBJECT = re.compile(r"[0-9a-f]{64}")
 
 
 _KEPT_MAX = 64
-"""At most this many directories stay open at once (`Paths.kept`)."""
+"""Maximum number of directories that stay open (`Paths.kept`)."""
 
 
 class Found(NamedTuple):
@@ -112,7 +112,7 @@ class Paths:
         return directory
 
     def each(self, names: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
-        """Yield those of `names` that have a directory, with its descriptor. Each directory is opened once.
+        """Yield the `names` that have a directory, each with its descriptor. Each directory is opened once.
 
         Raises:
             OSError: the file system fails, or the store is gone.
@@ -124,7 +124,7 @@ class Paths:
                         yield from ((name, fan) for name in together)
 
     def stat_objects(self, names: Iterable[bytes]) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Yield those of `names` that have a regular file, with its status. Raises as `each` does."""
+        """Yield the `names` that have a regular file, each with its status. Raises as `each` does."""
         for name, fan in self.each(names):
             status = stat_in(fan, name)
             if status is not None:
@@ -153,7 +153,7 @@ class Paths:
                                     yield prefix, fan, entry.name, status
 
     def _objects_open(self, *, is_listed: bool = False) -> "Closing":
-        """Open the objects' directory for a `with` block; None if it does not exist."""
+        """Open the objects' directory for a `with` block, which gets None if it does not exist."""
         kept = None if is_listed else self._kept.found("")
         if kept is not None:
             return kept
@@ -164,7 +164,7 @@ class Paths:
         return Closing(None)
 
     def found_fan(self, name: bytes) -> "Closing":
-        """Open the directory of object `name` for a `with` block; None if it does not exist.
+        """Open the directory of object `name` for a `with` block, which gets None if it does not exist.
 
         Raises:
             OSError: the file system fails, or the store is gone.
@@ -195,7 +195,7 @@ class Paths:
             yield fan
 
     def stat_object(self, name: bytes) -> os.stat_result | None:
-        """Return the status of the object's file; None if there is no regular file.
+        """Return the status of the object's file, or None if there is no regular file.
 
         Raises:
             OSError: the file system fails, or the store is gone.
@@ -204,7 +204,7 @@ class Paths:
             return None if fan is None else stat_in(fan, name)
 
     def may_exist(self, name: bytes) -> bool:
-        """Whether the object may have a file, with one system call. `stat_object` can still find none, such as a link.
+        """Return whether the object may have a file, with one system call. `stat_object` still finds none for a link.
 
         Raises:
             OSError: the store is gone.
@@ -289,7 +289,7 @@ def _open_fan_in(objects: int, prefix: str, *, is_listed: bool = False) -> int |
 
 
 def stat_in(fan: int, name: bytes) -> os.stat_result | None:
-    """Return the status of the object's file in its directory `fan`; None if there is no regular file.
+    """Return the status of the object's file in its directory `fan`, or None if there is no regular file.
 
     Raises:
         OSError: the file system fails.

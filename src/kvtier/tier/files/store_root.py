@@ -109,7 +109,7 @@ def command(what: str, root: Path) -> str:
 
 
 def read_marker(path: Path, parse: Callable[[bytes, Path], M]) -> M | None:
-    """Read the marker at `path`; None if it is missing.
+    """Read the marker at `path`. Return None if it is missing.
 
     Args:
         path: path of the marker.
@@ -137,7 +137,7 @@ def read_marker(path: Path, parse: Callable[[bytes, Path], M]) -> M | None:
 
 
 def find_marker(path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[[str], bool], allowed: str) -> M | None:
-    """Read the marker at `path`; None if opening the store would make one.
+    """Read the marker at `path`. Return None if opening the store would make one.
 
     Args:
         path: path of the marker.
@@ -165,7 +165,7 @@ def find_marker(path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[
 def open_marker(
     path: Path, parse: Callable[[bytes, Path], M], is_new: Callable[[str], bool], allowed: str, content: bytes
 ) -> M:
-    """Open the marker at `path`. In a missing or empty directory, create it with `content`.
+    """Open the marker at `path`. Create it with `content` in a missing or empty directory.
 
     Concurrent processes all get the same marker. No other directory gets one, and a damaged marker stays.
 
@@ -225,7 +225,7 @@ def write_marker(path: Path, content: bytes, *, replaces: bool = False) -> None:
 
 
 def repair_marker(path: Path, read: Callable[[], object], content: Callable[[], bytes]) -> list[str]:
-    """Write the marker at `path` again if it is missing or damaged. Return what was done, in sentences.
+    """Write the marker at `path` again if it is missing or damaged. Return sentences about the repair.
 
     Processes that have the store open share a lock on its directory (`StoreLock`), and repairs exclude each other.
 
@@ -260,7 +260,7 @@ def _is_valid(read: Callable[[], object]) -> bool:
 
 
 def mend_secret(path: Path) -> list[str]:
-    """Rename whatever is at the path of an automatic secret but is not a secret. Return what was done, in sentences.
+    """Rename anything but a secret at the path of an automatic secret. Return sentences about the repair.
 
     A secret whose mode prevents its use stays, because its owner may still restrict it.
 

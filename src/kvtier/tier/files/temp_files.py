@@ -1,7 +1,7 @@
 """The temporary files of a directory store, which reserve bytes and are removed if their writer is dead.
 
-A temporary file is named `<owner>-<number>-<reserved bytes>`, where the owner is one open store. If it was not written
-to for `TEMP_AGE_S`, its writer counts as dead. All operations run under the cap file's lock.
+A temporary file is named `<owner>-<number>-<reserved bytes>`, where the owner is one open store. Its writer counts as
+dead if the file was not written to for `TEMP_AGE_S`. All operations run under the cap file's lock.
 """
 
 # This code uses descriptors and plain strings, because it runs for every write.
@@ -28,7 +28,7 @@ from kvtier.tier.files.safe_open import (
 from kvtier.tier.files.store_paths import Closing, Paths
 
 NAMES = re.compile(r"[0-9a-f]{16}(-[0-9]{1,20}-[0-9]{1,15}|\.lock)|probe_[0-9a-f]{16}")
-"""Names of files that a store creates there. Others are not counted or removed. Earlier versions made the locks."""
+"""Names of files that a store creates in its drafts directory. Other files stay. Earlier versions made the locks."""
 
 TEMP_AGE_S = 900
 

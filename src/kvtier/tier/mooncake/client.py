@@ -1,4 +1,4 @@
-"""Runs Mooncake's client library in this process, with one connection to a store and nothing that disturbs an engine.
+"""Runs Mooncake's client library in this process, with one connection to a store, and keeps it from harming an engine.
 
 The library writes to stderr, listens on all addresses and waits for half a minute or more. It frees its threads in
 destructors that would hang in a forked child. This module prevents all of that.
@@ -30,7 +30,7 @@ CONNECT_DEADLINE_S = 2.0
 STALL_S = 2
 """A transfer without progress for this long fails, because the library closes its own connection."""
 LANES = 16
-"""Number of connections to each node. A transfer that finds all of them busy waits while they make no progress."""
+"""Number of connections to each node. A transfer that finds all of them busy waits, even if they make no progress."""
 LIMITS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": STALL_S,
     "MC_TCP_STATUS_TIMEOUT_SEC": STALL_S,
@@ -105,7 +105,7 @@ class MooncakeClient:
         self._tier = tier
         self._master = f"[{master[0]}]:{master[1]}" if ":" in master[0] else f"{master[0]}:{master[1]}"
         here, place = _addresses(tier, master)
-        # This is not imported with the module: it starts Go's runtime, which disturbs commands that use no such tier.
+        # The library is not imported with the module, because it starts Go's runtime, which disturbs other commands.
         try:
             library: Any = import_module("mooncake.store")
         except ImportError as error:
@@ -159,7 +159,9 @@ class MooncakeClient:
         return [code == 1 for code in codes]
 
     def copies(self, keys: Sequence[str], deadline_s: float) -> dict[str, list[Copy]]:
-        """Return the complete copies in memory, for each of `keys` that has any, in one request, or two if none has.
+        """Return the complete copies in memory for each of `keys` that has any.
+
+        This takes one request, or two if no key has any.
 
         Raises:
             TierError: the master does not answer.
@@ -299,8 +301,8 @@ def _addresses(tier: str, master: tuple[str, int]) -> tuple[str, str]:
     """Return this machine's numeric address on the route to `master`, and the master's with its port.
 
     The library gets no host name, because it would look the name up without a deadline. A real master reacts to
-    nonsense by hanging up at once. This is tested first, because the library's `setup` stops all Python threads until
-    the master answers.
+    nonsense by hanging up immediately. This is tested first, because the library's `setup` stops all Python threads
+    until the master answers.
     """
     place, here, there = f"{master[0]}:{master[1]}", "", ""
     end_s = time.monotonic() + CONNECT_DEADLINE_S

@@ -1,8 +1,8 @@
 """Tracks which storage nodes of a Mooncake store are silent, and reads from the others.
 
 The library reads only the first copy of an object, and waits a minute for a silent node. So this module reads copies
-with the library's transfer engine, and tries the next one when one fails. A read ends only when the engine says that
-the transfer has ended, so that none of its bytes can arrive later. The library itself ends a transfer without progress
+with the library's transfer engine, and tries the next one when one fails. A read ends only when the engine reports the
+end of the transfer, so that no byte can arrive later. The library itself ends a transfer without progress
 (`mooncake.client.STALL_S`).
 """
 
@@ -23,7 +23,7 @@ CONTACT_DEADLINE_S = 1.0
 SILENT_S = 10.0
 """A node that failed is left alone for this long."""
 MET_S = 1.0
-"""After a sign of life, a node is not asked for another one for this long."""
+"""A node that gave a sign of life is not asked for another one for this long."""
 POLL_S, POLL_MAX_S = 30e-6, 500e-6
 NODES_MAX = 4096
 
@@ -100,7 +100,7 @@ class MooncakeNodes:
             pause_s = min(pause_s * 1.2, POLL_MAX_S)
 
     def _begin(self, want: Want, end_s: float) -> _Running | None:
-        """Submit the read of the next copy; None if there is none."""
+        """Submit the read of the next copy. Return None if there is none."""
         while want.tried < len(want.copies) and time.monotonic() < end_s:
             copy = want.copies[want.tried]
             want.tried += 1
@@ -115,7 +115,7 @@ class MooncakeNodes:
         return None
 
     def _has_ended(self, running: _Running, waiting: deque[Want]) -> bool:
-        """Return whether the transfer has ended. If it failed, its read waits for the next copy."""
+        """Return whether the transfer has ended. The read of a failed transfer waits for the next copy."""
         want, copy, batch = running
         status = self._engine.transfer_check_status(batch)
         if status == _PENDING:

@@ -1,8 +1,8 @@
 """Shuts the sockets on which Mooncake's client listens in this process, and finds the data port of a storage node.
 
-The client listens on all addresses of the machine, and any program that connects may read and write
-the memory that it has registered. A client without a segment needs no such connection, so `shut_out` drops every
-packet to these sockets.
+The client listens on all addresses of the machine. Any program that connects may read and write the memory that the
+client has registered. A client without a segment needs no such connection, so `shut_out` drops every packet to these
+sockets.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ def shut_out(handshakes: int) -> list[int]:
     """Drop all packets to the sockets of Mooncake's client. Return their ports, as far as they are known.
 
     The system lets only one socket listen on a port on all addresses. So this process's socket at `handshakes` is the
-    client's, and so is the one at the data port that it names there. An RDMA client names no data port.
+    client's, and so is the one at the data port named there. An RDMA client names no data port.
 
     Raises:
         OSError: the system has no socket filters.

@@ -4,7 +4,7 @@ An object's key is ``<prefix>/<key id>/<model id>/<name>``. Host memory is regis
 transfers from and to slots without a copy. The master lists no objects, so `scan` finds none.
 
 The library ends transfers without progress (`mooncake.client.STALL_S`). The calling thread returns only when the memory
-is free again: while a transfer runs, its memory belongs to the library.
+is free again. The memory of a running transfer belongs to the library.
 """
 
 import atexit
@@ -123,7 +123,7 @@ class MooncakeTier(Tier):
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """Read frames, each from its offset into its buffer.
 
-        All are read at once, each from the first copy that can be read.
+        All frames are read at the same time, each from the first copy that can be read.
 
         An object that is only on silent nodes is absent. The read fails if a node answers but does not send the object.
         """
@@ -146,7 +146,8 @@ class MooncakeTier(Tier):
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """Write frames of different names, each atomically.
 
-        All are written at once. The result is False if there is no room, or if a node does not accept its copy.
+        All frames are written at the same time. The result is False if there is no room, or a node does not accept its
+        copy.
         """
         with self._guard:
             views = {self._root + each.name.hex(): each.frame.cast("B") for each in writes}

@@ -13,7 +13,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
 class Credentials(NamedTuple):
-    """Explicit keys. If empty, the client's chain is used (environment, web identity, container, machine)."""
+    """Explicit keys. The client's chain is used if they are empty (environment, web identity, container, machine)."""
 
     access_key_id: PrivateText = PrivateText()
     secret_access_key: PrivateText = PrivateText()

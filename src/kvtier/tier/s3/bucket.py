@@ -23,8 +23,8 @@ MARKER = b"kvtier objects, format 1\n"
 
 STALL_SHARE = 0.2
 STALL_S_MIN = 1.0
-"""A read without a byte for this share of the deadline has stalled, but not before the minimum. A store with slow disks
-may take that long for its first byte, whatever the deadline."""
+"""A read has stalled after `STALL_SHARE` of the deadline without a byte, but never before `STALL_S_MIN`. A store with
+slow disks may take that long for its first byte, whatever the deadline."""
 
 _FORMAT = re.compile(rb"kvtier objects, format \d+\n?")
 KEY_ID = re.compile(r"[0-9a-f]{32}")
@@ -68,7 +68,7 @@ def connect(
         region: region of the bucket; empty for the environment's, or ``us-east-1``.
         credentials: explicit keys.
         allow_http: permit an endpoint without TLS.
-        virtual_host: the endpoint's host name begins with the bucket.
+        virtual_host: whether the endpoint's host name begins with the bucket's name.
         authorities: further trusted authorities, in PEM.
         deadline_s: longest time of an operation, all attempts together.
         probe_deadline_s: longest time of a lookup.
@@ -137,12 +137,12 @@ def stored_roots(bucket: Bucket) -> list[tuple[bytes, bytes]]:
 
 
 def read_body(found: "GetResult", most: int) -> bytes:
-    """Read the body of an answer. If the server sends more than `most` bytes, return slightly more than that."""
+    """Read the body of an answer. Return slightly more than `most` bytes if the server sends more."""
     return next(iter(found.stream(most + 1)), b"")
 
 
 def read_marker(store: S3Store, key: str) -> bytes | None:
-    """Read the marker's bytes, or enough to show that they are wrong; None if the bucket does not have it."""
+    """Read the marker's bytes, or enough to show that they are wrong. Return None if the bucket does not have it."""
     try:
         return read_body(obstore.get(store, key), len(MARKER))
     except FileNotFoundError as error:
@@ -152,7 +152,7 @@ def read_marker(store: S3Store, key: str) -> bytes | None:
 
 
 def flaw(found: bytes) -> str:
-    """Return what is wrong with a marker that is not `MARKER`, and how to repair it."""
+    """Describe the flaw of a marker that is not `MARKER`, and how to repair it."""
     if _FORMAT.fullmatch(found):
         return f"is of another version of kvtier ({found!r}); if you use none, remove the object and start again"
     what = "it is damaged, another program uses this prefix, or the server does not speak S3"

@@ -59,7 +59,7 @@ class Refusal(NamedTuple):
 
 
 def refusal_of(error: BaseException) -> Refusal:
-    """Return the refusal that an exception of the client means."""
+    """Return the refusal that an exception of the client stands for."""
     text = str(error)[:TEXT_MAX]
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None:
@@ -88,7 +88,7 @@ def refusal_of(error: BaseException) -> Refusal:
 
 
 def pause_s(refusal: Refusal, attempts: int) -> float | None:
-    """Return the random pause in seconds after `attempts` attempts; None to give up."""
+    """Return the random pause in seconds after `attempts` attempts, or None to give up."""
     if not refusal.is_passing or attempts == ATTEMPTS_MAX:
         return None
     longest_s = min(BACKOFF_MAX_S, BACKOFF_S * 2**attempts)

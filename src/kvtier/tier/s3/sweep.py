@@ -1,11 +1,11 @@
 """Keeps the objects of one secret below a cap, in a bucket without a lifecycle rule, by deleting the oldest.
 
-A sweep lists every object below ``<prefix>/<key id>/``, of all models, because nothing else would remove those of a
-retired model. Objects of other secrets have their own cap, and other keys belong to other programs. Both stay.
+A sweep lists every object below ``<prefix>/<key id>/``, of all models. Nothing else would remove those of a retired
+model. Objects of other secrets have their own cap, and other keys belong to other programs. Both stay.
 
-A sweep ends with a record of the bytes in use, ``<prefix>/<key id>/swept``. While the record is recent, other processes
-read it instead of listing. At worst, a process whose clock is wrong lists too often. Two concurrent sweeps are
-harmless, because both choose the objects by the store's times.
+A sweep ends with a record of the bytes in use, ``<prefix>/<key id>/swept``. Other processes read a recent record
+instead of listing. At worst, a process whose clock is wrong lists too often. Two concurrent sweeps are harmless,
+because both choose the objects by the store's times.
 """
 
 import heapq
@@ -38,7 +38,7 @@ SWEEP_DEADLINE_S = 1800.0
 AGAIN_S = 1.0
 """The next sweep starts after this time if `EVICTIONS_MAX` deletions were too few."""
 FIRST_WAIT_S = 60.0
-"""The first check of the record is delayed by a random part of this, so that nodes do not start together."""
+"""A random part of this delays the first check of the record, so that nodes do not start together."""
 CLOSE_DEADLINE_S = 10.0
 
 _OBJECT = re.compile(r"[0-9a-f]{32}/(?:[0-9a-f]{64}|clock/[0-9a-f]{16})")
@@ -85,7 +85,7 @@ class S3Sweeper:
         self._thread.join(CLOSE_DEADLINE_S)
 
     def sweep(self) -> None:
-        """List all objects and delete the oldest if they exceed the cap. Write the record unless they still do.
+        """List all objects and delete the oldest if they exceed the cap. Write the record unless they still exceed it.
 
         Raises:
             TimeoutError: the sweep took longer than `SWEEP_DEADLINE_S`, or the tier is closing.

@@ -5,10 +5,10 @@ writes it if it is missing.
 
 Frames are read and written in the caller's thread; the client releases the interpreter lock. Lookups have their own
 threads. The client does not retry; this module does, with jitter. An attempt takes at most half of the deadline and
-starts in its first half, so that every operation ends within the deadline. A read that stalls (`bucket.STALL_SHARE`) is
+starts in the first half. So every operation ends within the deadline. A read that stalls (`bucket.STALL_SHARE`) is
 repeated once on its own connection.
 
-Payloads have no signature and no S3 checksum: the reader verifies frames, and either would halve the speed of a write.
+Payloads have no signature and no S3 checksum. The reader verifies frames, and either would halve the speed of a write.
 """
 
 import logging
@@ -54,7 +54,7 @@ _T = TypeVar("_T")
 
 
 class S3Tier(OneByOneTier):
-    """Keeps frames as objects of a bucket, which expire by the bucket's lifecycle rule or are swept to keep a cap.
+    """Keeps frames as objects of a bucket. They expire by the bucket's lifecycle rule or are swept to keep a cap.
 
     Args:
         bucket: the bucket, a prefix in it, and the clients.
@@ -111,9 +111,9 @@ class S3Tier(OneByOneTier):
         return Figures(sweeper.used_bytes, sweeper.capacity_bytes, sweeper.evictions, written)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Return for each name whether the bucket has it, with concurrent HEAD requests, by the probe deadline.
+        """Return for each name whether the bucket has it, with concurrent HEAD requests, within the probe deadline.
 
-        A name without an answer in time is False. If no name has an answer, this raises `TierError`.
+        A name without an answer in time is False. This raises `TierError` if no name has an answer.
         """
         with self._guard:
             if names:
@@ -227,7 +227,7 @@ class S3Tier(OneByOneTier):
         return count
 
     def _put(self, key: str, view: memoryview) -> bool:
-        """Write an object; return whether it is new. Without conditional writes, this first looks for the object."""
+        """Write an object, and return whether it is new. Look for it first if the server lacks conditional writes."""
         if self._is_conditional:
             try:
                 obstore.put(self._store, key, view, use_multipart=False, mode="create")
@@ -306,7 +306,7 @@ class S3Tier(OneByOneTier):
         self._attempt("open", lambda: is_there(self._store, f"{key}-absent"))  # forbidden without ListBucket
 
     def _warn_of_other_secrets(self) -> None:
-        """Warn if only other secrets are in use here. This makes one request, and needs permission to list."""
+        """Warn if only other secrets are in use here. The check makes one request, and requires permission to list."""
         with suppress(Exception):
             parent = self._bucket.prefix
             firsts = {

@@ -1,8 +1,8 @@
 """Keeps a shared directory within its cap, by claims and sweeps in one thread. Reads and writes do no I/O for it.
 
 A write takes bytes from an allowance in memory. The keeper thread raises this writer's claim before the allowance is
-used up, and sweeps the store when its bytes approach the cap. If it cannot, because the file system is slow or another
-node has the bytes that it needs, writes beyond the allowance are dropped. Reads continue.
+used up. It sweeps the store when the bytes approach the cap. Writes beyond the allowance are dropped if the file system
+is slow or another node has claimed the bytes. Reads continue.
 """
 
 import logging
@@ -117,7 +117,7 @@ class SharedCap:
     def _wait_for_room(self, charge: int) -> bool:
         """Wait for a round of the keeper that starts after this call. Return whether `charge` bytes then fit.
 
-        If another write takes the bytes that a round gained, this waits for the next round, until the same deadline.
+        This waits for the next round, until the same deadline, if another write takes the bytes that a round gained.
         """
         is_stuck = self._began_s is not None and time.monotonic() - self._began_s > self._wait_s
         if is_stuck or self._is_closing:
@@ -143,7 +143,7 @@ class SharedCap:
             self._written += charge
 
     def used(self, name: ObjectName, mtime_ns: int) -> None:
-        """Record that `name` was read, and publish that if its mtime is old."""
+        """Record that `name` was read, and publish the use if the mtime is old."""
         if time.time_ns() + self.clock_offset_ns - mtime_ns < TOUCH_AFTER_NS:
             return
         with self._changed:
@@ -151,7 +151,7 @@ class SharedCap:
                 self._uses[name] = None
 
     def close(self) -> None:
-        """Publish the last uses, lower the claim to what was written, and end the thread. Waits at most `JOIN_S`."""
+        """Publish the last uses, lower the claim to the bytes written, and end the thread. Waits at most `JOIN_S`."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -309,7 +309,7 @@ class SharedCap:
             self._touch(name)
 
     def _renew_claim(self) -> None:
-        """Give back what an idle writer has claimed, and renew the claim of a slow one before it expires."""
+        """Give back the unused claim of an idle writer, and renew the claim of a slow one before it expires."""
         with self._changed:
             is_idle = self._taken == self._taken_at_tick and not self._waiting
             self._taken_at_tick = self._taken

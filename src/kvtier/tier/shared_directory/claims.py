@@ -1,14 +1,14 @@
 """The claims of a shared directory, in which each writer declares the bytes it may have written, without a lock.
 
 A claim file contains two counts of one writer (one open store) since it was opened. `written` is the bytes of finished
-writes, and `claimed` the most that it may have written. A sweep walks the store and records the bytes that it found,
+writes, and `claimed` the most that it may have written. A sweep walks the store. It records the bytes that it found,
 with `written` of every claim from before the walk. So, at any time, the store holds at most
 
     bytes of the record + sum over claims of (claimed - written at the record)
 
-A writer first raises its claim and then adds up all claims. If two writers do this at once, at least one sees the
-other's claim. So, on a coherent file system, the cap holds at every moment. Where attributes are cached, the cap is
-exceeded by at most the bytes claimed within the caching time.
+A writer first raises its claim and then adds up all claims. At least one of two writers that do this at the same time
+sees the other's claim. So the cap holds at every moment on a coherent file system. Where attributes are cached, the cap
+is exceeded by at most the bytes claimed within the caching time.
 """
 
 # This code uses plain strings, because paths below the root are single components.
@@ -43,7 +43,7 @@ class Claim(NamedTuple):
     written: int
     claimed: int
     mtime_ns: int
-    """When the file system received the claim."""
+    """Time at which the file system received the claim."""
 
 
 class SweepRecord(NamedTuple):
@@ -62,7 +62,7 @@ class Declared(NamedTuple):
     claims: Mapping[str, Claim]
 
     def bound(self, owner: str = "", claimed: int = 0) -> int | None:
-        """Return the most bytes that the store may hold if `owner` claims `claimed` bytes; None without a record."""
+        """Return the most bytes that the store may hold if `owner` claims `claimed` bytes, or None without a record."""
         if self.record is None:
             return None
         totals = {name: claim.claimed for name, claim in self.claims.items()}
@@ -144,7 +144,7 @@ class Claims:
 
 
 def _content(name: str, directory: int) -> tuple[dict[str, Any], int] | None:
-    """Read the fields and mtime of a claim or record; None if it is damaged or gone."""
+    """Read the fields and mtime of a claim or record. Return None if it is damaged or gone."""
     try:
         status = os.stat(name, dir_fd=directory, follow_symlinks=False)
         fields, is_sound = read_json(read_file(name, _BYTES_MAX, directory))

@@ -87,7 +87,7 @@ class Sweep:
         self._roots: list[tuple[int, Paths]] = []
 
     def run(self, target_bytes: int, limit_bytes: int) -> Swept:
-        """Count the store. If it has more than `limit_bytes`, evict the oldest objects down to `target_bytes`.
+        """Count the store. Evict the oldest objects down to `target_bytes` if it has more than `limit_bytes`.
 
         Raises:
             OSError: the file system fails.

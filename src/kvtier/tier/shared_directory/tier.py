@@ -42,7 +42,7 @@ class SharedDirectoryTier(FileTier, OneByOneTier):
         key_id: 16 bytes that identify the secret (`keys.secret.key_id`).
         model: 16 bytes that identify the model (`keys.secret.model_id`).
         capacity_bytes: cap for the objects of all key ids and models and for temporary files, each rounded up to
-            4 KiB. If nodes have different caps, the lowest one holds. `claims` describes its precision.
+            4 KiB. The lowest cap holds if nodes have different ones. `claims` describes its precision.
         name: the tier's name in metrics and errors.
         direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
         wait_s: how long a write waits for room before it is dropped.
@@ -107,7 +107,7 @@ class SharedDirectoryTier(FileTier, OneByOneTier):
             return [ObjectName(file.name) for file in files]
 
     def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """Read the frame from `offset` into `into`; None if it is absent or vanishes meanwhile."""
+        """Read the frame from `offset` into `into`. Return None if it is absent or vanishes meanwhile."""
         return self._read(name, into, offset, is_use=True)
 
     def peek_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
@@ -200,7 +200,7 @@ class SharedDirectoryTier(FileTier, OneByOneTier):
         try:
             try:
                 write_all(descriptor, frame, is_sized=True)
-                # Otherwise a reader elsewhere would wait until this node has sent the bytes, for ever if it is gone.
+                # Otherwise a reader elsewhere would wait until this node has sent the bytes, forever if it is gone.
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

@@ -161,7 +161,7 @@ def _inspect(settings: ValkeySettings) -> list[ScannedTier]:
 
 
 def _raw(settings: ValkeySettings, context: TierContext) -> RawClient | None:
-    """Make the raw client; None for a cluster and for TLS."""
+    """Make the raw client. Return None for a cluster and for TLS."""
     from kvtier.tier.valkey.raw_client import RawValkey
 
     access, (node, *others) = _access(settings), parse_addresses(settings.addresses)

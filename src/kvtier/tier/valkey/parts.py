@@ -5,8 +5,8 @@ with ``/1``, ``/2`` and so on. Each value begins with `HEADER`, which is a magic
 Parts are written in one transaction, so that there is a whole object or none. A server may evict parts one by one. An
 object that lacks parts, or has parts with different stamps, is torn, which is a miss.
 
-Values are small because servers copy and send large ones slowly, and because a pipeline sends a part while the previous
-one is stored.
+Values are small because servers copy and send large ones slowly. Small values also let a pipeline send a part while the
+previous one is stored.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from kvtier.tier.valkey.requests import Request, Transaction
 from kvtier.tier.valkey.wire import Buffer, Reader, RefusedError, Reply, command
 
 PART_BYTES = (1 << 19) - 4096
-"""Bytes of a frame in one value. With its header and the server's own, it fits an allocation of 512 KiB."""
+"""Bytes of a frame in one value. The value fits an allocation of 512 KiB with this header and the server's own."""
 FRAME_BYTES_MAX = 1 << 30
 HEADER = Struct("<4sIQ")
 """Magic number, stamp, bytes of the frame."""
@@ -53,7 +53,7 @@ def header_request(slot: int, key: bytes) -> Request:
 
 
 def frame_bytes(answer: Reply) -> int | None:
-    """Return the frame's length from a header; None if it is absent or foreign."""
+    """Return the frame's length from a header, or None if it is absent or foreign."""
     if not isinstance(answer, bytes) or len(answer) != HEADER.size:
         return None
     magic, _, length = HEADER.unpack(answer)
@@ -157,7 +157,7 @@ class Front(ValuePart):
         self.payload_bytes_max = into.nbytes
 
     def byte_count(self) -> int | None:
-        """Return the number of bytes loaded; None if the object is absent or torn."""
+        """Return the number of bytes loaded, or None if the object is absent or torn."""
         return min(self.payload_bytes_max, self.header[1]) if self.answer == 1 else None
 
 
@@ -196,11 +196,11 @@ class Loading:
         return [part.header for part in self.parts] == [part.header for part in other.parts]
 
     def removal(self) -> Request:
-        """Make a request that removes what is left of the object."""
+        """Make a request that removes the remaining parts of the object."""
         return removal(self.slot, self.key, max(part.header[1] for part in self.parts))
 
     def byte_count(self) -> int | None:
-        """Return the number of bytes loaded; None if the object is absent or torn. Every part must have an answer."""
+        """Return how many bytes were loaded, or None if the object is absent or torn. Every part must be answered."""
         length = self._whole()
         return None if length is None else max(0, min(self._into.nbytes, length - self._offset))
 

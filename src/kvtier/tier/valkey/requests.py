@@ -28,12 +28,12 @@ from kvtier.tier.valkey.wire import (
 REPEATS_MAX = 6
 """Maximum number of repetitions of one request after temporary failures."""
 PAUSE_S, PAUSE_MAX_S = 0.02, 0.5
-"""Pause before the second repetition, and longest pause before later ones. It doubles, and half of it is random."""
+"""Pause before the second repetition, and longest pause. Pauses double, and half of each is random."""
 PASSING = frozenset({"MOVED", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "READONLY", "MASTERDOWN", "BUSY"})
 """Codes of refusals worth a retry."""
 STALL_SHARE = 0.15
-"""Share of the deadline that reads may take without a byte. If the server then answers, each object is read once
-more on its own connection. An object that gets no byte there cannot be read."""
+"""Share of the deadline that reads may take without a byte. Each object is read once more on its own connection if the
+server then answers. An object that gets no byte there cannot be read."""
 MOVING = frozenset({"ASK", "TRYAGAIN"})
 """Codes of refusals while a slot moves to another server."""
 
@@ -47,7 +47,7 @@ class Request:
     """
 
     may_stall = False
-    """Whether this reads an object. Without a byte for `STALL_SHARE` of the deadline, it fails and others go on."""
+    """Whether this reads an object. A read fails after `STALL_SHARE` of the deadline without a byte; others go on."""
 
     def __init__(self, slot: int, buffers: Sequence[Buffer]) -> None:
         self.slot, self.buffers = slot, buffers
@@ -72,7 +72,7 @@ class Request:
         return bool(self.failure) or isinstance(self.answer, RefusedError)
 
     def take(self, reader: Reader) -> Reply:
-        """Read all of its replies, and return the one that counts."""
+        """Read all replies to the request, and return the one that counts."""
         return reader.reply()
 
 
@@ -90,7 +90,7 @@ class Transaction(Request):
         self._count = len(commands)
 
     def take(self, reader: Reader) -> Reply:
-        """Return the first refusal, or else the last reply. The transaction's own refusal is only an effect."""
+        """Return the first refusal, or else the last reply. The transaction's own refusal is only a consequence."""
         replies = [reader.reply() for _ in range(self._count + 2)]
         return next((each for each in replies if isinstance(each, RefusedError)), replies[-1])
 
@@ -134,7 +134,7 @@ class Requests:
                     sent.append((wire, group))
             while sent:
                 self._read(*sent.pop(), end_s, stall_s)
-        finally:  # after an interrupt, replies may still arrive on these
+        finally:  # after an interrupt, replies may still arrive on these connections
             for wire, _ in sent:
                 wire.close()
 

@@ -1,8 +1,8 @@
 """The servers of a Valkey store, with the slots that each has, their connections and their failures.
 
-A store is one server or a cluster. A cluster's slots are read when it is opened, and again when a server answers that a
-slot has moved or when a server fails. They are read at most a few times a second. A server that failed is left alone
-for a moment. Only one operation at a time then waits for it; the others that need it fail immediately.
+A store is one server or a cluster. A cluster's slots are read when it is opened, and again when a server reports a
+moved slot or fails. They are read at most a few times a second. A server that failed is left alone for a moment. Only
+one operation at a time then waits for it; the others that need it fail immediately.
 """
 
 import re
@@ -167,7 +167,7 @@ class Servers:
     def failed(self, node: Node, *, is_down: bool = True) -> None:
         """Record a failed connection and close the server's idle ones.
 
-        If `is_down`, the server is left alone for a moment. The only server of a store is never left alone, because the
+        The server is left alone for a moment if `is_down`. The only server of a store is never left alone, because the
         tier's circuit breaker does that.
         """
         with self._lock:
@@ -254,7 +254,7 @@ class Servers:
         except RefusedError as error:
             if error.code != "ERR" or error.text == MANY_CLIENTS or self.is_cluster:
                 raise
-            # The server is not in cluster mode or lacks the command. If it refuses the connection, it does so again.
+            # The server is not in cluster mode or lacks the command. A refused connection also fails here.
             self.ask(node, b"PING", end_s=end_s)
             self._slots, self.masters = [node] * SLOTS, (node,)
             return
@@ -292,7 +292,7 @@ def _named(host: str, port: int, asked: Node) -> Node:
 
 
 def _mistake(error: Exception) -> str:
-    """Return what is wrong with the settings if `error`, at the start, shows it; else an empty string."""
+    """Return the mistake in the settings that `error` shows at the start, or an empty string if it shows none."""
     if isinstance(error, NonsenseError):
         return f": {error}; this is not a Valkey server, or it speaks TLS"
     if isinstance(error, RefusedError) and error.code in _WRONG_ACCESS and error.text != MANY_CLIENTS:
@@ -307,7 +307,7 @@ def _mistake(error: Exception) -> str:
 
 
 def _shown(part: str) -> str:
-    """Return `part` without anything that may be a password: a login, and what follows a host."""
+    """Return `part` without anything that may be a password: a login, and the text after a host."""
     whole = part.rpartition("@")[2].strip()
     found = _ADDRESS.match(whole)
     shown = found[0] if found else ""

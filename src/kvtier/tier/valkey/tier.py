@@ -105,7 +105,7 @@ class ValkeyTier(Tier):
         return Figures(write_bytes={"frames": self._written_bytes})
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Return for each name whether its first part exists, with one pipeline per server, all at once.
+        """Return for each name whether its first part exists, with one concurrent pipeline per server.
 
         Names on a failed server of a cluster count as absent while another server answers.
         """
@@ -121,7 +121,7 @@ class ValkeyTier(Tier):
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """Read frames, each from its offset into its buffer.
 
-        This takes one round trip, or two if an object is not whole. If it still is not, it is absent.
+        This takes one round trip, or two if an object is torn. An object that is then still torn counts as absent.
         """
         with self._guard:
             loadings = [
@@ -185,7 +185,7 @@ class ValkeyTier(Tier):
             return answers
 
     def delete(self, name: ObjectName) -> None:
-        """Delete `name` and all of its parts, if it exists. If it cannot be read, only the first part is known.
+        """Delete `name` and all of its parts, if it exists. Only the first part is known if its header is unreadable.
 
         The other parts are not an object without the first, and the next write of the name replaces them.
         """
@@ -257,7 +257,7 @@ class ValkeyTier(Tier):
         return TierError(self.name, f"cannot {what}: {request.failure or f'refused: {request.answer}'}")
 
     def _problem(self, request: Request, what: str) -> TierError | None:
-        """Return why `request` failed; None if it did not, or if its object is a miss for now.
+        """Return why `request` failed, or None if it did not or its object is a miss for now.
 
         An object is a miss while its slot moves, and while its server is down but another one answers.
         """

@@ -1,6 +1,6 @@
 """A connection to a Valkey server, which sends commands and reads replies within a deadline and size limits.
 
-Payloads move between the socket and the caller's memory without copies. valkey-py copies them, and its parsers limit
+Payloads move between the socket and the caller's memory without copies. valkey-py copies them. Its parsers limit
 neither lines, lengths nor total time (`docs/adr/0016`).
 """
 
@@ -24,8 +24,8 @@ ITEM_COST = 8
 REPLY_DEPTH_MAX = 6
 SEND_BUFFER_BYTES = 1 << 18
 """Send buffer for a server on the same machine; Linux doubles it. Waiting bytes then stay in the processor's cache.
-With the default of up to 4 MiB, such a server needs 50 % more processor time for a write. A network needs a larger
-buffer: at 25 Gbit/s and 0.5 ms, some 1.6 MB are in flight."""
+The default of up to 4 MiB costs such a server 50 % more processor time for a write. A network needs a larger buffer: at
+25 Gbit/s and 0.5 ms, some 1.6 MB are in flight."""
 BUFFERS_PER_CALL = 512
 """Maximum number of buffers in one `sendmsg`. Linux allows 1024."""
 
@@ -71,7 +71,7 @@ class Node(NamedTuple):
 
 
 class Access(NamedTuple):
-    """The settings of a connection, besides the address."""
+    """The settings of a connection, without the address."""
 
     username: str = ""
     password: PrivateText = PrivateText()
@@ -93,22 +93,23 @@ def command(*parts: bytes) -> bytes:
 class Reader:
     """Reads replies from `line`.
 
-    Every method raises `BrokenWireError` on nonsense, and `OSError` (such as `TimeoutError`) if the connection fails.
+    Every method raises `BrokenWireError` if the server breaks the protocol, and `OSError` (such as `TimeoutError`) if
+    the connection fails.
     """
 
     def __init__(self, line: socket.socket, end_s: float) -> None:
         self.end_s = end_s
-        """When the running operation must have ended, on the monotonic clock."""
+        """Deadline of the running operation, on the monotonic clock."""
         self.stall_s = inf
         """Longest time without a byte."""
         self.progress_s = 0.0
-        """When the last byte arrived, or the operation started."""
+        """Time at which the last byte arrived, or the operation started."""
         self._socket = line
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._stop = 0
         self._left = 0
-        """What is left of `REPLY_COST_MAX` for the current reply."""
+        """The rest of `REPLY_COST_MAX` for the current reply."""
 
     @property
     def is_empty(self) -> bool:
@@ -299,7 +300,7 @@ def _with_tls(line: socket.socket, host: str, access: Access) -> ssl.SSLSocket:
     if access.ca_file is not None:
         context.load_verify_locations(access.ca_file)
     if access.certificate_file is not None:
-        # With an empty pass phrase, a key that needs one causes an error instead of a prompt.
+        # With an empty pass phrase, a key that requires one causes an error instead of a prompt.
         context.load_cert_chain(access.certificate_file, access.key_file, password="")
     try:
         return context.wrap_socket(line, server_hostname=host)
@@ -339,7 +340,7 @@ def _number(digits: bytes) -> int:
 
 
 def _length(digits: bytes, most: int) -> int | None:
-    """Parse a length; None for -1, the protocol's null."""
+    """Parse a length. Return None for -1, the protocol's null."""
     length = _number(digits)
     if length == -1:
         return None
