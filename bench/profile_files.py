@@ -30,7 +30,7 @@ import numpy as np
 
 from kvtier.report.output import write_json
 from kvtier.tier.files.direct import aligned_buffer, can_direct
-from kvtier.tier.files.raw_files import RawFiles, RawSegment
+from kvtier.tier.files.raw_client import RawFiles, RawSegment
 from kvtier.tools.bench.io import Fio
 from kvtier.tools.bench.io_harness import PROC_IO, FullTier
 from kvtier.tools.run_record import RecordedSetting, make_record

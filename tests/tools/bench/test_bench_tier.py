@@ -14,7 +14,7 @@ from kvtier.testing.tier import frame_of, object_name
 from kvtier.tier import registry
 from kvtier.tier.directory import kind as directory_kind
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.files.raw_files import RawFiles
+from kvtier.tier.files.raw_client import RawFiles
 from kvtier.tools.bench import data_paths
 from kvtier.tools.bench.data_paths import ClientPath, new_names
 from kvtier.tools.bench.tier import TierBench

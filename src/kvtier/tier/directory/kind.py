@@ -12,7 +12,7 @@ from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
 from kvtier.tier.base import Tier
 from kvtier.tier.files.directory_marker import STORE_VERSION, find_marker, layout_of, repair_marker
 from kvtier.tier.files.path_checks import FileTierSettings, store_problems
-from kvtier.tier.files.raw_files import RawFiles
+from kvtier.tier.files.raw_client import RawFiles
 from kvtier.tier.files.store_root import mend_secret
 from kvtier.tier.registry import Problem, TierContext, TierKind
 from kvtier.tier.store_view import StoreView

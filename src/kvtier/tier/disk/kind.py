@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError, DamagedStoreError
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.base import Tier
 from kvtier.tier.files.path_checks import FileTierSettings, store_problems
-from kvtier.tier.files.raw_files import RawSegment
+from kvtier.tier.files.raw_client import RawSegment
 from kvtier.tier.files.safe_open import check_private, make_root
 from kvtier.tier.files.store_root import RANK, command, mend_secret, opening
 from kvtier.tier.registry import Problem, TierContext, TierKind

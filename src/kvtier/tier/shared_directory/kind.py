@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError
 from kvtier.tier.base import Tier
 from kvtier.tier.files.directory_marker import SHARED_VERSION, find_marker, layout_of, read_marker, repair_marker
 from kvtier.tier.files.path_checks import FileTierSettings, nearest_existing, store_problems
-from kvtier.tier.files.raw_files import RawFiles
+from kvtier.tier.files.raw_client import RawFiles
 from kvtier.tier.registry import Problem, TierContext, TierKind
 from kvtier.tier.store_view import ScannedTier, StoreView
 
