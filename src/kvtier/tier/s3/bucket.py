@@ -23,8 +23,8 @@ MARKER = b"kvtier objects, format 1\n"
 
 STALL_SHARE = 0.2
 STALL_S_MIN = 1.0
-"""A read has stalled after `STALL_SHARE` of the deadline without a byte, but not before `STALL_S_MIN` or half of the deadline. A store with
-slow disks may take that long for its first byte, whatever the deadline."""
+"""A read has stalled after `STALL_SHARE` of the deadline without a byte, but not before `STALL_S_MIN` or half of the
+deadline. A store with slow disks may take that long for its first byte, whatever the deadline."""
 
 _FORMAT = re.compile(rb"kvtier objects, format \d+\n?")
 KEY_ID = re.compile(r"[0-9a-f]{32}")
