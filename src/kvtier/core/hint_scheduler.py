@@ -7,7 +7,7 @@
 A hint waits for the open stores of its prefix. Objects that are retained, or evicted until a prefetch, are written to
 the lower tiers under any write policy.
 
-Clients choose hints and salts, so no client has a share of its own. Instead, each hint has a limit, and hints that are
+Clients choose hints and salts, so clients have no separate shares. Instead, each hint has a limit, and hints that are
 due earlier come first. The operator's calls do not compete with those of clients. Refused hints of clients are counted.
 The operator's calls return what they achieved.
 """
@@ -48,7 +48,7 @@ class Wish(NamedTuple):
 
     stores: list[StoreOperation]
     apply: Callable[[float], None]
-    """Called with the time."""
+    """Applies the hint. It takes the time."""
     priority: Priority
 
 
@@ -73,7 +73,7 @@ class Hints:
 
     Args:
         source_of: returns the source of an object, from the answers to a request's probes; None if none is known.
-        estimators: one for host memory's link, and one for each tier's.
+        estimators: one for the link of host memory, and one for the link of each tier.
         refused: counts the refused hints of requests, by reason (`Counters`).
     """
 
@@ -134,7 +134,7 @@ class Hints:
         wait_s: float = 0.0,
         priority: Priority = Priority.NORMAL,
     ) -> None:
-        """Bring what lower tiers hold of `prefix` into host memory by `at_s`, and retain it there for a while.
+        """Load the objects of `prefix` that lower tiers hold into host memory by `at_s`, and retain them there.
 
         Until then, objects that only `conversation` has used are written to lower tiers and evicted first. A prefetch
         ends without an event, at the latest after `Cache.release` of its `request`. It may be late by `wait_s` or
@@ -220,7 +220,7 @@ class Hints:
             self._refused["waiting"] += dropped.priority is not Priority.OPERATOR
 
     def _has_place(self, at_s: float, priority: Priority) -> bool:
-        """Return whether a prefetch that is due at `at_s` gets a place. It may take that of the one due latest."""
+        """Return whether a prefetch that is due at `at_s` gets a place. It may displace the prefetch due latest."""
         is_operators = priority is Priority.OPERATOR
         due = [it for it in self._due.values() if (it.priority is Priority.OPERATOR) is is_operators]
         begun = [it.priority is Priority.OPERATOR for it in self._operations.prefetches.values()]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class LoadBudget(NamedTuple):
-    """What a load is worth. The planner sets it, and the core applies it."""
+    """A limit on the loss of a load. The planner sets it, and the core applies it."""
 
     allowance_s: float
     """Seconds that the load may lose."""

@@ -1,8 +1,8 @@
 """Estimates how long computing a prompt takes, from the engine's steps.
 
 A step costs `a` (reading weights, launching kernels), `b` for each token and `c` for each pair of tokens (attention).
-The three costs are fitted to measured steps and are never negative. Steps of about the same size are kept as one moving
-average. That bounds memory, and a thousand small steps do not outweigh one large step.
+The three costs are fitted to measured steps and are never negative. Steps of about equal size are kept as one moving
+average. This bounds memory, and a thousand small steps do not outweigh one large step.
 """
 
 from collections.abc import Collection, Sequence
@@ -34,9 +34,9 @@ class Piece(NamedTuple):
     """One request's share of a step."""
 
     tokens: int
-    """Tokens computed."""
+    """Number of tokens computed."""
     context_tokens: int
-    """Earlier tokens, to which they attend."""
+    """Number of earlier tokens, to which the computed ones attend."""
 
     @property
     def pairs(self) -> float:

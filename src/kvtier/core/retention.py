@@ -16,7 +16,7 @@ from kvtier.core.host_residency import READABLE, HostEntry, HostMemory
 from kvtier.types import Prefix, Priority
 
 SLACK = 64
-"""Number of stale end times that are tolerated before a clean-up."""
+"""Number of stale end times in the heap that are tolerated before a clean-up."""
 
 
 class Retention:
@@ -25,7 +25,7 @@ class Retention:
     Args:
         host: host memory.
         share: share of each group's slots that may be retained, at least 0 and less than 1.
-        hint_share: the same for one hint of a request, but at least one object if any may be retained.
+        hint_share: share that one hint of a request may retain, but at least one object if any may be retained.
         refused: counts, as ``retained``, the hints of requests that did not retain every object they named.
     """
 
@@ -115,7 +115,7 @@ class Retention:
             self.expire(max(self._deadlines))
 
     def _end_oldest(self, group: int, kept: Collection[HostEntry], priority: Priority) -> bool:
-        """End the oldest retention outside `kept` that has no higher priority. Return whether there was one."""
+        """End the oldest retention outside `kept` of at most this priority. Return whether there was one."""
         for by_age in self._by_age[group][: 1 + priority]:
             oldest = next(iter(by_age), None)
             if oldest is not None and oldest not in kept:

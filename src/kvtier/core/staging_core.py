@@ -1,7 +1,7 @@
 """The core for engines that own host memory: lookups, gets and puts of objects, without a session.
 
 It is the same core, but objects only pass through host memory: an object is LEAVING as soon as it has arrived. There is
-no eviction, no prefix and no boundary, and each object has an outcome of its own. The caller executes the gathers and
+no eviction, no prefix and no boundary, and each object has its own outcome. The caller executes the gathers and
 scatters of its own calls. A put ends when a tier has its objects.
 
 A write to a slower tier keeps its slot until another operation needs the slot. Then the write becomes a relay.
@@ -24,7 +24,7 @@ COPIES_MAX = 1 << 30
 class ObjectCache(Cache):
     """The state of the lower tiers, and of the objects on their way to and from them.
 
-    Each operation has a request name of its own, and ends with one ObjectsDone. `release` ends it early.
+    Each operation has its own request name, and ends with one ObjectsDone. `release` ends it early.
 
     Args:
         layout: the KV groups.

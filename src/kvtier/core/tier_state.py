@@ -19,7 +19,7 @@ SUSPECT_MAX = 1 << 16
 
 PAUSE_S_MIN = 5.0
 PAUSE_S_MAX = 300.0
-"""How long an object is left alone after its first failed read in a tier, and after many in a row."""
+"""Pauses before an object is read again: after its first failed read in a tier, and after many in a row."""
 
 ANSWER_WEIGHT = 0.1
 """Weight of the newest answer in `TierState.hit_rate` and `TierState.answer_s`."""
@@ -80,7 +80,7 @@ class CircuitBreaker:
         return was_open
 
     def retry_now(self, now_s: float) -> None:
-        """Allow a trial at once."""
+        """Allow a trial immediately."""
         self.retry_at_s = min(self.retry_at_s, now_s)
 
     def inconclusive(self, operation: int) -> None:
@@ -91,7 +91,7 @@ class CircuitBreaker:
     def failed(self, now_s: float, operation: int) -> bool:
         """Record that an operation failed or was late. Return whether that opened the breaker.
 
-        While it is open only the trial counts. Earlier operations that end then say nothing about the present.
+        While the breaker is open, only the trial counts. Operations that began earlier show nothing about the present.
         """
         self.failures += 1
         opens = self.retry_delay_s == 0.0 and self.failures >= self.failures_max
@@ -111,7 +111,7 @@ class FailedReads:
 
     pause_s: float = 0.0
     until_s: float = 0.0
-    """The object is left alone until then; infinite while a read of it is stuck."""
+    """Time until which the object is left alone; infinite while a read of it is stuck."""
     is_replaced: bool = False
     """Whether a write has replaced the copy. A second write does not end the pause, so that useless writes stop."""
 
@@ -169,7 +169,7 @@ class TierState:
         return self.late[PROMOTE] < self.limit[PROMOTE] and self.breakers[PROMOTE].allows(now_s)
 
     def can_load(self) -> bool:
-        """Return whether a load may wait for a read. The trials of a tier that is down are probes, never such reads."""
+        """Return whether a load may wait for a read. The trials of a tier that is down are probes, never reads."""
         return self.late[PROMOTE] < self.limit[PROMOTE] and self.breakers[PROMOTE].retry_delay_s == 0.0
 
     def can_write(self, now_s: float) -> bool:

@@ -1,8 +1,8 @@
 """Decides which transfers start, and handles their completions.
 
 Deadlock cannot occur because no operation holds a slot while it waits for another slot. Readable objects are scattered
-at once, in any order. A promotion needs one slot and frees it after its scatters. Stores use the slots that loads do
-not need, and wait for a bounded time. A relay uses a slot of the staging area.
+immediately, in any order. A promotion needs one slot and frees it after its scatters. Stores use the slots that loads
+do not need, and wait for a bounded time. A relay uses a slot of the staging area.
 """
 
 from collections import deque
@@ -80,7 +80,7 @@ class TransferScheduler:
         """Heap of (time, transfer)."""
 
     def stop(self, work: LoadOperation | StoreOperation) -> None:
-        """Stop `work`, which ends when no transfer of it is in flight. Cancel those that only a stopped load needs."""
+        """Stop `work`, and cancel transfers that only a stopped load needs. `work` ends after its last transfer."""
         self._operations.stop(work)
         if isinstance(work, StoreOperation):
             return
@@ -251,7 +251,7 @@ class TransferScheduler:
             tier_state.read_answered(item)
 
     def _read_failed(self, flight: InFlightTransfer, now_s: float) -> None:
-        """For a time, leave alone the copy that a promotion reads, even for requests that found it before."""
+        """Pause reads of a copy after a failed or late promotion, even for requests that found the copy before."""
         item, tier_state = (flight.entry.key, flight.entry.group), self._tiers.by_name[flight.transfer.tier]
         flight.is_doubted = not tier_state.is_suspect(item)
         tier_state.read_failed(item, now_s, is_stuck=flight.is_blamed)
@@ -272,7 +272,7 @@ class TransferScheduler:
         self._estimators[source].ended(size_bytes, now_s, is_moved=flight.outcome is DONE)
 
     def _record_lead(self, load: LoadOperation, source: str, now_s: float) -> None:
-        """Record how long `load` took to its first usable chunk, or how long it ran without one."""
+        """Record how long `load` took to get its first usable chunk, or ran without one."""
         if load.is_alone and self._host.has_history_only and (load.has_led or load.was_cut):
             self._estimators[source].record_lead(now_s - load.begun_s, has_come=load.has_led)
 
@@ -376,7 +376,7 @@ class TransferScheduler:
     def _advance_prefetches(self, now_s: float) -> bool:
         """Promote objects of prefetches while no load wants promotions. Return whether a promotion started.
 
-        Those of the operator come first. Prefetches use up to half of a tier's limit and drop no pending writes.
+        Prefetches of the operator come first. Prefetches use up to half of a tier's limit and drop no pending writes.
         """
         if any(load.todo for load in self._operations.loads.values()):
             return False
@@ -596,7 +596,7 @@ class TransferScheduler:
         output = self._output
         tier_state = self._tiers.by_name[tier] if tier else None
         limit_s = COPY_DEADLINE_S if tier_state is None else tier_state.rules.transfer_deadline_s
-        transfer = Transfer(  # positional: this runs for every object, and keywords take half as long again
+        transfer = Transfer(  # positional, because keywords take half as long again and this runs for every object
             output.new_id(),
             direction,
             entry.key,
@@ -615,7 +615,7 @@ class TransferScheduler:
         self.flights[transfer.id] = InFlightTransfer(transfer, entry, item, relay_to)
         if tier_state is not None:
             tier_state.began(transfer, self._host.object_bytes[entry.group])
-            # Only tier transfers have deadlines: a device copy cannot be abandoned while it uses blocks and slot.
+            # Only tier transfers have deadlines: a device copy cannot be abandoned while it uses a slot and blocks.
             heappush(self._deadlines, (transfer.deadline_s, transfer.id))
         output.commands.append(transfer)
 
