@@ -33,8 +33,9 @@ ELEMENT_BYTES = MappingProxyType[Element, int](
 
 
 RunKind = Literal["keys", "values", "kv", "latent", "index", "state", "bytes"]
-"""What a run holds. `kv`: keys and values of a page. `latent`: MLA's latent vector, with its RoPE part in the same row.
-`index`: data of a sparse attention's indexer. `state`: a recurrent layer's state. `bytes`: the engine does not say."""
+"""The content of a run. `kv`: keys and values of a page. `latent`: MLA's latent vector, with its RoPE part in the same
+row. `index`: data of a sparse attention's indexer. `state`: a recurrent layer's state. `bytes`: the engine does not
+say."""
 
 
 class Run(NamedTuple):
@@ -57,7 +58,7 @@ def run_of(kind: RunKind, dtype: object, size_bytes: int) -> Run:
 
 
 Axis = Literal["layer", "side", "head", "page", "token", "channel"]
-"""A dimension of a run. `layer`: outermost, if present; each layer has sections of its own. `side`: keys, then values.
+"""A dimension of a run. `layer`: outermost, if present; each layer has its own sections. `side`: keys, then values.
 `head`: heads of one layer or of several. `page`: pages of consecutive tokens."""
 
 TOKEN_GROUP = 64
@@ -76,7 +77,7 @@ class Axes(NamedTuple):
     """`keys` or `values`, for a run of kind `kv` that holds only these; None for the run's own kind."""
 
     def fitting(self, run: Run) -> "Axes | None":
-        """Return these axes, or None if they cannot be those of `run`, such as one with numbers of an unknown type."""
+        """Return these axes, or None if they do not fit `run`, for example because its type of numbers is unknown."""
         kind, has_side = self.kind or run.kind, "side" in self.names
         is_wrong = (
             len(self.names) != len(self.sizes)
@@ -128,7 +129,7 @@ class Axes(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A section of a payload: its place, and what codecs need to know. It has axes if a lossy codec may code it."""
+    """A section of a payload: its place and the facts that codecs need. It has axes if a lossy codec may code it."""
 
     layer: int
     offset: int
@@ -187,7 +188,7 @@ ELSEWHERE = -1
 
 
 class Part(NamedTuple):
-    """What a rank holds of a KV group: layers, KV heads, and a share of the tokens. Every object name depends on it.
+    """The part of a KV group on a rank: layers, KV heads, and a share of the tokens. Every object name depends on it.
 
     Ranks with equal parts hold the same KV, and their objects have the same names.
     """
@@ -220,10 +221,10 @@ class GroupLayout:
         validity: which chunks make a boundary restorable.
         layer_bytes: payload bytes of each of the group's layers in a full chunk, in layer order.
         pages: the engine's name for the arrangement within a layer, for example ``transformers/K[head,token,dim]
-            V[head,token,dim]/float32/heads=2/dim=64``. Part of every object name.
-        part: which layers and heads these are; None if the engine does not say. Not in the layout digest.
+            V[head,token,dim]/float32/heads=2/dim=64``. It is part of every object name.
+        part: the layers and heads of this share; None if the engine does not say. The layout digest omits it.
         copy: how many ranks before this one hold the same part; `ELSEWHERE` if this rank does not hold it.
-        runs: the runs of each layer. If empty, each layer is one run of `bytes`. Part of every object name.
+        runs: the runs of each layer. If empty, each layer is one run of `bytes`. They are part of every object name.
         chunk_tokens: tokens per full chunk, set by `KvLayout`. A frame has room for their ids; 0 means no room.
         axes: the axes of each run of each layer, None where the engine does not define them; empty if it defines none.
         loss: the class of the engine, set by `KvLayout.of_class`. Without one, axes have no effect on bytes or names.
@@ -279,7 +280,7 @@ class GroupLayout:
 
     @property
     def is_absent(self) -> bool:
-        """Whether only other ranks hold the part. Then this rank answers all commands about it at once."""
+        """Whether only other ranks hold the part. Then this rank answers all commands about it immediately."""
         return self.copy == ELSEWHERE
 
     @cached_property

@@ -89,8 +89,8 @@ class ObjectId(NamedTuple):
     """One object: a page or state of the engine, in one KV group."""
 
     key: ChunkKey
-    """32 bytes with which the engine names the content, such as a SHA-256 of its tokens. It need not be secret: stored
-    names are keyed with the store's secret and the fingerprint."""
+    """32 bytes with which the engine names the content, such as a SHA-256 of its tokens. They need not be secret,
+    because stored names are keyed with the store's secret and the fingerprint."""
     group: int = 0
     """Index of its KV group in `KvLayout.groups`."""
 
@@ -101,7 +101,7 @@ class Origin(NamedTuple):
     parent: ChunkKey | None = None
     """Key of the page before it; None at the start of a prefix, and for groups without history."""
     depth: int = 0
-    """How many pages come before it."""
+    """Number of pages before it."""
     conversation: str | None = None
     """The conversation that the object belongs to; None if unknown."""
 
@@ -126,7 +126,7 @@ class Place(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Moves one object. The core orders it, the mover executes it, and it is complete when every rank has answered."""
+    """Moves one object. The core issues it, the mover executes it, and it is complete when every rank has answered."""
 
     id: int
     direction: Direction
@@ -140,7 +140,7 @@ class Transfer(NamedTuple):
     depth: int  # number of chunks before this one
     deadline_s: float  # on the session's clock; later completions do not count
     conversation: str | None  # the conversation, for eviction policies
-    text: bytes = b""  # what a demotion puts into a sealed frame: token ids of the chunk as u32, then extras
+    text: bytes = b""  # content of a sealed frame for a demotion: token ids of the chunk as u32, then extras
     is_relay: bool = False  # the slot is in the staging area, where no request finds the object
 
 
@@ -172,14 +172,14 @@ class Tell(NamedTuple):
 class Recall(NamedTuple):
     """Asks one rank for chunks whose tokens are in the heads of a lower tier's sealed objects.
 
-    The first command with a new `number` starts a recall in a thread of its own. Each command completes at once with
-    a `RecallPage` of the records that are known by then.
+    The first command with a new `number` starts a recall in its own thread. Each command completes immediately with a
+    `RecallPage` of the records that are known by then.
     """
 
     tier: str
     group: int
     number: int  # number of the recall, at least 1; a new number starts a new recall
-    position: int  # how many records of this recall were taken before
+    position: int  # number of records of this recall that were taken before
 
 
 class Cancel(NamedTuple):
@@ -224,7 +224,7 @@ class LoadOption(NamedTuple):
     seconds: float
     """Expected time from start to end, including transfers queued before it."""
     wait_s: float
-    """The longest time during the load in which no further chunk becomes usable."""
+    """Longest time during the load in which no further chunk becomes usable."""
     is_known: bool
     """Whether every link that it needs has a measurement; otherwise the times are guesses."""
     chunk_tokens: int = 0
@@ -299,7 +299,7 @@ class ObjectsDone:
 
     request: RequestId
     outcomes: tuple[Outcome, ...]
-    """Outcome of each object, in order. A lookup reports DONE if a tier holds the object, else ABSENT."""
+    """Outcome of each object, in order. A lookup reports DONE if a tier holds the object, otherwise ABSENT."""
 
 
 Event = LoadDone | StoreDone | ObjectsDone | TierNotice
@@ -312,7 +312,7 @@ class Priority(IntEnum):
     HIGH = 1
     """Requests may ask for it if the settings allow that."""
     OPERATOR = 2
-    """Only calls on the control socket have it. Their prefetches have a limit of their own."""
+    """Only calls on the control socket have it. Their prefetches have a separate limit."""
 
 
 WRITE_KINDS = ("frames", "upkeep", "avoided")

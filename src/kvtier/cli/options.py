@@ -16,7 +16,7 @@ class OutputFile(click.Path):
     """A file to write, in an existing directory.
 
     Args:
-        content: a report or a picture needs matplotlib, so its presence is checked, too.
+        content: kind of content. A report or a picture also requires matplotlib, which is then checked.
     """
 
     def __init__(self, content: Literal["anything", "report", "picture"] = "anything") -> None:
@@ -71,7 +71,7 @@ class Quantity(click.IntRange):
 
 
 def only_one(what: str) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], str | None]:
-    """Make a callback that refuses a second value, so that none is silently ignored."""
+    """Return a callback that refuses a second value, so that no value is silently ignored."""
 
     def once(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> str | None:
         if len(texts) > 1:

@@ -28,7 +28,7 @@ _LINE = re.compile(rf"([0-9]{{1,10}})[ \t]+(-|{TENANT.pattern})[ \t]+([0-9A-Fa-f
 
 
 def hkdf(material: bytes, info: bytes, salt: bytes = b"") -> bytes:
-    """Derive 32 bytes with HKDF-SHA-256 (RFC 5869, sections 2.2 and 2.3). A shorter output is its first bytes."""
+    """Derive 32 bytes with HKDF-SHA-256 (RFC 5869, sections 2.2 and 2.3). A shorter output is a prefix of this one."""
     return hmac.digest(hmac.digest(salt, material, "sha256"), info + b"\1", "sha256")
 
 
@@ -82,15 +82,15 @@ class Keyring:
 
 
 def parse(content: bytes, origin: str) -> Keyring:
-    """Parse lines of text into keys. Blank lines, and what follows ``#`` in a line, are ignored.
+    """Parse lines of text into keys. Blank lines and text after ``#`` are ignored.
 
     Args:
         content: at most `BYTES_MAX` bytes and `LINES_MAX` lines, in UTF-8.
         origin: the source of `content`, for messages.
 
     Raises:
-        ConfigError: a line does not have the form `FORM`, or repeats an epoch of a tenant. The message has the origin
-            and the line's number, and nothing of its content: a field may be a key in the wrong place.
+        ConfigError: a line does not have the form `FORM`, or repeats an epoch of a tenant. The message contains
+            the origin and the line's number but none of its content, because a field may be a misplaced key.
     """
     # An exception of the decoder would contain the content.
     lines = content.decode("utf-8-sig", errors="replace").rstrip().split("\n")

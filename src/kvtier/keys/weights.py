@@ -30,7 +30,7 @@ from typing import NamedTuple
 from kvtier.errors import ConfigError
 
 PIECE_BYTES = 8 << 20
-"""Part of the definition of the digest: never change it."""
+"""Size of a piece. It is part of the definition of the digest, so it must never change."""
 
 THREADS_MAX = 8
 CACHE_BYTES_MAX = 4 << 20
@@ -65,7 +65,7 @@ class WeightsDigest(NamedTuple):
     """32 bytes."""
     total_bytes: int
     hashed_bytes: int
-    """Bytes that were read and hashed. Digests of the others came from the cache file."""
+    """Bytes that were read and hashed. The digests of other files came from the cache file."""
     seconds: float
     versions: Mapping[Path, FileVersion] = MappingProxyType({})
     """The version of each file that the digest covers, by absolute path; empty for tensors."""
@@ -268,7 +268,7 @@ def _head_of_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
 def _digests_of_parts(parts: Iterable[_WeightsPart]) -> dict[str, bytes]:
     """Return the digest of each part, by name. At most two pieces per thread are in flight."""
     threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
-    # Do not keep the parts: their bytes may be copies of a device's memory.
+    # Parts are not kept, because their bytes may be copies of a device's memory.
     heads: dict[str, tuple[bytes, int]] = {}
     pieces: dict[str, list[bytes]] = {}
     flying: deque[tuple[str, Future[bytes]]] = deque()
@@ -318,7 +318,7 @@ def _read_cache(path: Path) -> dict[FileVersion, bytes]:
 
 
 def _cached(path: Path) -> dict[FileVersion, bytes]:
-    """Return the cache file's digests; raise any error. Losing them costs time; a wrong one would give wrong tokens."""
+    """Return the cache file's digests, or raise any error. A lost digest costs time, a wrong one wrong tokens."""
     with path.open("rb") as file:
         about = os.fstat(file.fileno())
         if about.st_uid != os.geteuid() or about.st_mode & 0o022:

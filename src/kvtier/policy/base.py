@@ -21,7 +21,7 @@ class Evictor(Protocol):
     """Chooses victims. It is notified of every change. An instance has one owner and needs no lock.
 
     A policy must not evict a parent before its children, which are useless without it and take up space. The contract
-    suite does not check that, because `Fifo`, which is for comparison, ignores parents. Names whose parents form a
+    suite does not check that, because `Fifo`, a baseline, ignores parents. Names whose parents form a
     cycle, as in a damaged index, must be evicted, too.
     """
 
@@ -41,7 +41,7 @@ class Evictor(Protocol):
         """Return the next victim without removing it; never a pinned name.
 
         Returns:
-            None if every name is pinned, or protected by a pinned one as a parent is by its child.
+            None if every name is pinned or has a pinned descendant.
         """
         ...
 

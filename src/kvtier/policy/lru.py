@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from kvtier.policy.base import Use
 
 _HEAP_SLACK = 64
-"""Stale heap items that are tolerated before a clean-up."""
+"""Number of stale heap items that are tolerated before a clean-up."""
 
 
 class _Entry:
@@ -35,7 +35,7 @@ class Lru:
     items are stale, the heap is rebuilt.
 
     A pinned leaf at the top counts as used at that moment, because its reader uses it. So pinned names are not examined
-    over and over.
+    repeatedly.
     """
 
     def __init__(self) -> None:
