@@ -75,11 +75,11 @@ class ConfigError(KvError):
     Empty parts are left out. No part contains a secret.
 
     Args:
-        problem: what is wrong, in a few words.
+        problem: the problem, in a few words.
         setting: full name of the setting or option, as the user knows it; several are separated by ``, ``.
         value: the value as text for people.
         origin: the value's source: a file, an environment variable or an option.
-        allowed: what is allowed.
+        allowed: the allowed values.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class UnreadableChunkError(KvError):
 
     Args:
         name: name of the object.
-        detail: what is unknown.
+        detail: the unknown property.
         reason: `version`, `codec` or `key`.
         version: version of the frame, if it is unknown.
     """
@@ -162,7 +162,7 @@ class CorruptChunkError(KvError):
 
     Args:
         name: name of the object.
-        detail: what is wrong.
+        detail: the problem.
         reason: `damaged`, or for a fault of the seal `unsealed`, `foreign` or `forged` (FORMAT.md).
     """
 
@@ -180,7 +180,7 @@ def check_interface(made: object, interface: type, subject: str) -> None:
     Args:
         made: the extension.
         interface: a protocol or base class of kvtier.
-        subject: what the extension is, for the message.
+        subject: description of the extension, for the message.
 
     Raises:
         ConfigError: members are missing or take other arguments. The message names them.

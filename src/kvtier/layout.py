@@ -25,7 +25,7 @@ SECTION_BYTES_MAX = 1 << 20
 
 
 Element = Literal["bf16", "fp16", "fp8e4m3", "fp8e5m2", "fp32", "bytes"]
-"""Type of the little-endian numbers in a run of bytes. A codec may use it; the bytes are restored in any case."""
+"""Type of the little-endian numbers in a run of bytes. A codec may use it. The bytes are restored in any case."""
 
 ELEMENT_BYTES = MappingProxyType[Element, int](
     {"bf16": 2, "fp16": 2, "fp8e4m3": 1, "fp8e5m2": 1, "fp32": 4, "bytes": 1}
@@ -376,7 +376,7 @@ class KvLayout:
         """Return this layout with the class of its engine. ``none`` returns an equal layout.
 
         Raises:
-            ValueError: the class would have no effect, or the engine does not define what it needs.
+            ValueError: the class would have no effect, or the engine does not define the axes that it needs.
         """
         made = KvLayout(self.chunk_tokens, tuple(group.of_class(loss) for group in self.groups))
         if loss != "none" and all(cut.axes is None for group in made.groups for cut in group.sections):

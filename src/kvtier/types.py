@@ -10,7 +10,7 @@ ChunkKey = NewType("ChunkKey", bytes)
 """32-byte digest of parent key, tokens and extras. It names a whole prefix and is the same for all groups and ranks."""
 
 ObjectName = NewType("ObjectName", bytes)
-"""32-byte digest of key, group, part and layout. It names one stored object; ranks with equal parts share it."""
+"""32-byte digest of key, group, part and layout. It names one stored object, which ranks with equal parts share."""
 
 RequestId = NewType("RequestId", str)
 """The engine's name of a request; unique while the request is open."""
@@ -112,7 +112,7 @@ class ObjectBytes(NamedTuple):
     object: ObjectId
     pieces: Sequence[Any]
     """Contiguous buffers (memoryview, numpy array and so on) of `GroupLayout.layer_bytes` bytes: one for each layer of
-    the KV group, in order. A layer is whatever the engine keeps in one piece, such as the K or the V of a page."""
+    the KV group, in order. A layer is data that the engine keeps in one piece, such as the K or the V of a page."""
     origin: Origin = Origin()
 
 
@@ -324,10 +324,10 @@ class Figures(NamedTuple):
 
     used_bytes: int | None = None
     capacity_bytes: int | None = None
-    """The current cap; below its setting while the file system is full."""
+    """The current cap. It is below its setting while the file system is full."""
     evictions: int | None = None
     """Objects evicted by this process since the start."""
     write_bytes: Mapping[str, int] = MappingProxyType({})
-    """Bytes written since the start, by kind of write: one of `WRITE_KINDS`; others are ignored."""
+    """Bytes written since the start, by kind of write: one of `WRITE_KINDS`. Others are ignored."""
     direct_io: bool | None = None
     """Whether reads and writes bypass the page cache."""

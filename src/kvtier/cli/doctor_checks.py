@@ -231,7 +231,7 @@ def json_object(text: str) -> Mapping[str, object]:
 
 
 def _machine(loaded: Loaded, unused: Iterable[str], exact: str = EXPLAIN) -> Iterator[DoctorFinding]:
-    """Check which settings do not work on this machine, except those that the engine does not use."""
+    """Report settings that do not work on this machine, except settings that the engine does not use."""
     found = [it for it in check(loaded.config, loaded.origins, loaded.file) if it.setting not in unused]
     for it in found:
         advice = ADVICE.get(it.setting) or ADVICE.get(it.setting.rpartition(".")[2], EXPLAIN)
@@ -299,7 +299,7 @@ def _running(socket: Path, limit: TimeLimit) -> Iterator[DoctorFinding]:
 
 
 def _health(path: Path, health: Mapping[str, Any]) -> Iterator[DoctorFinding]:
-    """Report what the engine at `path` says about itself."""
+    """Report the health that the engine at `path` returned."""
     is_ready, advice = health["ready"], "see its log; `kvtier cache health` shows more"
     text = f"the engine at {path} is {'ready' if is_ready else 'not ready: ' + health['problem']}"
     yield DoctorFinding("fine" if is_ready else "error", SETTING, text, "" if is_ready else advice)

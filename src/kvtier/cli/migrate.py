@@ -60,7 +60,7 @@ from kvtier.report import table as report
 PASSWORD_FILE = "valkey.password"  # noqa: S105 - the name of a file
 
 FOLDER = "kvtier"
-"""Name of a new directory for a store, because a store refuses a directory with other files."""
+"""Folder for the store below a given path, because a store refuses a directory with other files."""
 
 workers_option = click.option(
     "--workers",
@@ -79,7 +79,7 @@ class Conversion:
 
     def __init__(self, workers: int | None = None, environ: Mapping[str, str] = os.environ) -> None:
         self.settings: dict[str, object] = {}
-        """The converted settings by ``section.key``, without those of tiers."""
+        """The converted settings by ``section.key``, without settings of tiers."""
         self.tiers: list[dict[str, Any]] = []
         self.kept: dict[str, object] = {}
         """SGLang's own keys in the configuration of its storage backend."""
@@ -96,7 +96,7 @@ class Conversion:
         """Keys in the order of the user's file."""
 
     def load(self, tiers: Sequence[str], flags: Sequence[str]) -> Loaded:
-        """Return all settings; `--tier` and `--set` override converted ones. Print the table to stderr.
+        """Return all settings, and print the table to stderr. `--tier` and `--set` override converted settings.
 
         Raises:
             ConfigError: a setting is wrong.

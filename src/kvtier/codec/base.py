@@ -68,8 +68,8 @@ class LossyCodec(Protocol):
             is_first: whether the section begins with the prompt's first token. Some tokens there stay exact.
 
         Returns:
-            Number of bytes used. It is `len(raw)`, and `into` is undefined, if the section has numbers that are not
-            finite or are very large, or if it would not shrink.
+            Number of bytes used. It is `len(raw)` if some numbers are very large or not finite, or if the section
+            would not shrink. Then `into` is undefined.
         """
         ...
 

@@ -183,7 +183,7 @@ def unpack_in_place(
         slot: `frame_bytes(group)` writable bytes, of which the first `stored_bytes` were read.
         stored_bytes: bytes that the tier returned.
         group: the expected layout.
-        identity: the expected object; only its name is compared, which covers model and layout.
+        identity: the expected object. Only the name is compared; it covers model and layout.
         scratch: at least `OPEN_SCRATCH_BYTES`.
         seals: the seals to open; None opens none.
 

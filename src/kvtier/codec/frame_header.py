@@ -1,6 +1,6 @@
 """The head of a frame, as in FORMAT.md. `pack_head` writes it and `read_head` reads it.
 
-`read_head` needs neither a model nor a key, so that any frame can be inspected; `expect` then compares the head with
+`read_head` needs neither a model nor a key, so that any frame can be inspected. `expect` then compares the head with
 the wanted object. No field is used before it is checked.
 """
 
@@ -255,7 +255,7 @@ def pack_raw_head(identity: Identity, layout: FrameLayout, checksums: Sequence[i
 def is_raw_head(front: memoryview, layout: FrameLayout, identity: Identity, checksums: Sequence[int]) -> bool:
     """Return whether `front` begins with the head that `pack_raw_head` would make for the object of `identity`.
 
-    Model and metadata are not compared; they are taken from `front`.
+    Model and metadata are not compared, but taken from `front`.
     """
     actual = front[: layout.header_bytes].tobytes()
     if actual[_NAME_AT : _NAME_AT + DIGEST_BYTES] != identity.name:

@@ -50,14 +50,14 @@ COPIED = 4
 """A token was coded before if more than one in this many of its numbers, scaled, equal a number of another token."""
 
 _KERNELS = {"numba": "kvtier.codec.lossy_numba", "torch": "kvtier.codec.lossy_torch"}
-"""Modules that implement `Kernels`, by the package that each needs; the fastest first."""
+"""Modules that implement `Kernels`, by the package that each needs; fastest first."""
 
 
 TOLERANCES = MappingProxyType[Element, tuple[float, float]](
     {"bf16": (2.0**-8, 0), "fp16": (2.0**-11, 2.0**-25), "fp32": (2.0**-22, 0)}
 )
 """How far a decoded number may be from the original one beyond half a step times its scale: a share of the number, for
-rounding to the element and arithmetic in float32; and an absolute difference, for rounding denormal numbers."""
+rounding to the element and arithmetic in float32, and an absolute difference, for rounding denormal numbers."""
 HALF_STEP = 0.501
 """Allowed share of a step. The excess over one half covers rounding in float32 and denormal numbers of bf16."""
 Array = npt.NDArray[Any]
@@ -75,7 +75,7 @@ class Side(NamedTuple):
     """Where the lows begin. Both lows and steps are sorted by head, token and channel."""
     steps_at: int
     exponents_at: int
-    """Where the exponents of the tokens' scales begin, a byte each. Keys have none."""
+    """Where the exponents of the tokens' scales begin, a byte each. Keys have no scales."""
     codes_at: int
     """Where the codes begin, block by block of each head. A block has `bits` rows of a byte for each channel."""
 
@@ -162,7 +162,7 @@ class Int4:
         self._package = package
 
     def encode(self, raw: memoryview, into: memoryview, cut: Cut, *, is_first: bool) -> int:
-        """Code `raw` into the front of `into`; return `len(raw)` if it cannot be coded or would not shrink."""
+        """Code `raw` into the front of `into`. Return `len(raw)` if it cannot be coded or would not shrink."""
         form = self._form(cut, EXACT_TOKENS if is_first else 0)
         if form is None:
             return len(raw)

@@ -104,7 +104,7 @@ _Shapes = tuple[Array, list[_Shape]]
 def _numbers(memory: memoryview, form: Form, *, is_copied: bool = False) -> tuple[Array, _Shapes]:
     """Return a section's numbers as bits of bf16 or float32.
 
-    Numbers of fp16, and those that are not aligned in memory, are copied.
+    Numbers of fp16, and numbers that are not aligned in memory, are copied.
     """
     numbers = np.frombuffer(memory.toreadonly(), f"<u{ELEMENT_BYTES[form.element]}")
     if form.element != "fp16" and numbers.flags.aligned and not is_copied:

@@ -94,7 +94,7 @@ def _exponents(largest: Array, head: Array, side: Side, form: Form) -> Array:
     """Choose the exponents of the tokens' scales.
 
     Most tokens keep their size, because a scale makes channels with a large mean differ more. A token that was coded
-    before keeps its scale: its scaled numbers are among those of other tokens, of which a coded group has few.
+    before keeps its scale: its scaled numbers are among the few numbers of other tokens in a coded group.
 
     Args:
         largest: the bits, in float32, of each token's largest magnitude.

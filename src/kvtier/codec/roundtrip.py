@@ -23,7 +23,7 @@ _refused: dict[str, object] = {}
 
 
 class InexactError(Exception):
-    """A codec changed bytes or failed; it is refused."""
+    """A codec changed bytes or failed, and is refused."""
 
 
 def encoded(codec: Codec, raw: memoryview, into: memoryview, back: memoryview, element: Element) -> int:

@@ -125,7 +125,7 @@ class Split:
         return out
 
     def _heads(self, coded: memoryview, count: int) -> _Bytes:
-        """Return `count` heads; raise ValueError if `coded` does not hold that many."""
+        """Return `count` heads, or raise ValueError if `coded` does not hold that many."""
         width, first, zeros, escapes = _fields(_CODES, coded)
         rows = -(-count // 8)
         if zeros or not 1 <= width <= 7 or len(coded) != _CODES.size + width * rows + escapes:

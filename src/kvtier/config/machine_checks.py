@@ -157,7 +157,7 @@ def _tier(tier: TierSettings, load_s: float) -> Iterator[Problem]:
 def _packages(config: Config) -> Iterator[Problem]:
     """Yield codecs and seals whose packages are not installed. A missing package prevents every start.
 
-    The tiers of an engine with a lossy class may hold objects of its codec, whatever their own codecs.
+    The tiers of an engine with a lossy class may hold objects of its codec, regardless of their own codecs.
     """
     codecs = {f"{tier.label}.codec" if tier.codec else "store.codec": config.codec_of(tier) for tier in config.tiers}
     if codecs and config.store.loss not in ("none", *codecs.values()):

@@ -292,7 +292,7 @@ class SglangConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig(SettingsSection):
-    """Settings of logging in vLLM; elsewhere the host program configures logging."""
+    """Settings of logging in vLLM. Elsewhere the host program configures logging."""
 
     section: ClassVar[str] = "log"
 

@@ -1,15 +1,15 @@
 """Hints about a prefix: retain it, evict it first, or bring it back by a given time. They affect only speed.
 
     retain     keeps its objects in host memory until a given time (`retention`)
-    lower      evicts first those objects that only one conversation has used
+    lower      makes the objects that only one conversation has used the first victims
     prefetch   brings its objects from lower tiers into host memory by a given time
 
 A hint waits for the open stores of its prefix. Objects that are retained, or evicted until a prefetch, are written to
 the lower tiers under any write policy.
 
 Clients choose hints and salts, so clients have no separate shares. Instead, each hint has a limit, and hints that are
-due earlier come first. The operator's calls do not compete with those of clients. Refused hints of clients are counted.
-The operator's calls return what they achieved.
+due earlier come first. The operator's calls do not compete with calls of clients. Refused hints of clients are counted.
+The operator's calls return their results.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ WAITING_HINTS_MAX = 256
 """Maximum number of hints that may wait for stores. Beyond that, the oldest are forgotten, the operator's last."""
 
 PREFETCHES_MAX = 256
-"""Maximum number of prefetches of clients that may be open or due later; the operator may have as many. Beyond that,
-those due latest that have not begun are ignored."""
+"""Maximum number of prefetches of clients that may be open or due later. The operator may have as many. Beyond that,
+the prefetches that are due latest and have not begun are ignored."""
 
 LEAD_S = 1.0
 """A prefetch begins this long before its due time, plus twice the expected time of its transfers."""
@@ -120,7 +120,7 @@ class Hints:
         self._wish(prefix, lambda _at_s: self.retention.end(prefix), Priority.OPERATOR)
 
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
-        """Evict first the objects of `prefix` that only `conversation` (if None, only one operation) has used."""
+        """Make objects of `prefix` that only `conversation` (if None, one operation) has used the first victims."""
         self._wish(prefix, lambda at_s: self._lower(prefix, conversation, at_s, is_kept=False))
 
     def prefetch(

@@ -120,7 +120,7 @@ READABLE = (READY, LEAVING)
 """States in which the copy is complete and can be scattered and demoted."""
 
 COMING = (Residency.GATHERING, Residency.PROMOTING)
-"""States in which a transfer into the slot is in flight; loads may wait for it."""
+"""States in which a transfer into the slot is in flight. Loads may wait for it."""
 
 PRESENCE: dict[Residency, Presence] = {
     Residency.ABSENT: Presence.ABSENT,
@@ -132,7 +132,7 @@ PRESENCE: dict[Residency, Presence] = {
     Residency.READY: Presence.READY,
     Residency.LEAVING: Presence.READY,
 }
-"""What a lookup returns for each state."""
+"""The result of a lookup for each state."""
 
 
 class WriteState(Enum):
@@ -245,14 +245,14 @@ class HostMemory:
         self.stages_only = stages_only
         self._most = [max(1, int(count * WAY_SHARE)) for count in slots]
         self._slots_of_way = {True: [0] * len(slots), False: [0] * len(slots)}
-        """How many slots of each group reads (True) and writes (False) have taken."""
+        """Number of slots of each group that reads (True) and writes (False) have taken."""
         self.unkept: list[HostEntry] = []
         """Objects whose writes have changed while puts wait for them."""
         self.staging = [
             min(STAGING_SLOTS_MAX, max(1, count // STAGING_SHARE)) if has_staging and count >= STAGING_SLOTS_MIN else 0
             for count in slots
         ]
-        """How many more slots of each group the staging area may take."""
+        """Number of slots of each group that the staging area may take in addition."""
         if stages_only and has_staging:
             self.staging = [RELAY_SLOTS] * len(slots)
         self.staging_slots = tuple(self.staging)
@@ -263,10 +263,10 @@ class HostMemory:
         self.readable: list[set[ChunkKey]] = [set() for _ in slots]
         self.lost: list[HostEntry] = []
         self.leaving = [0] * len(self.slots)
-        """How many objects of each group are LEAVING. Their slots become free soon."""
+        """Number of objects of each group that are LEAVING. Their slots become free soon."""
         self.evictions = 0
         self.removals = 0
-        """How many objects have been removed from `entries`, for whatever reason."""
+        """Number of objects that have been removed from `entries`, for any reason."""
         self._left: deque[Item] = deque(maxlen=LEFT_MAX)
         self._free = [list(range(count - 1, -1, -1)) for count in slots]
         self._evictors = [evictor() for _ in slots]
@@ -443,7 +443,7 @@ class HostMemory:
     def take_slot(self, group: int, *, is_read: bool = False) -> int | None:
         """Take a free slot, or evict an object without pins and pending writes for its slot. Otherwise return None.
 
-        If objects only pass through, none is evicted, and reads and writes each have a share.
+        If objects only pass through, no object is evicted, and reads and writes each have a share.
         """
         if self.stages_only:
             if not self._free[group] or not self.has_share(group, is_read=is_read):

@@ -1,7 +1,7 @@
 """Open loads and stores: the life of each of their objects, and how they end.
 
 An object of a load or store is a `WorkItem`. A step outside `LOAD_STEPS` and `STORE_STEPS` raises AssertionError. This
-module starts no transfers; it fills the queues that `transfer_scheduler` takes from.
+module starts no transfers. It fills the queues from which `transfer_scheduler` takes items.
 
     load:   WANTED --promotion begins--> WAITING --readable--> QUEUED --scatter begins--> COPYING --> DELIVERED
     store:  WANTED --gather begins--> COPYING --> STORED          WANTED --another transfer--> WAITING --> STORED
@@ -241,7 +241,7 @@ class OpenOperations:
         self.stores: dict[StoreOperation, None] = {}
         """The open stores, in the order of their starts, and so of their deadlines."""
         self.wanted = 0
-        """How many items of all stores are WANTED."""
+        """Number of items of all stores that are WANTED."""
         self.waiters: dict[HostEntry, list[WorkItem]] = {}
         """Items that are WAITING, by the entry whose transfer they wait for."""
         self.scatters: deque[WorkItem] = deque()
@@ -267,7 +267,7 @@ class OpenOperations:
             self.end_if_finished(load)
 
     def begin_prefetch(self, prefetch: PrefetchOperation, places: Sequence[Place], now_s: float) -> None:
-        """Wait for objects in transfer, and add those that host memory lacks to `prefetch.todo`."""
+        """Wait for objects in transfer, and add the objects that host memory lacks to `prefetch.todo`."""
         self.prefetches[prefetch.request] = prefetch
         self._begin(prefetch, places, now_s)
         self.end_if_finished(prefetch)
@@ -523,7 +523,7 @@ class OpenOperations:
         return ends + list(islice((store.deadline_s for store in self.stores if not store.is_over), 1))
 
     def check(self, copying: set[WorkItem]) -> None:
-        """Assert that each item is where its state says. `copying` holds those of gathers and scatters in flight.
+        """Assert that each item is where its state says. `copying` holds items of gathers and scatters in flight.
 
         Raises:
             AssertionError: an item is elsewhere, which is a bug in the core.

@@ -10,9 +10,9 @@ the option with the smallest sum. Estimates of links may be wrong, so these rule
   `COMPUTED_SHARE` of the time spent computing and `SAVED_SHARE` of the time that loads saved. Losses reduce it. A wait
   behind other loads does not reduce it, up to the time that those loads save. So the total loss is bounded by the
   initial loss budget, its gains, and the allowances of loads open when it ran out. A load over a known link gets no
-  extra time for such a wait: its option includes the wait, and a stalled link must not stall the engine.
-- A link that made a load lose time goes into back-off, which doubles with each further failure, from a second to half a
-  minute.
+  extra time for the wait: its option includes the wait, and a stalled link must not stall the engine.
+- A link that made a load lose time goes into back-off. The back-off doubles with each further failure, from a second
+  to half a minute.
 - A link that is estimated to be slower than computing is tried when it is not in back-off. A trial may cost `SLACK`,
   if the trial budget covers that. The trial budget gains `TRIAL_SHARE` of the time spent loading and computing, and
   pays for the time that trials take beyond the best other plan. So trials cost no more than that share and one overrun,
@@ -56,7 +56,7 @@ RISK_FACTOR_MIN = 1.25
 """A load may lose this many times its expected loss in any case, so that a load about to finish is not cut."""
 FIRST_LOAD_S_MIN = 0.15
 FIRST_LOAD_S_MAX = 0.4
-"""Bounds on what the first load over an unknown link may lose. Between them, the limit is `COMPUTED_SHARE` of computing
+"""Bounds on the loss of the first load over an unknown link. Between them, the limit is `COMPUTED_SHARE` of computing
 the prompt. Many links have a latency of tens of milliseconds, and few exceed the upper bound. A throttled control group
 stops for 0.1 s (Linux's `throtl_slice`).
 """
@@ -108,7 +108,7 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class _Backoff:
-    """The back-off of a source, from which nothing is loaded for a while."""
+    """The back-off of a source, during which nothing is loaded from it."""
 
     until_s: float = 0.0
     seconds: float = BACKOFF_S_MIN
@@ -188,7 +188,7 @@ class Planner:
         """Make a plan for a prompt, without side effects.
 
         Args:
-            lookup: what can be loaded, and how long that takes.
+            lookup: the possible loads and their expected times.
             total_tokens: tokens of the prompt.
             resident_tokens: leading tokens that the engine holds.
             ahead_s: how long the engine computes for other requests before this one.

@@ -42,7 +42,7 @@ class ObjectCache(Cache):
         )
 
     def lookup_objects(self, request: RequestId, objects: Sequence[ObjectId], now_s: float, *, is_run: bool) -> None:
-        """Search all tiers, each for what faster ones lack. With `is_run`, only a leading run matters."""
+        """Search all tiers, each for the objects that faster ones lack. With `is_run`, only a leading run matters."""
         self._probes.search_objects(request, objects, now_s, is_run=is_run)
 
     def lookup_for_put(self, request: RequestId, objects: Sequence[ObjectId], now_s: float) -> None:

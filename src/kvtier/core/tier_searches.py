@@ -12,8 +12,8 @@ A prompt of 131,072 tokens has fewer than 23 * 23 chunks, so the leading run is 
 finds the holes.
 
 Another engine may announce that it is writing the leading chunks of a prompt. Then remote tiers are asked repeatedly,
-and round 3 includes the last chunks before the end of the run: an engine writes several chunks at once, so holes can
-only be there.
+and round 3 includes the last chunks before the end of the run: an engine writes several chunks concurrently, so holes
+can only be there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +58,7 @@ STALL_S = 0.5
 """A request stops waiting for announced chunks when no further one has been found for this long."""
 
 WAIT_SHARE = 0.01
-"""Even without hits, a request waits for this share of the time to compute what remote tiers may have."""
+"""Even without hits, a request waits for this share of the time to compute the tokens that remote tiers may have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ class Search:
     sampled: list[int] = field(default_factory=list[int])
     """Positions in `chunks` that the current round asks for."""
     boundaries: list[tuple[list[Item], list[Item]]] = field(default_factory=list[tuple[list[Item], list[Item]]])
-    """For each boundary, the objects of windows and states that it lacks, and those asked for."""
+    """For each boundary, the objects of windows and states that it lacks, and the objects asked for."""
     is_wanted: bool = True
     """Whether the request has not been released yet."""
     is_repeated: bool = False
@@ -131,7 +131,7 @@ class AnnouncedWait:
 
 @dataclass(slots=True, eq=False)
 class ProbeAnswers:
-    """What lower tiers reported for one request, kept until its release."""
+    """The answers of lower tiers for one request, kept until its release."""
 
     compute_s: float | None
     """Expected time to compute the prompt."""
@@ -245,7 +245,7 @@ class Probes:
         is_run: bool,
         is_for_put: bool = False,
     ) -> None:
-        """Search the tiers for objects, even for those in host memory. One ObjectsDone follows.
+        """Search the tiers for objects, even objects in host memory. One ObjectsDone follows.
 
         Args:
             request: name of the request.

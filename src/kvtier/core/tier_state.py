@@ -117,7 +117,7 @@ class FailedReads:
 
 
 class TierState:
-    """One lower tier: its circuit breakers, its limits, and what is known about its objects.
+    """One lower tier: its circuit breakers, its limits, and the known state of its objects.
 
     Args:
         rules: its limits and properties.

@@ -1,7 +1,7 @@
 """Page-locks host memory for copies to and from a CUDA device. This module imports torch.
 
-Locking a few GB takes about a second, because the kernel must fault in each page. So a thread locks it after the start;
-until then copies run at the speed of pageable memory. The thread locks ranges of whole slots, because the driver
+Locking a few GB takes about a second, because the kernel must fault in each page. So a thread locks it after the start.
+Until then, copies run at the speed of pageable memory. The thread locks ranges of whole slots, because the driver
 rejects a copy that crosses the edge of a locked range. While it locks a range, the driver blocks its other calls.
 Only this thread makes these calls, because CUDA keeps an error for the calling thread, where torch would raise it.
 
@@ -194,7 +194,7 @@ def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callabl
     Args:
         mode: the setting `host.page_lock`. ``auto`` locks after the start and accepts failure. With ``on`` the start
             waits for the lock.
-        registrar: makes the driver calls; default: the CUDA runtime, on the device that the calling thread uses.
+        registrar: makes the driver calls. The default is the CUDA runtime, on the device that the calling thread uses.
 
     The returned function raises `ConfigError` if the mode is ``on`` and the memory cannot be locked.
     """
@@ -225,7 +225,7 @@ def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callabl
 
 
 def explained(lock: Lock) -> str:
-    """Describe how much memory is locked, what stopped the locking, and the limits of this host."""
+    """Describe how much memory is locked, why locking stopped, and the limits of this host."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limits = [f"locked memory {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit >> 10} KiB'} (ulimit -l)"]
     if (bound := memory_limit()) is not None:

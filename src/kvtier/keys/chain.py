@@ -6,8 +6,8 @@ key[-1] is the keyed root (`kvtier.keys.fingerprint.root_key`), and all numbers 
 no key. FORMAT.md specifies the bytes. Equal keys mean equal tokens, extras, fingerprint and secret, from the first
 token on.
 
-The KV of a draft layer (EAGLE, MTP) at a position also depends on the next token. A chain that looks ahead covers the
-token after each chunk as an extra `NEXT`, together with the extras that start at that token.
+The KV of a draft layer (EAGLE, MTP) at a position also depends on the next token. A key of a chain that looks
+ahead covers the token after its chunk as an extra `NEXT`, and the extras that start at that token.
 """
 
 import hashlib

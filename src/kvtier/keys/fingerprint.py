@@ -40,7 +40,7 @@ _NOTHING: Mapping[str, object] = {}
 class Fingerprint:
     """Everything that determines the KV, except tokens. Two fingerprints are equal when their digests are.
 
-    The digest is computed at construction; later changes to a mapping do not change it.
+    The digest is computed at construction. Later changes to a mapping do not change it.
 
     Args:
         weights: 32-byte digest of the weights (`kvtier.keys.weights`).

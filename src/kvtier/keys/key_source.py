@@ -51,7 +51,7 @@ def _parsed(content: bytes, origin: str) -> Keyring:
 
 
 def _with_keys(read: Callable[[], Keyring], origin: str) -> Keyring:
-    """Return the keys from `read`; raise ConfigError if there is none."""
+    """Return the keys from `read`, or raise ConfigError if there are none."""
     found = read()
     if not found.keys:
         raise ConfigError("there is no key", setting=origin, allowed=FORM)

@@ -51,7 +51,7 @@ class SealKey:
         """Derive `key` and `check` from 32 secret bytes.
 
         Epoch and tenant enter the derivation, so equal material never gives equal keys. A line with another epoch
-        or tenant is another key, which does not open what the first one sealed.
+        or tenant is another key, which does not open frames that the first one sealed.
         """
         whose = epoch.to_bytes(4, "little") + tenant.encode()
         key, check = (hkdf(material, domain + whose) for domain in (b"kvtier.seal\0", b"kvtier.check\0"))

@@ -172,7 +172,7 @@ def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False, any
     """Return the secret in the file `path`. Create it with a random secret and mode 0600 if it does not exist.
 
     Processes may race: all get the secret of the first one. The new file is synced to the device before it becomes
-    visible, because a secret lost in a power failure makes its whole store unreadable.
+    visible. Otherwise a power failure could lose the secret and make its whole store unreadable.
 
     Args:
         path: the file; links are followed, such as those of Kubernetes' secrets.
@@ -193,7 +193,7 @@ def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False, any
 
 
 def _create(path: Path) -> None:
-    """Create `path` with a random secret, atomically; an existing file stays."""
+    """Create `path` with a random secret, atomically. An existing file stays."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -6,8 +6,8 @@ Fixed pieces of 8 MiB are hashed in parallel (SHA-256 releases the interpreter l
     digest = SHA-256( "kvtier.weights\0" | u64 parts | parts, sorted by name: u64 n | name | part digest )
 
 n is the length of the next field. The name of a file is its path below the common directory of all files, so a
-checkpoint may move; its head is empty. The head of a tensor is its dtype and shape. Files and tensors of the same
-weights give different digests.
+checkpoint may move. The head of a file is empty, and the head of a tensor is its dtype and shape. Files and tensors of
+the same weights give different digests.
 """
 
 import hashlib
@@ -82,7 +82,7 @@ class _WeightsPart(NamedTuple):
 
 
 def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the weight files of a checkpoint: those directly in a directory, or `path` itself if it is a file.
+    """Return the weight files of a checkpoint: the ones directly in a directory, or `path` itself if it is a file.
 
     Weights are safetensors, PyTorch and GGUF files, and the indexes of sharded files. All kinds count, because the
     loader's choice is not known here.
@@ -300,14 +300,14 @@ def _combined(digests: dict[str, bytes]) -> bytes:
     if not digests:
         raise ConfigError("no weights were given")
     fields = [_U64.pack(len(digests))]
-    # File names may contain bytes that are not UTF-8; surrogateescape restores them.
+    # File names may contain bytes that are not UTF-8, which surrogateescape restores.
     for name, digest in sorted((name.encode(errors="surrogateescape"), digest) for name, digest in digests.items()):
         fields += [_U64.pack(len(name)), name, digest]
     return hashlib.sha256(b"kvtier.weights\0" + b"".join(fields)).digest()
 
 
 def _read_cache(path: Path) -> dict[FileVersion, bytes]:
-    """Return every digest in the cache file; none if the file is not one that `_write_cache` could have written."""
+    """Return every digest in the cache file; none if `_write_cache` cannot have written the file."""
     try:
         return _cached(path)
     except FileNotFoundError:

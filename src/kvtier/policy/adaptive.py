@@ -190,7 +190,7 @@ class Adaptive:
 
     The uses of one prompt arrive in order along its chain, from either end. They get their kinds when the next prompt
     begins, because only then is it known how much of the prompt was new. Until then only the prompt's last name may be
-    the victim, valued by what is known so far.
+    the victim, valued by the information so far.
 
     Runs are in two heaps. A run's value changes with its age and with training, so all runs are revalued periodically.
     A few runs at a time move from one heap to the other. They are taken from the end of the list, so the rest remains
@@ -253,7 +253,7 @@ class Adaptive:
             self._use(entry, use.conversation)
 
     def removed(self, name: bytes) -> None:
-        """Record that `name` was removed, for whatever reason. Ignore unknown names."""
+        """Record that `name` was removed, for any reason. Ignore unknown names."""
         entry = self._entries.get(name)
         if entry is None or entry.run is None:
             return

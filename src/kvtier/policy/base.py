@@ -34,7 +34,7 @@ class Evictor(Protocol):
         ...
 
     def removed(self, name: bytes) -> None:
-        """Record that `name` was removed, for whatever reason. Ignore unknown names."""
+        """Record that `name` was removed, for any reason. Ignore unknown names."""
         ...
 
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:

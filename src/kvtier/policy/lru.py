@@ -15,7 +15,7 @@ _HEAP_SLACK = 64
 
 
 class _Entry:
-    """A name that is present. `sequence` numbers its last use; `is_queued` says whether the heap contains it."""
+    """A name that is present. `sequence` numbers its last use. `is_queued` says whether the heap contains it."""
 
     __slots__ = ("is_present", "is_queued", "name", "parent", "sequence")
 
@@ -71,7 +71,7 @@ class Lru:
             entry.sequence = self._sequence
 
     def removed(self, name: bytes) -> None:
-        """Record that `name` was removed, for whatever reason. Ignore unknown names."""
+        """Record that `name` was removed, for any reason. Ignore unknown names."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return

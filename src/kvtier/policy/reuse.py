@@ -1,6 +1,6 @@
 """Learns the value of keeping a name from the stream of uses, by the kind and the age of the name's last use.
 
-An age counts uses of any name; bytes, seconds and tokens play no role. Ages fall into buckets, two for each doubling.
+An age counts uses of any name, not bytes, seconds or tokens. Ages fall into buckets, two for each doubling.
 For each bucket the model counts the watched uses that were followed by another at such an age. It also counts the time
 for which uses were watched at such an age. The ratio is a rate. A watch counts when it ends, even without a
 reuse.
@@ -23,10 +23,10 @@ Numbers = npt.NDArray[Any]
 
 _FIRST_END = 16
 ENDS = tuple(round(_FIRST_END * 2 ** (step / 2)) for step in range(45))
-"""Upper bounds of the age buckets; one more bucket is unbounded."""
+"""Upper bounds of the age buckets. One more bucket is unbounded."""
 BUCKETS = len(ENDS) + 1
 WATCHED_MAX = 1 << 14
-"""Maximum number of uses watched at once. Beyond that, the oldest watch ends."""
+"""Maximum number of uses watched at the same time. Beyond that, the oldest watch ends."""
 _HORIZON = 8
 """Minimum span of the watched uses, as a multiple of the names present. Below it, the share of watched names is halved.
 """
@@ -143,7 +143,7 @@ class ReuseModel:
     def watch_hinted(self, name_hash: int, kind: int, time: int) -> None:
         """Watch a use that got a hint at `time`. Later outcomes count for both kinds, each from its own time.
 
-        If the first watch ended here, its kind would learn nothing from what follows, because hints come before reuses.
+        If the first watch ended here, its kind would learn nothing from later uses, because hints come before reuses.
         The second watch counts only for its hint.
         """
         if name_hash & self._sample_mask:

@@ -1,4 +1,4 @@
-"""Formats numbers as text with units. A kB is 1,000 bytes and a KiB is 1,024; KB is never printed."""
+"""Formats numbers as text with units. A kB is 1,000 bytes and a KiB is 1,024. KB is never printed."""
 
 import math
 

@@ -97,7 +97,7 @@ def replaced(option: str, path: Path) -> Generator[Path]:
 
     Args:
         option: the command line's option, for the error message; may be empty.
-        path: the file; a symbolic link is kept and its target replaced.
+        path: the file. A symbolic link is kept and its target replaced.
 
     Raises:
         ConfigError: the file cannot be written.

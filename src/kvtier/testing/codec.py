@@ -41,7 +41,7 @@ class CodecContract:
         assert codec.is_exact is True, "a codec that does not restore every byte is refused"
 
     def test_another_instance_decodes(self) -> None:
-        """Another process can decode what this one encoded. A codec has no arguments and no state."""
+        """Another process can decode sections that this one encoded. A codec has no arguments and no state."""
         codec = self.make()
         for element in ELEMENT_BYTES:
             for raw in _samples(element):
@@ -188,7 +188,7 @@ class LossyCodecContract:
                 assert _refuses(codec, stored, length, cut), cut
 
     def test_ends_in_value_error_or_not_at_all_on_noise(self) -> None:
-        """A codec may accept damage within the numbers; checksums detect it."""
+        """A codec may accept damage within the numbers, because checksums detect it."""
         codec = self.make()
         draw = random.Random(7)
         for cut in _cuts():

@@ -292,7 +292,7 @@ class TierContract:
             assert heads[number] == frame_of(number, size)[:BLOCK_BYTES]
 
     def test_keeps_to_its_capacity_and_keeps_the_newest(self, make: MakeTier) -> None:
-        """The tier evicts on demand; the capacity holds after every write."""
+        """The tier evicts on demand. The capacity holds after every write."""
         self._needs_cap()
         capacity = 10 * BLOCK_BYTES
         tier = make(capacity)
