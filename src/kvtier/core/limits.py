@@ -20,7 +20,7 @@ class TierRules:
     persists: bool = True
     """Whether its objects survive this process. If so, they need not stay in host memory for slower tiers."""
     is_remote: bool = False
-    """Whether an answer costs a round trip. It is asked for few names, in rounds, and requests need not wait for it."""
+    """Whether an answer costs a round trip. The core asks it for few names, in rounds. Requests need not wait."""
     loads_in_flight: int = 16
     """Maximum number of promotions in flight. All tiers share a quarter of the slots of the smallest group."""
     writes_in_flight: int = 8

@@ -98,7 +98,7 @@ class CostModel:
         return LoadOption(end, slowest, seconds, wait_s, is_known, chunk_tokens)
 
     def _bytes(self, query: LookupQuery, end: int) -> tuple[int, dict[str, int]]:
-        """Return the bytes of a load up to `end`, and the bytes that it adds to the queue of each tier."""
+        """Return the bytes of a load up to `end`, and the bytes it adds to the queue of each tier that it waits for."""
         prefix, resident = query.prefix, query.resident_tokens // query.prefix.chunk_tokens
         shared = self._shared_chunks(prefix)
         total = 0

@@ -358,7 +358,7 @@ class PendingWrites:
         while waiting:
             entry = next(iter(waiting))
             del waiting[entry]
-            if not (entry.pins or entry.awaited or self._owes_faster(entry)):  # its next transfer adds it again
+            if not (entry.pins or entry.awaited or self._owes_faster(entry)):  # else its next transfer adds it again
                 self._relay_later(entry)
                 return True
         return False
@@ -386,7 +386,7 @@ class PendingWrites:
                     self._output.counters.relays_dropped += 1
 
     def _write_victims(self, group: int, wanted: int) -> bool:
-        """Under write-back, queue writes until `wanted` victims are leaving, or as many as the tiers can write.
+        """Queue writes under write-back until `wanted` victims are leaving, or as many as the tiers can write.
 
         Returns:
             Whether more objects are leaving than before.

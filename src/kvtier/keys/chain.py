@@ -37,8 +37,8 @@ class Extra:
     """A value other than tokens that changes the KV of a request.
 
     Args:
-        kind: kind of the value, such as ``adapter``, ``image`` or ``salt``; not empty.
-        value: what identifies the extra: an adapter's name and digest, or a digest of an image's pixels.
+        kind: kind of the extra, such as ``adapter``, ``image`` or ``salt``; not empty.
+        value: identity of the extra, such as an adapter's name and digest, or a digest of an image's pixels.
         offset: its first token position in the prompt. The key of the chunk with this position covers the extra, and
             later chunks inherit it through the chain.
 

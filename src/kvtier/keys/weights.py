@@ -336,7 +336,7 @@ def _cached(path: Path) -> dict[FileVersion, bytes]:
 
 
 def _write_cache(path: Path, known: dict[FileVersion, bytes], stable_s: float) -> None:
-    """Atomically replace the cache file with the newest digests of stable files of `known`."""
+    """Replace the cache file atomically with the newest digests of stable files of `known`."""
     temporary: Path | None = None
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
