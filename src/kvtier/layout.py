@@ -218,12 +218,12 @@ class GroupLayout:
     """One KV group's share of a chunk, on one rank.
 
     Args:
-        validity: which chunks make a boundary restorable.
+        validity: the rule that decides which chunks make a boundary restorable.
         layer_bytes: payload bytes of each of the group's layers in a full chunk, in layer order.
         pages: the engine's name for the arrangement within a layer, for example ``transformers/K[head,token,dim]
             V[head,token,dim]/float32/heads=2/dim=64``. It is part of every object name.
         part: the layers and heads of this share; None if the engine does not say. The layout digest omits it.
-        copy: how many ranks before this one hold the same part; `ELSEWHERE` if this rank does not hold it.
+        copy: number of ranks before this one that hold the same part; `ELSEWHERE` if this rank does not hold it.
         runs: the runs of each layer. If empty, each layer is one run of `bytes`. They are part of every object name.
         chunk_tokens: tokens per full chunk, set by `KvLayout`. A frame has room for their ids; 0 means no room.
         axes: the axes of each run of each layer, None where the engine does not define them; empty if it defines none.

@@ -29,7 +29,7 @@ class Presence(Enum):
 
 
 class Outcome(Enum):
-    """How a transfer ended."""
+    """The result of a transfer."""
 
     DONE = "done"
     FAILED = "failed"  # no bytes moved; the source may be good
@@ -96,7 +96,7 @@ class ObjectId(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where an object comes from, for the tiers' eviction policies."""
+    """The origin of an object, for the tiers' eviction policies."""
 
     parent: ChunkKey | None = None
     """Key of the page before it; None at the start of a prefix, and for groups without history."""
@@ -233,7 +233,7 @@ class LoadOption(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """How many leading tokens can be loaded.
+    """The result of a lookup: how many leading tokens can be loaded.
 
     `presence` is PROBING while an open probe could still raise `tokens`. Otherwise it is READY or ARRIVING when
     `tokens` > 0, and ABSENT when nothing can be loaded.

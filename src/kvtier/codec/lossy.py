@@ -56,7 +56,7 @@ _KERNELS = {"numba": "kvtier.codec.lossy_numba", "torch": "kvtier.codec.lossy_to
 TOLERANCES = MappingProxyType[Element, tuple[float, float]](
     {"bf16": (2.0**-8, 0), "fp16": (2.0**-11, 2.0**-25), "fp32": (2.0**-22, 0)}
 )
-"""How far a decoded number may be from the original one beyond half a step times its scale: a share of the number, for
+"""Allowed error of a decoded number beyond half a step times its scale: a share of the original number, for
 rounding to the element and arithmetic in float32, and an absolute difference, for rounding denormal numbers."""
 HALF_STEP = 0.501
 """Allowed share of a step. The excess over one half covers rounding in float32 and denormal numbers of bf16."""
@@ -72,16 +72,16 @@ class Side(NamedTuple):
     bits: int
     token_group: int
     lows_at: int
-    """Where the lows begin. Both lows and steps are sorted by head, token and channel."""
+    """Offset of the lows in bytes. Both lows and steps are sorted by head, token and channel."""
     steps_at: int
     exponents_at: int
-    """Where the exponents of the tokens' scales begin, a byte each. Keys have no scales."""
+    """Offset of the exponents of the tokens' scales, a byte each. Keys have no scales."""
     codes_at: int
-    """Where the codes begin, block by block of each head. A block has `bits` rows of a byte for each channel."""
+    """Offset of the codes, block by block of each head. A block has `bits` rows of a byte for each channel."""
 
 
 class Form(NamedTuple):
-    """How a section is arranged in memory and when stored. Sizes are in numbers unless the name says otherwise."""
+    """The arrangement of a section in memory and in storage. Sizes are in numbers unless the name says otherwise."""
 
     element: Element
     axes: Axes

@@ -191,7 +191,7 @@ class HostEntry:
     residency: Residency = Residency.ABSENT
     source: str = HOST
     origin: str = HOST
-    """Where the object came from: a tier, or `HOST` for the engine."""
+    """Source of the object: a tier, or `HOST` for the engine."""
     is_staged: bool = False
     """Whether it is in the staging area, on its way from one lower tier to another."""
     pins: int = 0

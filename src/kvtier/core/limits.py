@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class WritePolicy(Enum):
-    """The time at which an object from the engine is written to the lower tiers."""
+    """A rule for when an object from the engine is written to the lower tiers."""
 
     THROUGH = "through"  # as soon as it is ready
     BACK = "back"  # before it is evicted from host memory, and at close
@@ -20,7 +20,7 @@ class TierRules:
     persists: bool = True
     """Whether its objects survive this process. If so, they need not stay in host memory for slower tiers."""
     is_remote: bool = False
-    """Whether an answer costs a round trip. The core asks it for few names, in rounds. Requests need not wait."""
+    """Whether an answer costs a round trip. Then the core asks for few names, in rounds, and requests need not wait."""
     loads_in_flight: int = 16
     """Maximum number of promotions in flight. All tiers share a quarter of the slots of the smallest group."""
     writes_in_flight: int = 8

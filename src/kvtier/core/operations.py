@@ -110,7 +110,7 @@ class WorkItem:
     entry: HostEntry | None = None
     """The copy in host memory that it waits for or reads."""
     source: str = HOST
-    """Where the bytes of a DELIVERED object came from."""
+    """Source of the bytes of a DELIVERED object."""
     tried: frozenset[str] = frozenset()
     """Tiers that failed to deliver the object to this load."""
     outcome: Outcome = Outcome.CANCELLED
@@ -437,7 +437,7 @@ class OpenOperations:
         work.aside.clear()
         for item in work.items:
             if item.state in (WAITING, WANTED) and not is_store and item.outcome is not Outcome.CORRUPT:
-                item.outcome = Outcome.CANCELLED  # some tier has not been asked yet
+                item.outcome = Outcome.CANCELLED  # a tier has not been asked yet
             if item.state is WAITING and item.entry is not None:
                 self.waiters[item.entry].remove(item)
                 self._finish(item, result)

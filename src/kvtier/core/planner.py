@@ -92,7 +92,7 @@ class LoadPlan:
     risk_s: float = 0.0
     """Expected loss of the load at its worst moment."""
     ahead_s: float = 0.0
-    """How long the engine computes for other requests before this one."""
+    """Seconds for which the engine computes for other requests before this one."""
     best_s: float = 0.0
     """For a trial, the time of loading and computing with the best other plan."""
     saved_by_loads_s: float = 0.0
@@ -191,7 +191,7 @@ class Planner:
             lookup: the possible loads and their expected times.
             total_tokens: tokens of the prompt.
             resident_tokens: leading tokens that the engine holds.
-            ahead_s: how long the engine computes for other requests before this one.
+            ahead_s: seconds for which the engine computes for other requests before this one.
             beside_s: time until the engine can compute another prompt concurrently with this one; by default never.
             now_s: the time.
         """

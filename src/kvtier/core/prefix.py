@@ -43,7 +43,7 @@ def history_run(
         groups: the KV groups.
         prefix: the prompt.
         present: returns whether an object is available.
-        runs: how many leading chunks of each group are known to be present. `present` is not called for them.
+        runs: number of leading chunks of each group that are known to be present. `present` is not called for them.
     """
     run = len(prefix.keys)
     for index, group in enumerate(groups):

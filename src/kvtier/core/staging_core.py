@@ -69,7 +69,7 @@ class ObjectCache(Cache):
         prefix, places = _listed(objects)
         for each in objects:
             entry = self.host.entry(*each)
-            if entry is not None:  # the object is on its way already, and the first tier lacks it, perhaps again
+            if entry is not None:  # the object is already on its way, and the first tier lacks it, perhaps again
                 self._pending_writes.put_again(entry, now_s)
         store = StoreOperation(request=request, prefix=prefix, conversation=None, deadline_s=inf, origins=origins)
         self._operations.begin_store(store, places, now_s)

@@ -26,9 +26,9 @@ ANSWER_WEIGHT = 0.1
 
 REMEMBERED_MAX = 1 << 16
 ABSENT_S = 5.0
-"""How long a remote tier's answer "absent" is remembered. Other nodes may write the object meanwhile."""
+"""Seconds for which a remote tier's answer "absent" is remembered. Other nodes may write the object meanwhile."""
 PRESENT_S = 60.0
-"""How long the answer "present" is remembered. A wrong answer costs a failed read."""
+"""Seconds for which the answer "present" is remembered. A wrong answer costs a failed read."""
 
 OPENING_RETRY_S = 0.5
 """Delay between trials of a tier that was never open. Trials are free, and the first success puts the tier to use."""
@@ -376,7 +376,7 @@ class TierStates:
         self._slots = max(count, slots)
         self._reserved = max(1, self._slots // (2 * count))
         self.share = self._slots - self._reserved * (count - 1)
-        """How many slots one tier may use in each direction."""
+        """Number of slots that one tier may use in each direction."""
         self.is_single = count == 1
         self.has_stopped = False
         """Whether reads of a tier have stopped while operations may still wait for them."""

@@ -489,7 +489,7 @@ class TransferScheduler:
                 item = store.todo[0]
                 group = item.place.group
                 if group in full:
-                    break  # no slot for an earlier store, so none for this one
+                    break  # there is no slot for an earlier store, so none for this one
                 entry = self._host.entry(item.key, group)
                 if entry is not None:
                     self._operations.found(self._operations.take(store), entry)
@@ -530,7 +530,7 @@ class TransferScheduler:
             put.todo.extend(passed_over)
             if not put.todo:
                 self._operations.end_if_finished(put)
-            elif gathered > before:  # the others come first next time
+            elif gathered > before:  # the other puts come first next time
                 del stores[put]
                 stores[put] = None
         return gathered > 0

@@ -26,7 +26,7 @@ class Table:
     """Number of right-aligned columns, counted from the last."""
     title: str = ""
     note: str = ""
-    """Printed below the table."""
+    """Text printed below the table."""
 
     @property
     def right(self) -> range:
