@@ -4,7 +4,7 @@ A payload is layer-major: layer 0 of the whole chunk, then layer 1, and so on. E
 `ALIGNMENT`, so any layer can be read with direct I/O. The engine arranges the bytes within a layer. `pages` names the
 arrangement, which is never inferred from shapes. A layer consists of runs without gaps, and no section spans two runs.
 
-Where the engine defines the arrangement of the numbers, a run also has axes. Only lossy codecs need them.
+Where the engine defines the arrangement of the numbers, a run also has axes. Only lossy codecs use axes.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 ALIGNMENT = 4096
-"""Alignment in bytes. Direct I/O needs 512 or 4096, depending on the device."""
+"""Alignment in bytes. Direct I/O requires 512 or 4096, depending on the device."""
 
 SECTION_BYTES_MAX = 1 << 20
 """Maximum size of a section, which is the unit of checksums and ranged reads."""
@@ -129,7 +129,7 @@ class Axes(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A section of a payload: its place and the facts that codecs need. It has axes if a lossy codec may code it."""
+    """A section of a payload: its place and the facts that codecs use. It has axes if a lossy codec may code it."""
 
     layer: int
     offset: int

@@ -183,7 +183,7 @@ class Recall(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Names transfers that no operation waits for any more. Those that have not started need not start."""
+    """Names transfers that no operation waits for any more. Transfers that have not started need not start."""
 
     ids: tuple[int, ...]
 
@@ -220,15 +220,15 @@ class LoadOption(NamedTuple):
     tokens: int
     """Leading tokens that it loads: a valid boundary for every KV group."""
     source: str
-    """The slowest source (host memory or a tier) that the load needs."""
+    """The slowest source (host memory or a tier) that the load requires."""
     seconds: float
     """Expected time from start to end, including transfers queued before it."""
     wait_s: float
     """Longest time during the load in which no further chunk becomes usable."""
     is_known: bool
-    """Whether every link that it needs has a measurement; otherwise the times are guesses."""
+    """Whether every link that the load requires has a measurement. Otherwise the times are guesses."""
     chunk_tokens: int = 0
-    """The load may end early at any multiple of this; 0 if it may not end early."""
+    """Multiple of tokens at which the load may end early; 0 if it may not end early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class Lookup:
     sources: tuple[tuple[str, int], ...] = ()
     """(source, tokens) for each source of such a load, "host" first."""
     options: tuple[LoadOption, ...] = ()
-    """Loads up to `tokens`, and up to shorter boundaries that need no slower sources. Empty while PROBING."""
+    """Loads up to `tokens`, and up to shorter boundaries that require no slower sources. Empty while PROBING."""
     history_tokens: int = 0
     """Leading tokens whose chunks are present in every history group; `tokens` if there is no such group. It exceeds
     `tokens` where a window or state is missing at the boundary, because another prompt diverged there.

@@ -150,7 +150,7 @@ class Conversion:
     def lmcache(self, given: str) -> None:
         """Convert LMCache's YAML file, ``env`` for LMCACHE_CONFIG_FILE, or the flags of ``lmcache server``.
 
-        Variables override the file, as in LMCache. ``env`` needs no file.
+        Variables override the file, as in LMCache. ``env`` requires no file.
 
         Raises:
             ConfigError: a value is wrong, or cannot be read.

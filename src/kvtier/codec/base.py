@@ -19,7 +19,7 @@ class Codec(Protocol):
     """Whether decoding restores every byte of every section. A codec is refused unless this is True."""
 
     def bound(self, raw_bytes: int) -> int:
-        """Return the most bytes that `encode` may need for a section of `raw_bytes`."""
+        """Return the maximum bytes that `encode` requires for a section of `raw_bytes`."""
         ...
 
     def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:

@@ -214,12 +214,12 @@ def unpack_in_place(
         _verify_sections(slot, head)  # before the codecs, because damage is found without them
         if is_demanded:
             raise CorruptChunkError(identity.name, "has no seal, which this tier demands", "unsealed")
-    cipher = open_seal(head, seals)[0] if head.seal else None  # before the codecs, too
+    cipher = open_seal(head, seals)[0] if head.seal else None  # also before the codecs
     _unpack(slot, head, group, decoders_of(head), scratch, cipher)
 
 
 def reseal(frame: memoryview, keyring: Keyring, key: SealKey, scratch: memoryview) -> memoryview:
-    """Seal a stored frame with another key and a new salt. Neither its layout nor its codecs are needed.
+    """Seal a stored frame with another key and a new salt. This requires neither its layout nor its codecs.
 
     Everything is verified first. Sections stay encoded, so the new frame has the same length.
 

@@ -1,6 +1,6 @@
 """The head of a frame, as in FORMAT.md. `pack_head` writes it and `read_head` reads it.
 
-`read_head` needs neither a model nor a key, so that any frame can be inspected. `expect` then compares the head with
+`read_head` requires neither a model nor a key, so that any frame can be inspected. `expect` then compares the head with
 the wanted object. No field is used before it is checked.
 """
 
@@ -116,7 +116,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """A frame's head that has passed every check that needs neither model nor key."""
+    """A frame's head that has passed every check that requires neither model nor key."""
 
     version: int
     header_bytes: int
@@ -309,7 +309,7 @@ def pack_text(head: bytearray, metadata: slice, identity: Identity) -> None:
 
 
 def head_bytes_of(front: memoryview | bytes) -> int:
-    """Return how many bytes `read_head` needs, from the first `FIXED_BYTES` bytes of a frame.
+    """Return how many bytes `read_head` requires, from the first `FIXED_BYTES` bytes of a frame.
 
     Raises:
         CorruptChunkError: the bytes are not the start of a frame.

@@ -2,7 +2,7 @@
 
 Channels differ greatly in magnitude, so a group is one channel of many tokens. Some tokens have much smaller or larger
 values than others, and the small ones draw much attention. So their values are first scaled by a power of 2. A
-prompt's first tokens draw much attention, too, so they stay exact. FORMAT.md specifies the bytes.
+prompt's first tokens also draw much attention, so they stay exact. FORMAT.md specifies the bytes.
 
 Each number of a group is stored as (low + code * step) * scale. `low` and `step` are bf16. `low` is rounded down, so no
 code is negative. Products of a code and `step` are exact in float32, so a fused multiply-add changes no result.
@@ -50,7 +50,7 @@ COPIED = 4
 """A token was coded before if more than one in this many of its numbers, scaled, equal a number of another token."""
 
 _KERNELS = {"numba": "kvtier.codec.lossy_numba", "torch": "kvtier.codec.lossy_torch"}
-"""Modules that implement `Kernels`, by the package that each needs; fastest first."""
+"""Modules that implement `Kernels`, by the package that each requires; fastest first."""
 
 
 TOLERANCES = MappingProxyType[Element, tuple[float, float]](

@@ -159,7 +159,7 @@ class TierList:
         """Return the tiers.
 
         Raises:
-            ConfigError: a needed value is missing, or values contradict each other.
+            ConfigError: a required value is missing, or values contradict each other.
         """
         return tuple(registry.make(draft.kind, draft.name, draft.values, str(draft.origin)) for draft in self._drafts)
 

@@ -197,7 +197,7 @@ class Cache:
         )
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
-        @cache  # used for the boundary, the sources and the options
+        @cache  # the boundary, the sources and the options use it
         def source_of(group: int, chunk: int) -> str | None:
             return self._source_of(known, prefix.keys[chunk], group)
 
@@ -313,7 +313,7 @@ class Cache:
 
         Raises:
             BadCallError: the request has an open load; `tokens` is not a boundary; a place is outside the prefix, past
-                `tokens` or named twice; a needed object is not resident and has no place.
+                `tokens` or named twice; a required object is not resident and has no place.
         """
         self._expire(now_s)  # not `advance`, because waiting operations could evict objects of this load
         if request in self._operations.loads:
@@ -401,7 +401,7 @@ class Cache:
     def probed(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
         """Handle the answer to a probe; None means that the tier failed."""
         self._probes.answered(probe_id, present, now_s)
-        self._may_move = True  # demotions may wait for a trial
+        self._may_move = True  # demotions may be waiting for a trial
 
     def dropped(self, drop: Drop, outcome: Outcome) -> None:
         """Handle the completion of a drop. If it failed, the bad copy may remain, and the next write drops it again."""

@@ -103,14 +103,14 @@ class Hints:
         self._wishes: list[Wish] = []
         self._due: dict[RequestId, DuePrefetch] = {}
         self.are_given = False
-        """Whether any hint has been given. Until then, no other call is needed."""
+        """Whether any hint has been given. Until then, no other call is necessary."""
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     def retain(self, prefix: Prefix, until_s: float, now_s: float, priority: Priority = Priority.NORMAL) -> None:
         """Keep the objects of `prefix` in host memory until `until_s`, within the shares and `retain_s` of `Limits`.
 
-        Beyond the share, the oldest retention of the lowest priority ends. Lower tiers get the objects, too.
+        Beyond the share, the oldest retention of the lowest priority ends. Lower tiers also get the objects.
         """
         until_s = min(until_s, now_s + self._limits.retain_s)
         self._wish(prefix, lambda at_s: self._retain(prefix, until_s, at_s, priority), priority)

@@ -274,7 +274,7 @@ class HostMemory:
         """Objects that are evicted first. The evictors of their groups do not have them."""
         self.object_bytes = tuple(group.payload_bytes for group in layout.groups)
         self.is_history = tuple(isinstance(group.validity, History) and not stages_only for group in layout.groups)
-        """Groups in which every chunk needs all chunks before it."""
+        """For each group, whether every chunk requires all chunks before it."""
         self.has_history_only = all(self.is_history)
         # These counts of evictable objects avoid a search of full host memory for a victim that cannot exist.
         self._idle_clean = [0] * len(self.slots)

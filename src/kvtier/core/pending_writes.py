@@ -70,7 +70,7 @@ class PendingWrites:
         self._first_uses = limits.selective_uses if limits.write_policy is WritePolicy.SELECTIVE else 1
         order = list(tiers.by_name)
         self._from = {name: dict.fromkeys(order[number:], CLOSED) for number, name in enumerate(order)}
-        """For each tier, the tier itself and all slower ones, which need no write of an object loaded from it."""
+        """For each tier, the tier itself and all slower ones, which require no write of an object loaded from it."""
         self._promoted: OrderedDict[Item, None] = OrderedDict()
         self.queues = {it.name: WriteQueue() for it in tiers.all}
         """The queue of each tier."""

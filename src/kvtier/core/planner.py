@@ -88,7 +88,7 @@ class LoadPlan:
     is_trial: bool = False
     """Whether the load tries a slow link and is not expected to pay."""
     source: str = ""
-    """The slowest source (host memory or a tier) that the load needs."""
+    """The slowest source (host memory or a tier) that the load requires."""
     risk_s: float = 0.0
     """Expected loss of the load at its worst moment."""
     ahead_s: float = 0.0
@@ -324,7 +324,7 @@ class Planner:
     ) -> LoadPlan | None:
         """Return a trial of the fastest source past `best`, if no load is open and the trial budget covers its loss.
 
-        Neither a source in back-off nor a slower one is tried, because loads from slower ones may need it, too.
+        Neither a source in back-off nor a slower one is tried, because loads from slower ones may also use it.
         """
         slack_s = _slack_s(best)
         if self._open or slack_s > self._trial_budget_s:
@@ -335,7 +335,7 @@ class Planner:
             backoff = self._backoffs.get(plan.source, NO_BACKOFF)
             if now_s < backoff.until_s:
                 return None
-            # However fast the source is, the faster sources before it take time, too.
+            # However fast the source is, the faster sources before it also take time.
             gain_s = best.load_s + best.compute_s - plan.compute_s - max(best.load_s, self._overhead_s)
             if gain_s > slack_s:
                 tokens = plan.tokens

@@ -11,7 +11,7 @@ from math import sqrt
 from typing import NamedTuple
 
 PRIOR_PER_TOKEN_S = 4e-4
-"""Estimate before the first measurement: 2,500 tokens per second. It is slow so that the first load of a process gets
+"""Estimate before the first measurement: 2,500 tokens per second. It is low so that the first load of a process gets
 enough time. The loss of that load is bounded anyway.
 """
 PRIOR_STEP_TOKENS = 100
@@ -81,7 +81,7 @@ class PrefillEstimator:
         tokens = float(sum(piece.tokens for piece in pieces))
         pairs = sum(piece.pairs for piece in pieces)
         size = (int(tokens).bit_length(), int(pairs).bit_length())
-        known = self._averages.pop(size, None)  # re-added at the end: the first entry is the least recent one
+        known = self._averages.pop(size, None)  # re-added at the end, so that the first entry is the least recent
         if known is not None:
             # Steps of one size differ by a factor of up to two in tokens, so they are compared per token.
             usual_s = known.seconds * max(tokens / known.tokens, pairs / known.pairs)

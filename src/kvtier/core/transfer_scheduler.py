@@ -1,7 +1,7 @@
 """Decides which transfers start, and handles their completions.
 
 Deadlock cannot occur because no operation holds a slot while it waits for another slot. Readable objects are scattered
-immediately, in any order. A promotion needs one slot and frees it after its scatters. Stores use the slots that loads
+immediately, in any order. A promotion takes one slot and frees it after its scatters. Stores use the slots that loads
 do not need, and wait for a bounded time. A relay uses a slot of the staging area.
 """
 
@@ -562,7 +562,7 @@ class TransferScheduler:
         """Relay objects from faster tiers to slower ones. Return whether a relay started."""
         has_started = False
         is_loading = any(load.todo or any(load.aside.values()) for load in self._operations.loads.values())
-        is_loading |= self._host.stages_only and self._operations.wanted > 0  # puts want slots, too
+        is_loading |= self._host.stages_only and self._operations.wanted > 0  # puts also wait for slots
         for tier_state in self._tiers.all:
             while (relay := self._pending_writes.next_relay(tier_state, now_s, is_loading=is_loading)) is not None:
                 has_started = True

@@ -6,7 +6,7 @@ rejects a copy that crosses the edge of a locked range. While it locks a range, 
 Only this thread makes these calls, because CUDA keeps an error for the calling thread, where torch would raise it.
 
 Meanwhile a starting engine captures CUDA graphs. By default the driver then refuses to lock in any thread
-(error 900), and the capture fails, too. So the thread first declares that captures do not affect its calls.
+(error 900), and the capture also fails. So the thread first declares that captures do not affect its calls.
 """
 
 import ctypes

@@ -91,7 +91,7 @@ class Chain:
 
     @property
     def keys(self) -> tuple[ChunkKey, ...]:
-        """The keys so far: one for each full chunk. A chain that looks ahead must know the next token, too."""
+        """The keys so far: one for each full chunk. A chain that looks ahead must also know the next token."""
         return tuple(self._keys)
 
     @property
@@ -191,7 +191,7 @@ def token_words(tokens: Sequence[int]) -> memoryview:
         ValueError: as in `Chain.extend`.
     """
     if not isinstance(tokens, list | tuple):
-        # Strings and bytes are sequences, too. Accepting them would produce keys of the wrong values.
+        # Strings and bytes are also sequences. Accepting them would produce keys of the wrong values.
         raise ValueError(f"tokens must be a list or tuple of integers, got {type(tokens).__name__}")  # noqa: TRY004
     try:
         words = array(_ARRAY_CODE, tokens)

@@ -42,7 +42,7 @@ class SealKey:
     key: bytes = field(repr=False)
     """32 secret bytes, from which frame keys are derived."""
     check: bytes = field(repr=False)
-    """16 public bytes that tell a reader which key a frame needs."""
+    """16 public bytes that tell a reader which key a frame requires."""
     opens_only: bool = False
     """Whether the key opens frames but does not seal yet."""
 

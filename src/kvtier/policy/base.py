@@ -18,11 +18,11 @@ class Use(NamedTuple):
 
 
 class Evictor(Protocol):
-    """Chooses victims. It is notified of every change. An instance has one owner and needs no lock.
+    """Chooses victims. It is notified of every change. An instance has one owner and requires no lock.
 
     A policy must not evict a parent before its children, which are useless without it and take up space. The contract
     suite does not check that, because `Fifo`, a baseline, ignores parents. Names whose parents form a
-    cycle, as in a damaged index, must be evicted, too.
+    cycle, as in a damaged index, must also be evicted.
     """
 
     def added(self, use: Use) -> None:

@@ -144,7 +144,7 @@ class ReuseModel:
         """Watch a use that got a hint at `time`. Later outcomes count for both kinds, each from its own time.
 
         If the first watch ended here, its kind would learn nothing from later uses, because hints come before reuses.
-        The second watch counts only for its hint.
+        The second watch counts only for the hint.
         """
         if name_hash & self._sample_mask:
             return

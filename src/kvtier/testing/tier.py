@@ -1,6 +1,6 @@
 """Contract tests for tiers. Subclass `TierContract` in a pytest module and define a `make_tier` fixture.
 
-The suite needs pytest and hypothesis.
+The suite requires pytest and hypothesis.
 """
 
 import errno
