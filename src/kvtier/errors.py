@@ -1,4 +1,4 @@
-"""Exceptions, grouped by the remedy.
+"""The exceptions of kvtier, grouped by remedy.
 
 The mover catches exceptions in one place and turns them into an `Outcome`. Errors in *data* become misses. Only
 mistakes in *settings* and *calls* reach the user.
@@ -57,7 +57,7 @@ class KvError(Exception):
     """Base class of all exceptions of kvtier."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let an error come back from another process with its text and fields, whatever its constructor takes."""
+        """Let another process restore an error with its text and fields, whatever its constructor takes."""
         return type(self).__new__, (type(self), *self.args), vars(self)
 
 

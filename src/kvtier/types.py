@@ -211,7 +211,7 @@ class RecallPage(NamedTuple):
     records: tuple[ChunkRecord, ...]
     """Each record follows its parent, which may be in an earlier page. Chains of newer objects come first."""
     is_last: bool
-    """Whether no more records will follow. False without records means that they are still being read."""
+    """Whether no more records will follow. A page without records that is not the last means that reading continues."""
 
 
 class LoadOption(NamedTuple):
@@ -267,7 +267,7 @@ class LoadDone:
     sources: tuple[tuple[str, int], ...] = ()
     """(source, tokens) for each source that delivered tokens."""
     was_cut: bool = False
-    """Whether the load ended because it exceeded its `LoadBudget`. Compute the rest, and do not load again."""
+    """Whether the load ended because it exceeded its `LoadBudget`. Compute the rest without another load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,7 @@ class Priority(IntEnum):
 
     NORMAL = 0
     HIGH = 1
-    """Requests may ask for it if the settings allow that."""
+    """Requests may ask for it if the settings allow it."""
     OPERATOR = 2
     """Only calls on the control socket have it. Their prefetches have a separate limit."""
 

@@ -148,7 +148,7 @@ class TimeLimit:
 
 
 class Check(NamedTuple):
-    """One check."""
+    """One check, which runs in its own thread."""
 
     about: str
     find: Callable[[], Iterable[DoctorFinding]]

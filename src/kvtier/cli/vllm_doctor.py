@@ -251,7 +251,7 @@ def _named(
     idle: Sequence[str] = (),
     loss: Loss = "none",
 ) -> Iterator[DoctorFinding]:
-    """Check that vLLM uses kvtier where a ``--kv-transfer-config`` names it; `idle` settings have no effect there."""
+    """Check that vLLM uses kvtier where a ``--kv-transfer-config`` names it. `idle` settings have no effect there."""
     about, advice, entry = "--kv-transfer-config", "use the output of `kvtier vllm config`", place.entry
     if place is _NOWHERE:
         return

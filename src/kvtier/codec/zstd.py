@@ -1,4 +1,4 @@
-"""Zstandard: lossless. It saves little on bfloat16 KV, so it suits links much slower than a core."""
+"""Zstandard, a lossless codec. It saves little on bfloat16 KV, so it suits links much slower than a core."""
 
 import threading
 

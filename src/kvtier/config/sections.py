@@ -196,7 +196,7 @@ class PlannerConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig(SettingsSection):
-    """Settings of request recordings for `kvtier replay`, which contain lengths, times and identities of blocks."""
+    """Settings of recordings for `kvtier replay`. They contain the lengths, times and block identities of requests."""
 
     section: ClassVar[str] = "trace"
 
@@ -382,7 +382,7 @@ SECTIONS: dict[str, type[SettingsSection]] = {
 
 
 def find_section(section: str, origin: str) -> type[SettingsSection]:
-    """Return the section with that name.
+    """Return the section with this name.
 
     Raises:
         ConfigError: the section is unknown. The message lists the known ones and suggests the nearest.

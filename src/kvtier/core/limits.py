@@ -32,7 +32,7 @@ class TierRules:
     probe_deadline_s: float = 0.5
     transfer_deadline_s: float = 10.0
     failures: int = 3
-    """Consecutive failures that open a circuit breaker."""
+    """Number of consecutive failures that open a circuit breaker."""
     retry_s: float = 5.0
     """Delay before a trial. It doubles with each failed trial, up to a minute."""
 

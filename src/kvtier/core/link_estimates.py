@@ -23,7 +23,7 @@ from math import sqrt
 DEFAULT_BYTES_PER_S = 20e9
 DEFAULT_FIRST_S = 1e-3
 SAMPLE_S = 0.25
-"""A link that is never idle is measured this often, or half as often if its objects never pause."""
+"""Seconds between two measurements of a link that is never idle. The interval doubles if objects never pause."""
 INSTANT_S = 1e-6
 PAUSE_KEPT = 0.9
 """Share of the estimated pause that remains when the next burst begins."""
@@ -38,7 +38,7 @@ class LinkEstimator:
     first_s: float = DEFAULT_FIRST_S
     """Latency of the first batch of a burst."""
     first_bytes: int = 0
-    """Bytes of the first batch."""
+    """Number of bytes in the first batch."""
     bytes_per_s: float = DEFAULT_BYTES_PER_S
     """Bandwidth after the first batch."""
     pause_s: float = 0.0

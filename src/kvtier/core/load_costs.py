@@ -24,7 +24,7 @@ class LookupQuery(NamedTuple):
     source_of: Callable[[int, int], str | None]
     """Takes (group, chunk) and returns the source of that object; None if unavailable."""
     runs: Sequence[int]
-    """Leading chunks of each group that are readable in host memory."""
+    """Number of leading chunks of each group that are readable in host memory."""
 
 
 class CostModel:

@@ -91,7 +91,7 @@ def health_of(where: str | Path | TierSettings) -> Health:
 
 
 def is_sealed_store(where: str | Path | TierSettings) -> bool:
-    """Return whether `where` (see `open_store`) is a tier that seals. False for a directory, which does not say."""
+    """Return whether `where` (see `open_store`) is a tier that seals. A directory does not say, so return False."""
     tier = named_tier(where)
     return tier is not None and registry.is_sealed(tier)
 

@@ -81,7 +81,7 @@ class StoreInspector:
         return sorted(found, key=lambda stored: (stored.name, stored.store))
 
     def purge(self, *, force: bool) -> Purge:
-        """Remove the stores; see `StoreView.purge`."""
+        """Remove the stores, as in `StoreView.purge`."""
         result = Purge(directory=self.place)
         for view in self.views:
             one = view.purge(force=force)

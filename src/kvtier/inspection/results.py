@@ -104,7 +104,7 @@ class ObjectView:
     raw_bytes: int | None = None
     layers: int | None = None
     key_check: str | None = None
-    """The key of a sealed frame, identified in hexadecimal digits."""
+    """Hexadecimal digits that identify the key of a sealed frame."""
     sections: list[dict[str, int | str]] = field(default_factory=list[dict[str, int | str]])
     """The section table: the fields of `codec.frame_header.Section`, with checksum and codec as text."""
 
@@ -132,7 +132,7 @@ class BadObject:
 
 @dataclass(slots=True, kw_only=True)
 class Outcomes:
-    """The result of reading objects."""
+    """The counted results of reading objects."""
 
     directory: str
     bytes: int = 0

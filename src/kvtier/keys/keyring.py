@@ -18,7 +18,7 @@ LINES_MAX: Final = 10_000
 BYTES_MAX: Final = 1 << 20
 CHECK_BYTES: Final = 16
 TENANT: Final = re.compile(r"(?!-\Z)[A-Za-z0-9._-]{1,64}")
-"""A tenant's name, to be matched in full."""
+"""Pattern that the whole name of a tenant must match."""
 FORM: Final = (
     f"EPOCH TENANT|- HEX64 [open]: a number from 0 to {EPOCH_MAX}; 1 to 64 letters, digits, dots, underscores and "
     "hyphens, or - for no tenant; 64 hexadecimal digits; `open` after a key that does not seal"

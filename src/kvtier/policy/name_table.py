@@ -11,7 +11,7 @@ class NameTable(Generic[_T]):
     """Maps names to values, with one dictionary for each last byte of a name.
 
     Names are usually digests, but need not be. Growing or listing a single dictionary of 10^7 names takes longer than
-    a lock may be held. Each part has 39,000 of these names.
+    a lock may be held. Each of the 256 parts has 39,000 of these names.
     """
 
     def __init__(self) -> None:

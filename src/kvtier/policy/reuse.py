@@ -33,7 +33,7 @@ _HORIZON = 8
 _PRIOR_USES = 1.0
 """Weight of the prior, in uses."""
 _HALF_LIFE = 64.0
-"""Half-life of what was learned, as a multiple of the names present."""
+"""Half-life of the learned counts, as a multiple of the names present."""
 _PRIOR_DECAY = 0.35
 """Prior rate of a bucket relative to the one before. The rate decreases with age, as LRU assumes."""
 _FIRST_RATE = 0.01 / _FIRST_END
