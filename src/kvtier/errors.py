@@ -1,7 +1,7 @@
-"""Exceptions, grouped by what can be done about them.
+"""The exceptions of kvtier, grouped by remedy.
 
-The mover catches them in one place and turns them into an `Outcome`. Errors in *data* become misses. Only mistakes in
-*settings* and *calls* reach the user.
+The mover catches exceptions in one place and turns them into an `Outcome`. Errors in *data* become misses. Only
+mistakes in *settings* and *calls* reach the user.
 """
 
 import re
@@ -12,12 +12,12 @@ from shlex import quote
 from typing import Any
 
 DETAIL_CHARACTERS = 500
-"""Longer error texts are cut to this length."""
+"""Maximum length of an error text. Longer texts are cut."""
 
 _LOGIN = re.compile(r"\A(?:[^/\s:@]*:.*@|[^/\s]*@)", re.DOTALL)
 """Matches a user name and password after the ``://`` of a URL, in the text of another package's error."""
 
-# Each attempt to match is bounded or consumes what it has read, so the time is proportional to the text.
+# Each attempt to match is bounded or consumes the text that it has read, so the time is linear in the text.
 _SECRET = re.compile(
     r"((?<![a-z])file (?:= )?'/[^'=?]*':)"
     r"|((?:passw(?:or)?d|passphrase|(?<![a-z])pass|secret(?:_?access)?(?:_?key)?)['\"]? ?[=:])(?! ?\(hidden\)).*"
@@ -27,7 +27,7 @@ _SECRET = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 """Matches the path of a file, which stays; everything after ``password=``; and the value after ``token=``. Plain words
-after ``token:`` stay: they may be a reason."""
+after ``token:`` stay, because they may be a reason."""
 
 
 def other_version(found: int, known: int) -> str:
@@ -48,7 +48,7 @@ def install_hint(extra: str) -> str:
         wanted = []
     marked = f"extra == '{extra}'"
     found = [it.partition(";")[0].strip() for it in wanted if it.replace('"', "'").endswith(marked)]
-    if not found:  # without metadata, as from a source tree, or no such extra
+    if not found:  # there is no metadata, as in a source tree, or no such extra
         return f"pip install '.[{extra}]' in a checkout of kvtier"
     return f"pip install {' '.join(map(quote, found))}"
 
@@ -57,7 +57,7 @@ class KvError(Exception):
     """Base class of all exceptions of kvtier."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let an error come back from another process with its text and fields, whatever its constructor takes."""
+        """Let another process restore an error with its text and fields, whatever its constructor takes."""
         return type(self).__new__, (type(self), *self.args), vars(self)
 
 
@@ -75,11 +75,11 @@ class ConfigError(KvError):
     Empty parts are left out. No part contains a secret.
 
     Args:
-        problem: what is wrong, in a few words.
+        problem: the problem, in a few words.
         setting: full name of the setting or option, as the user knows it; several are separated by ``, ``.
         value: the value as text for people.
         origin: the value's source: a file, an environment variable or an option.
-        allowed: what is allowed.
+        allowed: the allowed values.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class ConfigError(KvError):
 
 
 class UnusablePathError(ConfigError):
-    """The file or server that a setting names cannot be used. The setting itself may be right.
+    """The file or server that a setting names cannot be used. The setting itself may be correct.
 
-    The error prevents a start only if a required tier needs the path. For commands it is a mistake in the settings.
+    The error prevents a start only if a required tier needs the path. For commands, it is a mistake in the settings.
     """
 
 
@@ -141,15 +141,15 @@ class DamagedStoreError(TierError):
 
 
 class UnreadableChunkError(KvError):
-    """This process does not know the codec, version or key of an object. That is a miss here; others may read it.
+    """This process does not know the codec, version or key of an object. That is a miss here, but others may read it.
 
-    The copy stays: nothing shows that its bytes are bad.
+    The copy stays, because nothing shows that its bytes are bad.
 
     Args:
         name: name of the object.
-        detail: what is unknown.
+        detail: the unknown property.
         reason: `version`, `codec` or `key`.
-        version: version of the frame, if that is what is unknown.
+        version: version of the frame, if it is unknown.
     """
 
     def __init__(self, name: bytes, detail: str, reason: str, version: int | None = None) -> None:
@@ -162,7 +162,7 @@ class CorruptChunkError(KvError):
 
     Args:
         name: name of the object.
-        detail: what is wrong.
+        detail: the problem.
         reason: `damaged`, or for a fault of the seal `unsealed`, `foreign` or `forged` (FORMAT.md).
     """
 
@@ -174,13 +174,13 @@ class CorruptChunkError(KvError):
 def check_interface(made: object, interface: type, subject: str) -> None:
     """Refuse an extension that cannot be used as `interface`, such as one for an older release of kvtier.
 
-    It must have each public member of the interface, and its methods must take the same arguments. No property is
-    evaluated, because it may need something that the extension does not have yet.
+    The extension must have each public member of the interface, and its methods must take the same arguments. No
+    property is evaluated, because it may use attributes that the extension does not have yet.
 
     Args:
         made: the extension.
         interface: a protocol or base class of kvtier.
-        subject: what the extension is, for the message.
+        subject: description of the extension, for the message.
 
     Raises:
         ConfigError: members are missing or take other arguments. The message names them.
@@ -214,5 +214,5 @@ def takes(function: Any, arguments: int, named: Iterable[str] = ()) -> bool:  # 
     try:
         signature(function).bind(*range(arguments), **dict.fromkeys(named))
     except (TypeError, ValueError) as error:
-        return isinstance(error, ValueError)  # a function in C; TypeError: wrong arguments, or not callable
+        return isinstance(error, ValueError)  # ValueError: a function in C; TypeError: wrong arguments or not callable
     return True

@@ -4,7 +4,7 @@ A payload is layer-major: layer 0 of the whole chunk, then layer 1, and so on. E
 `ALIGNMENT`, so any layer can be read with direct I/O. The engine arranges the bytes within a layer. `pages` names the
 arrangement, which is never inferred from shapes. A layer consists of runs without gaps, and no section spans two runs.
 
-Where the engine defines the arrangement of the numbers, a run also has axes. Only lossy codecs need them.
+Where the engine defines the arrangement of the numbers, a run also has axes. Only lossy codecs use axes.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 ALIGNMENT = 4096
-"""Alignment in bytes. Direct I/O needs 512 or 4096, depending on the device."""
+"""Alignment in bytes. Direct I/O requires 512 or 4096, depending on the device."""
 
 SECTION_BYTES_MAX = 1 << 20
 """Maximum size of a section, which is the unit of checksums and ranged reads."""
 
 
 Element = Literal["bf16", "fp16", "fp8e4m3", "fp8e5m2", "fp32", "bytes"]
-"""Type of the little-endian numbers in a run of bytes. A codec may use it; the bytes are restored in any case."""
+"""Type of the little-endian numbers in a run of bytes. A codec may use it. The bytes are restored in any case."""
 
 ELEMENT_BYTES = MappingProxyType[Element, int](
     {"bf16": 2, "fp16": 2, "fp8e4m3": 1, "fp8e5m2": 1, "fp32": 4, "bytes": 1}
@@ -33,8 +33,9 @@ ELEMENT_BYTES = MappingProxyType[Element, int](
 
 
 RunKind = Literal["keys", "values", "kv", "latent", "index", "state", "bytes"]
-"""What a run holds. `kv`: keys and values of a page. `latent`: MLA's latent vector, with its RoPE part in the same row.
-`index`: data of a sparse attention's indexer. `state`: a recurrent layer's state. `bytes`: the engine does not say."""
+"""The content of a run. `kv`: keys and values of a page. `latent`: MLA's latent vector, with its RoPE part in the same
+row. `index`: data of a sparse attention's indexer. `state`: a recurrent layer's state. `bytes`: the engine does not
+say."""
 
 
 class Run(NamedTuple):
@@ -57,7 +58,7 @@ def run_of(kind: RunKind, dtype: object, size_bytes: int) -> Run:
 
 
 Axis = Literal["layer", "side", "head", "page", "token", "channel"]
-"""A dimension of a run. `layer`: outermost, if present; each layer has sections of its own. `side`: keys, then values.
+"""A dimension of a run. `layer`: outermost, if present; each layer has its own sections. `side`: keys, then values.
 `head`: heads of one layer or of several. `page`: pages of consecutive tokens."""
 
 TOKEN_GROUP = 64
@@ -76,7 +77,7 @@ class Axes(NamedTuple):
     """`keys` or `values`, for a run of kind `kv` that holds only these; None for the run's own kind."""
 
     def fitting(self, run: Run) -> "Axes | None":
-        """Return these axes, or None if they cannot be those of `run`, such as one with numbers of an unknown type."""
+        """Return these axes, or None if they do not fit `run`, for example because its type of numbers is unknown."""
         kind, has_side = self.kind or run.kind, "side" in self.names
         is_wrong = (
             len(self.names) != len(self.sizes)
@@ -128,7 +129,7 @@ class Axes(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A section of a payload: its place, and what codecs need to know. It has axes if a lossy codec may code it."""
+    """A section of a payload: its place and the facts that codecs use. It has axes if a lossy codec may code it."""
 
     layer: int
     offset: int
@@ -187,7 +188,7 @@ ELSEWHERE = -1
 
 
 class Part(NamedTuple):
-    """What a rank holds of a KV group: layers, KV heads, and a share of the tokens. Every object name depends on it.
+    """The part of a KV group on a rank: layers, KV heads, and a share of the tokens. Every object name depends on it.
 
     Ranks with equal parts hold the same KV, and their objects have the same names.
     """
@@ -217,13 +218,13 @@ class GroupLayout:
     """One KV group's share of a chunk, on one rank.
 
     Args:
-        validity: which chunks make a boundary restorable.
+        validity: the rule that decides which chunks make a boundary restorable.
         layer_bytes: payload bytes of each of the group's layers in a full chunk, in layer order.
         pages: the engine's name for the arrangement within a layer, for example ``transformers/K[head,token,dim]
-            V[head,token,dim]/float32/heads=2/dim=64``. Part of every object name.
-        part: which layers and heads these are; None if the engine does not say. Not in the layout digest.
-        copy: how many ranks before this one hold the same part; `ELSEWHERE` if this rank does not hold it.
-        runs: the runs of each layer. If empty, each layer is one run of `bytes`. Part of every object name.
+            V[head,token,dim]/float32/heads=2/dim=64``. It is part of every object name.
+        part: the layers and heads of this share; None if the engine does not say. The layout digest omits it.
+        copy: number of ranks before this one that hold the same part; `ELSEWHERE` if this rank does not hold it.
+        runs: the runs of each layer. If empty, each layer is one run of `bytes`. They are part of every object name.
         chunk_tokens: tokens per full chunk, set by `KvLayout`. A frame has room for their ids; 0 means no room.
         axes: the axes of each run of each layer, None where the engine does not define them; empty if it defines none.
         loss: the class of the engine, set by `KvLayout.of_class`. Without one, axes have no effect on bytes or names.
@@ -279,7 +280,7 @@ class GroupLayout:
 
     @property
     def is_absent(self) -> bool:
-        """Whether only other ranks hold the part. Then this rank answers all commands about it at once."""
+        """Whether only other ranks hold the part. Then this rank answers all commands about it immediately."""
         return self.copy == ELSEWHERE
 
     @cached_property
@@ -375,7 +376,7 @@ class KvLayout:
         """Return this layout with the class of its engine. ``none`` returns an equal layout.
 
         Raises:
-            ValueError: the class would have no effect, or the engine does not define what it needs.
+            ValueError: the class would have no effect, or the engine does not define the axes that it needs.
         """
         made = KvLayout(self.chunk_tokens, tuple(group.of_class(loss) for group in self.groups))
         if loss != "none" and all(cut.axes is None for group in made.groups for cut in group.sections):

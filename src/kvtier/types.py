@@ -10,7 +10,7 @@ ChunkKey = NewType("ChunkKey", bytes)
 """32-byte digest of parent key, tokens and extras. It names a whole prefix and is the same for all groups and ranks."""
 
 ObjectName = NewType("ObjectName", bytes)
-"""32-byte digest of key, group, part and layout. It names one stored object; ranks with equal parts share it."""
+"""32-byte digest of key, group, part and layout. It names one stored object, which ranks with equal parts share."""
 
 RequestId = NewType("RequestId", str)
 """The engine's name of a request; unique while the request is open."""
@@ -29,7 +29,7 @@ class Presence(Enum):
 
 
 class Outcome(Enum):
-    """How a transfer ended."""
+    """The result of a transfer."""
 
     DONE = "done"
     FAILED = "failed"  # no bytes moved; the source may be good
@@ -89,19 +89,19 @@ class ObjectId(NamedTuple):
     """One object: a page or state of the engine, in one KV group."""
 
     key: ChunkKey
-    """32 bytes with which the engine names the content, such as a SHA-256 of its tokens. It need not be secret: stored
-    names are keyed with the store's secret and the fingerprint."""
+    """32 bytes with which the engine names the content, such as a SHA-256 of its tokens. They need not be secret,
+    because stored names are keyed with the store's secret and the fingerprint."""
     group: int = 0
     """Index of its KV group in `KvLayout.groups`."""
 
 
 class Origin(NamedTuple):
-    """Where an object comes from, for the tiers' eviction policies."""
+    """The origin of an object, for the tiers' eviction policies."""
 
     parent: ChunkKey | None = None
     """Key of the page before it; None at the start of a prefix, and for groups without history."""
     depth: int = 0
-    """How many pages come before it."""
+    """Number of pages before it."""
     conversation: str | None = None
     """The conversation that the object belongs to; None if unknown."""
 
@@ -112,7 +112,7 @@ class ObjectBytes(NamedTuple):
     object: ObjectId
     pieces: Sequence[Any]
     """Contiguous buffers (memoryview, numpy array and so on) of `GroupLayout.layer_bytes` bytes: one for each layer of
-    the KV group, in order. A layer is whatever the engine keeps in one piece, such as the K or the V of a page."""
+    the KV group, in order. A layer is data that the engine keeps in one piece, such as the K or the V of a page."""
     origin: Origin = Origin()
 
 
@@ -126,7 +126,7 @@ class Place(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Moves one object. The core orders it, the mover executes it, and it is complete when every rank has answered."""
+    """Moves one object. The core issues it, the mover executes it, and it is complete when every rank has answered."""
 
     id: int
     direction: Direction
@@ -140,7 +140,7 @@ class Transfer(NamedTuple):
     depth: int  # number of chunks before this one
     deadline_s: float  # on the session's clock; later completions do not count
     conversation: str | None  # the conversation, for eviction policies
-    text: bytes = b""  # what a demotion puts into a sealed frame: token ids of the chunk as u32, then extras
+    text: bytes = b""  # content of a sealed frame for a demotion: token ids of the chunk as u32, then extras
     is_relay: bool = False  # the slot is in the staging area, where no request finds the object
 
 
@@ -172,18 +172,18 @@ class Tell(NamedTuple):
 class Recall(NamedTuple):
     """Asks one rank for chunks whose tokens are in the heads of a lower tier's sealed objects.
 
-    The first command with a new `number` starts a recall in a thread of its own. Each command completes at once with
-    a `RecallPage` of the records that are known by then.
+    The first command with a new `number` starts a recall in its own thread. Each command completes immediately with a
+    `RecallPage` of the records that are known by then.
     """
 
     tier: str
     group: int
     number: int  # number of the recall, at least 1; a new number starts a new recall
-    position: int  # how many records of this recall were taken before
+    position: int  # number of records of this recall that were taken before
 
 
 class Cancel(NamedTuple):
-    """Names transfers that no operation waits for any more. Those that have not started need not start."""
+    """Names transfers that no operation waits for any more. Transfers that have not started need not start."""
 
     ids: tuple[int, ...]
 
@@ -211,7 +211,7 @@ class RecallPage(NamedTuple):
     records: tuple[ChunkRecord, ...]
     """Each record follows its parent, which may be in an earlier page. Chains of newer objects come first."""
     is_last: bool
-    """Whether no more records will follow. False without records means that they are still being read."""
+    """Whether no more records will follow. A page without records that is not the last means that reading continues."""
 
 
 class LoadOption(NamedTuple):
@@ -220,20 +220,20 @@ class LoadOption(NamedTuple):
     tokens: int
     """Leading tokens that it loads: a valid boundary for every KV group."""
     source: str
-    """The slowest source (host memory or a tier) that the load needs."""
+    """The slowest source (host memory or a tier) that the load requires."""
     seconds: float
     """Expected time from start to end, including transfers queued before it."""
     wait_s: float
-    """The longest time during the load in which no further chunk becomes usable."""
+    """Longest time during the load in which no further chunk becomes usable."""
     is_known: bool
-    """Whether every link that it needs has a measurement; otherwise the times are guesses."""
+    """Whether every link that the load requires has a measurement. Otherwise the times are guesses."""
     chunk_tokens: int = 0
-    """The load may end early at any multiple of this; 0 if it may not end early."""
+    """Multiple of tokens at which the load may end early; 0 if it may not end early."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """How many leading tokens can be loaded.
+    """The result of a lookup: how many leading tokens can be loaded.
 
     `presence` is PROBING while an open probe could still raise `tokens`. Otherwise it is READY or ARRIVING when
     `tokens` > 0, and ABSENT when nothing can be loaded.
@@ -247,7 +247,7 @@ class Lookup:
     sources: tuple[tuple[str, int], ...] = ()
     """(source, tokens) for each source of such a load, "host" first."""
     options: tuple[LoadOption, ...] = ()
-    """Loads up to `tokens`, and up to shorter boundaries that need no slower sources. Empty while PROBING."""
+    """Loads up to `tokens`, and up to shorter boundaries that require no slower sources. Empty while PROBING."""
     history_tokens: int = 0
     """Leading tokens whose chunks are present in every history group; `tokens` if there is no such group. It exceeds
     `tokens` where a window or state is missing at the boundary, because another prompt diverged there.
@@ -267,7 +267,7 @@ class LoadDone:
     sources: tuple[tuple[str, int], ...] = ()
     """(source, tokens) for each source that delivered tokens."""
     was_cut: bool = False
-    """Whether the load ended because it exceeded its `LoadBudget`. Compute the rest, and do not load again."""
+    """Whether the load ended because it exceeded its `LoadBudget`. Compute the rest without another load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +299,7 @@ class ObjectsDone:
 
     request: RequestId
     outcomes: tuple[Outcome, ...]
-    """Outcome of each object, in order. A lookup reports DONE if a tier holds the object, else ABSENT."""
+    """Outcome of each object, in order. A lookup reports DONE if a tier holds the object, otherwise ABSENT."""
 
 
 Event = LoadDone | StoreDone | ObjectsDone | TierNotice
@@ -310,9 +310,9 @@ class Priority(IntEnum):
 
     NORMAL = 0
     HIGH = 1
-    """Requests may ask for it if the settings allow that."""
+    """Requests may ask for it if the settings allow it."""
     OPERATOR = 2
-    """Only calls on the control socket have it. Their prefetches have a limit of their own."""
+    """Only calls on the control socket have it. Their prefetches have a separate limit."""
 
 
 WRITE_KINDS = ("frames", "upkeep", "avoided")
@@ -324,10 +324,10 @@ class Figures(NamedTuple):
 
     used_bytes: int | None = None
     capacity_bytes: int | None = None
-    """The current cap; below its setting while the file system is full."""
+    """The current cap. It is below its setting while the file system is full."""
     evictions: int | None = None
     """Objects evicted by this process since the start."""
     write_bytes: Mapping[str, int] = MappingProxyType({})
-    """Bytes written since the start, by kind of write: one of `WRITE_KINDS`; others are ignored."""
+    """Bytes written since the start, by kind of write: one of `WRITE_KINDS`. Others are ignored."""
     direct_io: bool | None = None
     """Whether reads and writes bypass the page cache."""

@@ -40,7 +40,7 @@ salt_option = click.option(
 
 
 def engine_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the options that name an engine to a command, and pass it a function that calls that engine."""
+    """Add the options that name an engine to a command, and pass the command a function that calls the engine."""
 
     @wraps(command)
     def with_engine(
@@ -123,7 +123,7 @@ def cache() -> None:
 
 
 def prompt_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the argument and the options that name a prompt to a command, and pass them to it as arguments of a call."""
+    """Add the argument and options that name a prompt to a command, which gets them as the arguments of a call."""
 
     @wraps(command)
     def with_prompt(*given: object, tokens: TextIO, salt: str | None, adapter: str, **more: object) -> int:
@@ -266,7 +266,7 @@ def read_tokens(file: TextIO) -> list[int]:
     try:
         text = file.read(ANSWER_BYTES_MAX + 1)
         found: Any = json.loads(text) if len(text) <= ANSWER_BYTES_MAX else None
-    except (ValueError, RecursionError):  # bytes that are not UTF-8 are a ValueError, too
+    except (ValueError, RecursionError):  # bytes that are not UTF-8 also raise a ValueError
         found = None
     if isinstance(found, dict):
         found = cast("dict[str, Any]", found).get("tokens")

@@ -22,7 +22,7 @@ from kvtier.tier.registry import names as kinds
 def rows(loaded: Loaded) -> dict[str, dict[str, object]]:
     """Return the list of tiers and every setting of `loaded`, by name, in the order of the sections.
 
-    A value is in base units, or "(set)" if it is secret. The text is for display.
+    A row has the value in base units, or "(set)" if it is secret, and a text for display.
     """
     tiers = loaded.config.tiers
     named = [tier.name if tier.name == tier.kind else f"{tier.name} ({tier.kind})" for tier in tiers]

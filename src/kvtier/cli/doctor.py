@@ -30,7 +30,7 @@ from kvtier.errors import ConfigError, install_hint
 from kvtier.keys.secret import redacted
 
 TRANSFORMERS = {"torch": (2, 11), "transformers": (5, 17)}
-"""Lowest releases of the packages that the Transformers adapter needs, as in pyproject.toml."""
+"""Lowest releases of the packages that the Transformers adapter requires, as in pyproject.toml."""
 
 TERMS = EngineTerms(
     naming="name one: --tier disk:DIR, a settings file, or attach(model, tiers=[...]) with Transformers",
@@ -150,7 +150,7 @@ def transformers(tiers: tuple[str, ...], timeout_s: float, as_json: bool) -> int
 
 
 def _examine(tiers: tuple[str, ...], limit: TimeLimit) -> Iterator[DoctorFinding]:
-    """Yield the findings if no engine is named."""
+    """Yield the findings of a command that names no engine."""
     engines: dict[str, tuple[str | None, Callable[[], Any]]] = {
         "vLLM": (vllm_environment.installed(), lambda: [vllm_doctor.version()]),
         "SGLang": (
@@ -172,7 +172,7 @@ def _examine(tiers: tuple[str, ...], limit: TimeLimit) -> Iterator[DoctorFinding
 
 
 def _settings_and_tiers(tiers: tuple[str, ...], limit: TimeLimit) -> list[DoctorFinding]:
-    """Check what does not depend on an engine."""
+    """Check the settings and tiers, without an engine."""
     loaded = read_settings(tiers, None, "", "correct the setting", limit)
     if isinstance(loaded, DoctorFinding):
         return [loaded]

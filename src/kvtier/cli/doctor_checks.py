@@ -48,10 +48,10 @@ TIMEOUT_S = 10.0
 
 READ_SHARE, ASK_SHARE, END_SHARE = 0.8, 0.88, 0.95
 """Shares of the time after which reading objects stops, an engine's process is ended, and waiting for checks stops.
-The rest is for printing."""
+The remaining time is for printing."""
 
 FREE_BYTES_FEW = 1 << 30
-"""A file system with less free space may be full before the next prompt is stored."""
+"""Free bytes below which a file system may be full before the next prompt is stored."""
 
 FULL_SHARE = 0.98
 """Share of the cap above which a store evicts for every new chunk."""
@@ -90,7 +90,7 @@ ADVICE = {
         "use a file with mode 0600 that the server's user can read (chmod 600)",
     ),
 }
-"""Advice for settings that do not work on this machine, by name or by the last part of the name."""
+"""Advice for settings that do not work on this machine, by the name or its last part."""
 
 
 class DoctorFinding(NamedTuple):
@@ -112,11 +112,11 @@ class EngineTerms(NamedTuple):
     naming: str
     """Advice on how to name a tier."""
     unit: str
-    """What objects are called: ``chunks`` or ``pages``."""
+    """The word for objects: ``chunks`` or ``pages``."""
     setting: str
     """The setting that determines the tokens per unit."""
     equal: str
-    """Advice on what must be equal for KV to be found."""
+    """Advice on the values that must be equal for KV to be found."""
     exact: str
     """Advice on how to get answers without loss from an engine with a lossy class."""
     without_tiers: Level = "warning"
@@ -127,7 +127,7 @@ class TimeLimit:
     """The time limit of all checks together. The clock starts when the object is made.
 
     Args:
-        total_s: seconds in all.
+        total_s: total time in seconds.
     """
 
     def __init__(self, total_s: float = TIMEOUT_S) -> None:
@@ -148,12 +148,12 @@ class TimeLimit:
 
 
 class Check(NamedTuple):
-    """One check."""
+    """One check, which runs in its own thread."""
 
     about: str
     find: Callable[[], Iterable[DoctorFinding]]
     late: DoctorFinding | None = None
-    """The finding if it does not end in time; None means that it is reported as unchecked."""
+    """The finding if the check does not end in time. With None, the check is reported as unchecked."""
 
 
 def started(about: str, call: Callable[[], T]) -> Future[T]:
@@ -188,7 +188,7 @@ def run_checks(checks: Sequence[Check], limit: TimeLimit) -> list[DoctorFinding]
 def read_settings(
     tiers: Sequence[str], extra: Mapping[str, object] | None, name: str, advice: str, limit: TimeLimit
 ) -> Loaded | DoctorFinding:
-    """Read the settings, or return why that failed. Arguments are as in `server_settings`; its files may hang."""
+    """Return the settings, or a finding if they are wrong or not read in time. For arguments see `server_settings`."""
     try:
         return started("settings", lambda: server_settings(tiers, extra, name)).result(limit.left_s())
     except TimeoutError:
@@ -209,7 +209,7 @@ def report(findings: Iterable[DoctorFinding], *, as_json: bool) -> int:
 
 
 def in_order(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:
-    """Sort findings, the most severe first."""
+    """Sort findings by severity, the most severe first."""
     return sorted(findings, key=lambda finding: get_args(Level).index(finding.level))
 
 
@@ -217,7 +217,7 @@ def json_object(text: str) -> Mapping[str, object]:
     """Parse a JSON object.
 
     Raises:
-        ConfigError: `text` is not a JSON object. The message does not repeat it, since it may contain a secret.
+        ConfigError: `text` is not a JSON object. The message does not repeat it, because it may contain a secret.
     """
     try:
         value: object = json.loads(text)
@@ -231,7 +231,7 @@ def json_object(text: str) -> Mapping[str, object]:
 
 
 def _machine(loaded: Loaded, unused: Iterable[str], exact: str = EXPLAIN) -> Iterator[DoctorFinding]:
-    """Check which settings do not work on this machine, except those that the engine does not use."""
+    """Report settings that do not work on this machine, except settings that the engine does not use."""
     found = [it for it in check(loaded.config, loaded.origins, loaded.file) if it.setting not in unused]
     for it in found:
         advice = ADVICE.get(it.setting) or ADVICE.get(it.setting.rpartition(".")[2], EXPLAIN)
@@ -299,7 +299,7 @@ def _running(socket: Path, limit: TimeLimit) -> Iterator[DoctorFinding]:
 
 
 def _health(path: Path, health: Mapping[str, Any]) -> Iterator[DoctorFinding]:
-    """Report what the engine at `path` says about itself."""
+    """Report the health that the engine at `path` returned."""
     is_ready, advice = health["ready"], "see its log; `kvtier cache health` shows more"
     text = f"the engine at {path} is {'ready' if is_ready else 'not ready: ' + health['problem']}"
     yield DoctorFinding("fine" if is_ready else "error", SETTING, text, "" if is_ready else advice)
@@ -367,7 +367,7 @@ def _inspectors(tier: TierSettings) -> list[StoreInspector]:
 
 
 def _statistics(store: StoreInspector, tier: TierSettings, limit: TimeLimit) -> tuple[StoreStat, int]:
-    """Add up the objects whose heads can be read in time, in order of name. Also return how many objects exist."""
+    """Return the totals of the objects whose heads can be read in time, by name, and the number of all objects."""
     found = store.objects()
     result = store.statistics(takewhile(lambda _: limit.left_s(READ_SHARE), found))
     if result.capacity_bytes is None and kind_of(tier).has_cap:

@@ -59,7 +59,7 @@ def _given(loaded: Loaded, *layers: str) -> list[Setting]:
 
 
 def notes(loaded: Loaded, unused: Iterable[str] = ()) -> list[str]:
-    """Return notes on valid settings, except those that the engine does not use."""
+    """Return notes on valid settings, except settings that the engine does not use."""
     findings = check(loaded.config, loaded.origins, loaded.file)
     return [str(finding) for finding in findings if finding.setting not in unused] + [
         f"{setting.name} is also set by {loaded.origins[setting.name]}; the server reads that itself, if it can"

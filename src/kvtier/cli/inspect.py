@@ -35,7 +35,7 @@ from kvtier.tier.registry import names as kinds
 from kvtier.tier.store_view import Health, ObjectFile, Purge
 
 NAME_DIGITS = 16
-"""Digits of a name in tables; `show` takes any unique prefix."""
+"""Number of digits of a name in tables. `show` takes any unique prefix."""
 
 SECTIONS_SHOWN = 64
 SECTION_COLUMNS = {

@@ -73,7 +73,7 @@ class Commands(click.Group):
 
 
 class LazyGroup(Commands):
-    """A group that imports a command only when it is called, not to list it."""
+    """A group that imports a command only to run it, not to list it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return all names, without importing anything."""
@@ -104,12 +104,12 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line and end the process. `arguments` default to the process's."""
+    """Run the command line and end the process. By default, `arguments` are those of the process."""
     try:
         code = run(arguments)
-        sys.stdout.flush()  # a closed pipe is noticed here, instead of in a traceback at exit
+        sys.stdout.flush()  # a closed pipe raises here, instead of causing a traceback at exit
     except BrokenPipeError:
-        # Buffered output has no reader. Without this, Python would complain when it flushes at exit.
+        # Buffered output has no reader. Without this, Python would report an error when it flushes the output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:

@@ -60,7 +60,7 @@ from kvtier.report import table as report
 PASSWORD_FILE = "valkey.password"  # noqa: S105 - the name of a file
 
 FOLDER = "kvtier"
-"""A store refuses a directory with other files, such as those of another cache."""
+"""Folder for the store below a given path, because a store refuses a directory with other files."""
 
 workers_option = click.option(
     "--workers",
@@ -79,7 +79,7 @@ class Conversion:
 
     def __init__(self, workers: int | None = None, environ: Mapping[str, str] = os.environ) -> None:
         self.settings: dict[str, object] = {}
-        """The converted settings by ``section.key``, without those of tiers."""
+        """The converted settings by ``section.key``, without settings of tiers."""
         self.tiers: list[dict[str, Any]] = []
         self.kept: dict[str, object] = {}
         """SGLang's own keys in the configuration of its storage backend."""
@@ -88,7 +88,7 @@ class Conversion:
         self.workers, self.disk_bytes = workers, 0
         self._environ = environ
         self._sources: list[str] = []
-        """The options and their files; the last one is being read."""
+        """The options and their files. The last one is being read."""
         self._rows: list[tuple[str, Fate]] = []
         self._keys: dict[str, str] = {}
         """For messages: each foreign key with its source, by the setting that it becomes."""
@@ -96,7 +96,7 @@ class Conversion:
         """Keys in the order of the user's file."""
 
     def load(self, tiers: Sequence[str], flags: Sequence[str]) -> Loaded:
-        """Return all settings; `--tier` and `--set` override converted ones. Print the table to stderr.
+        """Return all settings, and print the table to stderr. `--tier` and `--set` override converted settings.
 
         Raises:
             ConfigError: a setting is wrong.
@@ -139,7 +139,7 @@ class Conversion:
         )
 
     def _print(self, rows: Sequence[tuple[str, Fate]]) -> None:
-        """Print the table, converted keys first, and each part in the order of the user's file."""
+        """Print the table: first the converted keys, then the others, both in the order of the user's file."""
         words, order = [STAYS, LOST, UNKNOWN, NOT_NEEDED], {key: place for place, key in enumerate(self._order)}
         found = sorted(dict.fromkeys(rows), key=lambda row: order.get(re.split(r"[ .]", row[0])[0], len(order)))
         found.sort(key=lambda row: words.index(row[1].becomes) if row[1].becomes in words else -1)
@@ -150,7 +150,7 @@ class Conversion:
     def lmcache(self, given: str) -> None:
         """Convert LMCache's YAML file, ``env`` for LMCACHE_CONFIG_FILE, or the flags of ``lmcache server``.
 
-        Variables override the file, as in LMCache. ``env`` needs no file.
+        Variables override the file, as in LMCache. ``env`` requires no file.
 
         Raises:
             ConfigError: a value is wrong, or cannot be read.
@@ -299,7 +299,7 @@ class Conversion:
         return Fate(", ".join(shown(f"{label}.{key}", value) for key, value in values.items()), why)
 
     def put_part(self, key: str, value: object, of: str) -> Fate:
-        """Set a part of the tier's setting `of`; `s3_tier` joins the parts."""
+        """Set a part of the tier's setting `of`. `s3_tier` joins the parts."""
         self.put({key: value})
         return Fate(f"tiers.s3.{of}")
 
@@ -317,7 +317,7 @@ class Conversion:
         return self.set("store.chunk_tokens", None if is_default else tokens, why)
 
     def host(self, size: str, why: str, workers: int = 1) -> Fate:
-        """Set the engine's host memory; `size` is per worker."""
+        """Set the engine's host memory. `size` is the size per worker."""
         total = parse_size(size) * workers
         return self.set(HOST_BYTES, total or None, why if total else "all KV passes through host memory")
 
@@ -327,7 +327,7 @@ class Conversion:
         return parse_size(f"{value}GiB"), f"{value} GiB per worker x {self.workers or 1}, kvtier's is per engine{more}"
 
     def disk_size(self, value: object) -> Fate:
-        """Keep the size of the disk for `disk`."""
+        """Keep the size of the disk until `disk` adds the tier."""
         size, why = self.each_gib(value)
         self.disk_bytes = size * (self.workers or 1)
         return Fate(shown("tiers.disk.capacity_bytes", self.disk_bytes), why)
@@ -417,7 +417,7 @@ class Conversion:
         """Parse `given` if it is a string; otherwise take it as it is. If the result is None, return an empty `wanted`.
 
         Raises:
-            ConfigError: `given` is not valid `form`, or not a `wanted`. The message omits it, as it may hold a secret.
+            ConfigError: `given` is not valid `form`, or not a `wanted`. The message omits it, because it may be secret.
         """
         try:
             read = READERS[form](given) if isinstance(given, str) else given

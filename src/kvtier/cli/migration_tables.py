@@ -1,7 +1,7 @@
-"""Keys of LMCache 0.5.6, vLLM 0.32 and 0.33, Mooncake 0.3.13 and SGLang 0.5.23, and what becomes of them.
+"""Keys of LMCache 0.5.6, vLLM 0.32 and 0.33, Mooncake 0.3.13 and SGLang 0.5.23, and the fate of each key.
 
 The tables hold facts about other packages. `migrate` converts the values of keys that become settings of kvtier.
-The functions return what becomes of a key, as a row shows it.
+The functions return the fate of a key, as a row shows it.
 """
 
 import re
@@ -18,7 +18,7 @@ STAYS, LOST, UNKNOWN, NOT_NEEDED = "(stays)", "(no counterpart)", "(not known)",
 
 
 class Fate(NamedTuple):
-    """What becomes of a key: a setting of kvtier or one of the four words above, with a reason or a difference."""
+    """The fate of a key: a setting of kvtier or one of the four words above, with a reason or a difference."""
 
     becomes: str
     why: str = ""
@@ -241,11 +241,11 @@ _NEXT = re.compile(r", (?=tiers\.)")
 """Separates the settings of one row."""
 
 _PLAIN = re.compile(r"(?:[^']|'[^']{1,2}'|'<[a-z ]+>')*")
-"""Matches a reason of PyYAML that quotes only punctuation of the file. Any other may quote a secret."""
+"""Matches a reason of PyYAML that quotes only punctuation of the file. Any other reason may quote a secret."""
 
 
 def fate(key: str, table: Table, value: object = None) -> Fate:
-    """Return what becomes of a key that kvtier lacks. A key without a counterpart matters only if it is on."""
+    """Return the fate of a key that kvtier lacks. A key without a counterpart matters only if it is on."""
     found = (
         Fate(becomes, why)
         for becomes, reasons in table.items()
@@ -257,7 +257,7 @@ def fate(key: str, table: Table, value: object = None) -> Fate:
 
 
 def answers(*, is_wanted: bool) -> Fate:
-    """Return what becomes of a switch for the KV of answers, which kvtier always stores."""
+    """Return the fate of a switch for the KV of answers, which kvtier always stores."""
     more = Fate(LOST, "the whole chunks of answers are always stored, so kvtier writes more")
     return Fate(NOT_NEEDED, "the whole chunks of answers are stored, too") if is_wanted else more
 
@@ -271,7 +271,7 @@ def final(fate: Fate, values: Mapping[str, object], by: Mapping[str, str]) -> Fa
     """Return the final text of a row.
 
     Args:
-        fate: what became of the key when it was read.
+        fate: fate of the key when it was read.
         values: the converted settings that are printed.
         by: the user's flags by the settings that they override.
     """
@@ -320,7 +320,7 @@ def s3_tier(tier: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """Return where and why a string cannot be parsed. The line of an unfinished part is the one where it begins."""
+    """Return where and why a string cannot be parsed. For an unfinished part, the line is where it begins."""
     problem = str(getattr(error, "problem", None) or getattr(error, "msg", ""))
     is_open = str(getattr(error, "context", "")).startswith("while scanning a ")
     mark = getattr(error, "context_mark" if is_open else "problem_mark", None)

@@ -16,7 +16,7 @@ class OutputFile(click.Path):
     """A file to write, in an existing directory.
 
     Args:
-        content: a report or a picture needs matplotlib, so its presence is checked, too.
+        content: kind of content. A report or a picture also requires matplotlib, which is then checked.
     """
 
     def __init__(self, content: Literal["anything", "report", "picture"] = "anything") -> None:
@@ -71,7 +71,7 @@ class Quantity(click.IntRange):
 
 
 def only_one(what: str) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], str | None]:
-    """Make a callback that refuses a second value, so that none is silently ignored."""
+    """Return a callback that refuses a second value, so that no value is silently ignored."""
 
     def once(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> str | None:
         if len(texts) > 1:
@@ -82,7 +82,7 @@ def only_one(what: str) -> Callable[[click.Context, click.Parameter, tuple[str, 
 
 
 def tier_option(help: str, *, multiple: bool = True) -> Callable[[Any], Any]:  # noqa: A002 - the word that click uses
-    """Return the option `--tier`. Its text has the same form in all commands; see `config.tier_list`."""
+    """Return the option `--tier`. Its text has one form in all commands; see `config.tier_list`."""
     name, once = ("tiers", None) if multiple else ("tier", only_one("one tier; run the command once for each"))
     form = "[NAME=]KIND[:WHERE][?KEY=VALUE&...]|KIND=SIZE"
     return click.option("--tier", name, multiple=True, metavar=form, callback=once, help=help)

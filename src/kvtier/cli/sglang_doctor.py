@@ -41,10 +41,10 @@ from kvtier.keys.weights import checkpoint_files
 from kvtier.report.output import progress
 
 PAGE_TOKENS_FEW = 16
-"""Smaller pages are reported, because each object has a header of 4 KiB and costs a request."""
+"""Tokens below which a page is reported, because each object has a header of 4 KiB and costs a request."""
 
 LOOK_SHARE = 0.7
-"""Share of the time that importing SGLang may take. The rest is for the tiers that its flags name."""
+"""Share of the time that importing SGLang may take. The remaining time is for the tiers that its flags name."""
 
 LAYOUTS = sorted({layout for layouts in POOLS.values() for layout in layouts})
 """Layouts of HiCache's host memory that at least one pool supports."""

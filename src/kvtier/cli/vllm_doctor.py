@@ -37,7 +37,7 @@ from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.tier.registry import kind_of
 
 HOST_CHUNKS_FEW = 16
-"""Host memory with fewer chunks is reported, because one prompt may evict another."""
+"""Chunks below which host memory is reported, because one prompt may evict another."""
 
 TERMS = EngineTerms(
     naming="name one: `kvtier vllm config --tier disk:DIR`",
@@ -65,10 +65,10 @@ OFFLOADING: Mapping[str, object] = {
     "kv_role": "kv_both",
     EXTRA: {"spec_name": SPEC, MEMORY: 1},
 }
-"""Configuration of vLLM's own offloading, with just enough for vLLM to read a command line."""
+"""Configuration of vLLM's own offloading, with only the settings that vLLM needs to read a command line."""
 
 DESCRIBE = "import json, sys; from kvtier.cli.vllm_doctor import described; print(json.dumps(described(sys.argv[1:])))"
-"""Program that asks vLLM in a separate process, which can be ended."""
+"""Program that asks vLLM in a separate process, which can be killed."""
 
 
 def examine(
@@ -85,8 +85,8 @@ def examine(
         transfer: the server's ``--kv-transfer-config``.
         tiers: values of `--tier`, which override the list of tiers.
         model: a folder, or a name in the local hub cache.
-        block_tokens: its ``--block-size``.
-        engine_arguments: the rest of its command line.
+        block_tokens: the server's ``--block-size``.
+        engine_arguments: the rest of the server's command line.
         limit: the time for all checks.
     """
     place, findings = _placed(transfer)
@@ -165,7 +165,7 @@ def version() -> DoctorFinding:
 
 
 class _Place(NamedTuple):
-    """Where a ``--kv-transfer-config`` names kvtier."""
+    """The place where a ``--kv-transfer-config`` names kvtier."""
 
     whole: Mapping[str, Any]
     connector: Mapping[str, Any]
@@ -251,7 +251,7 @@ def _named(
     idle: Sequence[str] = (),
     loss: Loss = "none",
 ) -> Iterator[DoctorFinding]:
-    """Check that vLLM uses kvtier where a ``--kv-transfer-config`` names it; `idle` settings have no effect there."""
+    """Check that vLLM uses kvtier where a ``--kv-transfer-config`` names it. `idle` settings have no effect there."""
     about, advice, entry = "--kv-transfer-config", "use the output of `kvtier vllm config`", place.entry
     if place is _NOWHERE:
         return

@@ -6,20 +6,20 @@ from kvtier.layout import Cut, Element
 
 
 class Codec(Protocol):
-    """Encodes sections independently of each other. Stateless and thread-safe.
+    """Encodes sections independently of each other. A codec is stateless and thread-safe.
 
     The constructor takes no arguments. One instance encodes, and another decodes each new section to verify it.
     """
 
     name: str
     id: int
-    """The number in a stored frame; never reused for another codec. 0 is raw."""
+    """Number of the codec in stored frames. It is never reused for another codec. 0 is raw."""
 
     is_exact: bool
-    """Whether decoding restores every byte of every section. A codec for which it is not True is refused."""
+    """Whether decoding restores every byte of every section. A codec is refused unless this is True."""
 
     def bound(self, raw_bytes: int) -> int:
-        """Return the most bytes that `encode` may need for a section of `raw_bytes`."""
+        """Return the maximum bytes that `encode` requires for a section of `raw_bytes`."""
         ...
 
     def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:
@@ -36,9 +36,9 @@ class Codec(Protocol):
         """Decode `stored` so that it fills `into` exactly.
 
         Args:
-            stored: what `encode` wrote, or damaged bytes. Not aligned in memory.
-            into: the section.
-            element: as for `encode`.
+            stored: the bytes that `encode` wrote, or damaged bytes. They are not aligned in memory.
+            into: memory for the section.
+            element: type of the section's numbers.
 
         Raises:
             ValueError: `stored` is invalid or does not have the length of `into`.
@@ -49,7 +49,8 @@ class Codec(Protocol):
 class LossyCodec(Protocol):
     """Encodes sections of keys and values to fewer bytes, and restores numbers near the original ones.
 
-    Only engines whose class has its name use it, so no exact name ever leads to its bytes. Stateless and thread-safe.
+    Only engines whose class has the codec's name use it, so no name of an exact object leads to its bytes. A codec is
+    stateless and thread-safe.
     """
 
     name: str
@@ -67,8 +68,8 @@ class LossyCodec(Protocol):
             is_first: whether the section begins with the prompt's first token. Some tokens there stay exact.
 
         Returns:
-            Bytes used. `len(raw)` if the section has numbers that are not finite or very large, or would not shrink;
-            then `into` is undefined.
+            Number of bytes used. It is `len(raw)` if some numbers are very large or not finite, or if the section
+            would not shrink. Then `into` is undefined.
         """
         ...
 
@@ -76,7 +77,7 @@ class LossyCodec(Protocol):
         """Decode `stored` so that it fills `into` exactly.
 
         Raises:
-            ValueError: `stored` is invalid or not of this section.
+            ValueError: `stored` is invalid or belongs to another section.
         """
         ...
 
@@ -85,8 +86,8 @@ class LossyCodec(Protocol):
 
         Args:
             raw: the section.
-            stored: what `encode` wrote.
-            decoded: what `decode` restored from it.
+            stored: the bytes that `encode` wrote.
+            decoded: the bytes that `decode` restored from `stored`.
             cut: the section, with its axes.
         """
         ...

@@ -46,13 +46,13 @@ from kvtier.keys.keyring import CHECK_BYTES, Keyring, SealKey
 from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, Cut, GroupLayout, align_up
 
 EXTENT_BYTES_MAX = SECTION_BYTES_MAX + ALIGNMENT
-"""Longest section with the padding after it."""
+"""Bytes of the longest section with the padding after it."""
 
 if TYPE_CHECKING:
     from kvtier.codec.seal import FrameCipher
 
 OPEN_SCRATCH_BYTES = EXTENT_BYTES_MAX
-"""Scratch memory that `unpack_in_place` needs."""
+"""Bytes of scratch memory that `unpack_in_place` requires."""
 
 _ZEROS = bytes(ALIGNMENT)
 _ASSOCIATED = struct.Struct("<III")  # a section's number, codec and raw length
@@ -63,7 +63,7 @@ class Seals(NamedTuple):
 
     keyring: Keyring
     tenant: str | None = ""
-    """The reader's tenant: frames of others are refused. None opens those of all tenants, for an inspection."""
+    """The reader's tenant. Frames of other tenants are refused. None opens frames of all tenants, for an inspection."""
     is_demanded: bool = False
     """Whether a frame without a seal is refused."""
 
@@ -83,9 +83,9 @@ def frame_bytes(group: GroupLayout) -> int:
 
 
 def pack_scratch_bytes(group: GroupLayout, codec: Codec, *, is_sealed: bool = False) -> int:
-    """Return the bytes of scratch memory that `pack` needs; 0 for raw without a seal.
+    """Return the bytes of scratch memory that `pack` requires; 0 for raw without a seal.
 
-    Direct I/O needs it page-aligned.
+    The memory must be page-aligned for direct I/O.
     """
     if codec.id == RAW_ID:
         return frame_bytes(group) if is_sealed else 0
@@ -95,10 +95,10 @@ def pack_scratch_bytes(group: GroupLayout, codec: Codec, *, is_sealed: bool = Fa
 
 
 def section_checksums(slot: memoryview, group: GroupLayout) -> list[int]:
-    """Return the XXH3-64 of each section of the payload in `slot`, for `pack`, and set padding in it to zero.
+    """Return the XXH3-64 of each section of the payload in `slot`, for `pack`. Set the payload's padding to zero.
 
     Raises:
-        ValueError: slot has the wrong size.
+        ValueError: `slot` has the wrong size.
     """
     layout = frame_layout(group)
     _check_slot(slot, layout)
@@ -132,7 +132,7 @@ def pack(
         scratch: at least `pack_scratch_bytes(group, codec)` bytes; None for raw without a seal.
         checksums: `section_checksums` of this payload, if they are known. Only raw frames without a seal use them.
         key: seals the frame, with a new salt; None for no seal.
-        lossy: encodes the sections that have axes. `codec` encodes the others, and those that this one cannot. If
+        lossy: encodes the sections that have axes. `codec` encodes the others, and those that `lossy` cannot. If
             either is refused, the frame is raw.
 
     Returns:
@@ -156,7 +156,7 @@ def pack(
     packed = None if is_raw else _packed(slot, group, codec, lossy, room[:needed], is_first=is_first)
     if packed is None and key is None:
         known = _checksums(slot, layout) if checksums is None else checksums
-        # One assignment: another thread may write the same frame to another tier.
+        # A single assignment, because another thread may write the same frame to another tier.
         slot[: layout.header_bytes] = pack_raw_head(identity, layout, known)
         return slot
     table, frame = packed or (layout.table.copy(), room[: layout.frame_bytes])
@@ -183,7 +183,7 @@ def unpack_in_place(
         slot: `frame_bytes(group)` writable bytes, of which the first `stored_bytes` were read.
         stored_bytes: bytes that the tier returned.
         group: the expected layout.
-        identity: the expected object; only its name is compared, which covers model and layout.
+        identity: the expected object. Only the name is compared; it covers model and layout.
         scratch: at least `OPEN_SCRATCH_BYTES`.
         seals: the seals to open; None opens none.
 
@@ -199,7 +199,7 @@ def unpack_in_place(
         raise ValueError(f"scratch must have at least {OPEN_SCRATCH_BYTES} bytes, has {len(scratch)}")
     if not 0 <= stored_bytes <= len(slot):
         raise CorruptChunkError(identity.name, f"{stored_bytes} bytes stored, a frame here has at most {len(slot)}")
-    # A payload and a name have exactly one raw frame, so comparing heads makes every check at once. Fields that are not
+    # A payload and a name have exactly one raw frame, so comparing the heads makes every check. Fields that are not
     # compared (model, parent, depth and so on) are taken from the frame.
     is_demanded = seals is not None and seals.is_demanded
     may_be_raw = stored_bytes == len(slot) and bytes(slot[SEAL]) == NO_SEAL and not is_demanded
@@ -211,15 +211,15 @@ def unpack_in_place(
     if head.frame_bytes != stored_bytes:
         raise CorruptChunkError(identity.name, f"{stored_bytes} bytes stored of a frame of {head.frame_bytes}")
     if not head.seal:
-        _verify_sections(slot, head)  # before the codecs: damage is found without them
+        _verify_sections(slot, head)  # before the codecs, because damage is found without them
         if is_demanded:
             raise CorruptChunkError(identity.name, "has no seal, which this tier demands", "unsealed")
-    cipher = open_seal(head, seals)[0] if head.seal else None  # before the codecs, too
+    cipher = open_seal(head, seals)[0] if head.seal else None  # also before the codecs
     _unpack(slot, head, group, decoders_of(head), scratch, cipher)
 
 
 def reseal(frame: memoryview, keyring: Keyring, key: SealKey, scratch: memoryview) -> memoryview:
-    """Seal a stored frame with another key and a new salt. Neither its layout nor its codecs are needed.
+    """Seal a stored frame with another key and a new salt. This requires neither its layout nor its codecs.
 
     Everything is verified first. Sections stay encoded, so the new frame has the same length.
 
@@ -227,7 +227,7 @@ def reseal(frame: memoryview, keyring: Keyring, key: SealKey, scratch: memoryvie
         frame: the whole frame, sealed or not. It is not written.
         keyring: holds the key of a sealed `frame`.
         key: the key to seal with, of the same tenant.
-        scratch: at least as long as `frame`, and apart from it.
+        scratch: memory at least as long as `frame` that does not overlap it.
 
     Returns:
         The new frame, the front of `scratch`.
@@ -359,7 +359,7 @@ def _finish(
             associated = _ASSOCIATED.pack(number, codec, raw_bytes)
             tags.append(cipher.seal(number, associated, source[start:end], frame[start:end]))
             frame[end:stop] = _ZEROS[: stop - end]
-        checksums.append(xxhash.xxh3_64_intdigest(frame[start:stop]))  # now, while the section is in the cache
+        checksums.append(xxhash.xxh3_64_intdigest(frame[start:stop]))  # the section is still in the CPU cache
     table["checksum"] = checksums
     if tags:
         table["tag"] = np.frombuffer(b"".join(tags), table["tag"].dtype)
@@ -482,7 +482,7 @@ def _unpack(
         if cipher is not None:
             open_section(cipher, head, number, section, slot[section.offset : section.offset + section.extent_bytes])
         if section.codec == RAW_ID:
-            slot[start:end] = stored  # overlap is fine: the assignment acts like a copy
+            slot[start:end] = stored  # the memory may overlap, because the assignment acts like a copy
         else:
             if section.offset + section.stored_bytes > start:
                 scratch[: section.stored_bytes] = stored

@@ -1,6 +1,6 @@
 """The head of a frame, as in FORMAT.md. `pack_head` writes it and `read_head` reads it.
 
-`read_head` needs neither a model nor a key, so that any frame can be inspected; `expect` then compares the head with
+`read_head` requires neither a model nor a key, so that any frame can be inspected. `expect` then compares the head with
 the wanted object. No field is used before it is checked.
 """
 
@@ -34,9 +34,9 @@ METADATA_NUMBER: Final = SECTIONS_MAX
 METADATA_BYTES: Final = 512
 """Size of the metadata block with its tag, but without token ids."""
 TOKENS_MAX: Final = 1 << 20
-"""Most tokens per chunk whose ids fit in a metadata block."""
+"""Maximum number of tokens of a chunk whose ids fit in a metadata block."""
 EXTRAS_BYTES_MAX: Final = 388
-"""Most bytes of extras in a metadata block."""
+"""Maximum bytes of extras in a metadata block."""
 
 Table = npt.NDArray[np.void]
 """A section table; its fields are those of `ENTRY`."""
@@ -77,7 +77,7 @@ _NO_PART = Part(0, 1)
 
 
 class Identity(NamedTuple):
-    """The object that a frame holds. Readers compare the name; the others help to rebuild an index."""
+    """The object that a frame holds. Readers compare the name. The other fields help to rebuild an index."""
 
     name: ObjectName
     model: bytes = bytes(MODEL_BYTES)
@@ -87,15 +87,15 @@ class Identity(NamedTuple):
     depth: int = 0
     """Number of preceding objects."""
     tokens: int = 0
-    """Tokens of the chunk."""
+    """Number of tokens in the chunk."""
     group: int = 0
     part: Part = _NO_PART
     """Layers and heads of the group."""
     key: bytes = b""
     """Key of the chunk. Only a sealed frame with a text has it."""
     text: bytes = b""
-    """Ids of all tokens of the chunk, u32 each, then at most `EXTRAS_BYTES_MAX` bytes of extras. Only a sealed frame
-    has a text; empty if it has none."""
+    """Ids of all tokens of the chunk, u32 each, then at most `EXTRAS_BYTES_MAX` bytes of extras. Empty if
+    there is no text; only a sealed frame has one."""
 
 
 class Section(NamedTuple):
@@ -116,7 +116,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """A frame's head that has passed every check that needs neither model nor key."""
+    """A frame's head that has passed every check that requires neither model nor key."""
 
     version: int
     header_bytes: int
@@ -124,11 +124,11 @@ class Head:
     raw_bytes: int
     """Bytes of the payload, including padding."""
     identity: Identity
-    """For a sealed frame, only name and model."""
+    """The object. For a sealed frame, it contains only name and model."""
     metadata: slice
     """Place of the metadata block in the frame."""
     seal: bytes
-    """Key check (16 bytes) and salt (32 bytes) of a sealed frame; else empty."""
+    """Key check (16 bytes) and salt (32 bytes) of a sealed frame; otherwise empty."""
     table: Table = field(repr=False)
     _payload_offsets: npt.NDArray[np.int64] = field(repr=False)
     head: bytes = field(repr=False)
@@ -148,7 +148,7 @@ class Head:
 
     @property
     def layers(self) -> int:
-        """Layers of the payload."""
+        """Number of layers in the payload."""
         return int(self.table["layer"][-1]) + 1
 
     @property
@@ -167,7 +167,7 @@ class FrameLayout(NamedTuple):
     metadata: slice
     """Place of the metadata block in the frame."""
     table: Table
-    """Complete except for checksums and tags, which are 0."""
+    """The section table, complete except for checksums and tags, which are 0."""
     extents: tuple[tuple[int, int], ...]
     """(start, stop) in the frame of each section with its padding."""
     paddings: tuple[tuple[int, int], ...]
@@ -223,7 +223,7 @@ def _blank_head(table: Table, sizes: tuple[int, int, int, int]) -> bytes:
 
 
 def pack_head(identity: Identity, layout: FrameLayout, table: Table, frame_bytes: int) -> bytearray:
-    """Return the head of a frame, which `finish_head` completes. Its length is a multiple of `ALIGNMENT`.
+    """Return the head of a frame, to be completed by `finish_head`. Its length is a multiple of `ALIGNMENT`.
 
     Raises:
         ValueError: a digest has the wrong length, or a number does not fit in four bytes.
@@ -235,13 +235,13 @@ def pack_head(identity: Identity, layout: FrameLayout, table: Table, frame_bytes
 
 
 def finish_head(head: bytearray) -> None:
-    """Write the checksum of the head; nothing may change after it."""
+    """Write the checksum of the head. The head must not change afterwards."""
     _CHECKSUM.pack_into(head, _CHECKSUM_AT, 0)
     _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
 
 
 def pack_raw_head(identity: Identity, layout: FrameLayout, checksums: Sequence[int]) -> bytearray:
-    """Return the finished head of a raw frame, from its sections' checksums. Faster than `pack_head`.
+    """Return the finished head of a raw frame, from its sections' checksums. This is faster than `pack_head`.
 
     Raises:
         ValueError: a digest has the wrong length, or a number does not fit in four bytes.
@@ -255,7 +255,7 @@ def pack_raw_head(identity: Identity, layout: FrameLayout, checksums: Sequence[i
 def is_raw_head(front: memoryview, layout: FrameLayout, identity: Identity, checksums: Sequence[int]) -> bool:
     """Return whether `front` begins with the head that `pack_raw_head` would make for the object of `identity`.
 
-    Model and metadata are not compared; they are taken from `front`.
+    Model and metadata are not compared, but taken from `front`.
     """
     actual = front[: layout.header_bytes].tobytes()
     if actual[_NAME_AT : _NAME_AT + DIGEST_BYTES] != identity.name:
@@ -269,7 +269,7 @@ def is_raw_head(front: memoryview, layout: FrameLayout, identity: Identity, chec
 
 def _fill_in(head: bytearray, checksums: Sequence[int]) -> None:
     """Write the checksums of a raw frame's sections, then the head's own."""
-    if len(checksums) <= _FEW:  # below this, creating an array costs more
+    if len(checksums) <= _FEW:  # for so few, creating an array costs more
         for number, checksum in enumerate(checksums):
             _CHECKSUM.pack_into(head, FIXED_BYTES + 8 + ENTRY_BYTES * number, checksum)
     else:
@@ -309,7 +309,7 @@ def pack_text(head: bytearray, metadata: slice, identity: Identity) -> None:
 
 
 def head_bytes_of(front: memoryview | bytes) -> int:
-    """Return how many bytes `read_head` needs, from the first `FIXED_BYTES` bytes of a frame.
+    """Return how many bytes `read_head` requires, from the first `FIXED_BYTES` bytes of a frame.
 
     Raises:
         CorruptChunkError: the bytes are not the start of a frame.
@@ -389,7 +389,7 @@ def opened_identity(head: Head, metadata: memoryview) -> Identity:
         metadata: its plain metadata without the tag, from `frame.open_seal`.
 
     Raises:
-        CorruptChunkError: the counts of ids and extras break their rules, or what follows them is not zero.
+        CorruptChunkError: the counts of ids and extras break their rules, or the bytes after them are not zero.
     """
     block = bytearray(metadata)
     ids, extras_bytes, key = _TEXT.unpack_from(block, _TEXT_AT)
@@ -405,8 +405,8 @@ def expect(head: Head, group: GroupLayout, identity: Identity) -> None:
     """Compare a head with the wanted object.
 
     Raises:
-        CorruptChunkError: the head is of another object, which no reader finds under this name, or contradicts the
-            layout, which its name covers.
+        CorruptChunkError: the head belongs to another object, or contradicts the layout. The name covers both, so no
+            reader finds such a frame under this name.
     """
     if head.identity.name != identity.name:
         found, wanted = head.identity.name.hex()[:12], identity.name.hex()[:12]
@@ -450,7 +450,7 @@ def _check_table(name: bytes, table: Table, sizes: tuple[int, int, int]) -> npt.
 
 def _in_slot(raw: npt.NDArray[np.int64], steps: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
     """Return the sections' offsets in a payload with layers at multiples of `ALIGNMENT`, and the payload's length."""
-    firsts = np.concatenate(([0], np.flatnonzero(steps) + 1))  # first section of each layer
+    firsts = np.concatenate(([0], np.flatnonzero(steps) + 1))  # the first section of each layer
     layers: npt.NDArray[np.int64] = np.add.reduceat(raw, firsts)
     padded: npt.NDArray[np.int64] = -layers % ALIGNMENT
     before: npt.NDArray[Any] = np.cumsum(padded) - padded  # padding of the layers before

@@ -1,8 +1,8 @@
 """Lossy codecs for keys and values: integers of 4 to 7 bits with a scale for each group of numbers.
 
-Channels differ much in size, so a group is one channel of many tokens. Some tokens have much smaller or larger values
-than others, and the small ones draw much attention. So values of such tokens are scaled by a power of 2 first. A
-prompt's first tokens draw much attention, too, so they stay exact. FORMAT.md specifies the bytes.
+Channels differ greatly in magnitude, so a group is one channel of many tokens. Some tokens have much smaller or larger
+values than others, and the small ones draw much attention. So their values are first scaled by a power of 2. A
+prompt's first tokens also draw much attention, so they stay exact. FORMAT.md specifies the bytes.
 
 Each number of a group is stored as (low + code * step) * scale. `low` and `step` are bf16. `low` is rounded down, so no
 code is negative. Products of a code and `step` are exact in float32, so a fused multiply-add changes no result.
@@ -25,41 +25,42 @@ from kvtier.layout import ELEMENT_BYTES, Axes, Axis, Cut, Element, Loss, RunKind
 logger = logging.getLogger(__name__)
 
 EXACT_TOKENS = 4
-"""First tokens of a prompt that stay exact."""
+"""Number of tokens at the start of a prompt that stay exact."""
 BITS = MappingProxyType({"k8v4": (7, 5), "int4": (5, 4)})
-"""Bits of a code of keys and of values, by codec. The names stand for budgets of bytes."""
+"""Bits of a code for keys and for values, by codec. The names of the codecs stand for budgets of bytes."""
 TOKEN_GROUPS = (256, 128)
-"""Tokens of a channel that share a low and a step, in keys and in values."""
+"""Number of tokens of a channel that share a low and a step, in keys and in values."""
 BLOCK_TOKENS = 8
-"""Tokens whose codes are stored together."""
+"""Number of tokens whose codes are stored together."""
 STEP_MIN = 2.0**-100
 """Smallest step. Its inverse is finite, and no product of it is denormal."""
 BIAS = 127
 """The exponent field of 1 in float32."""
 SHIFT_MAX = 31
-"""Largest exponent of a scale, up or down."""
+"""Largest magnitude of the exponent of a scale."""
 OCTAVE = 1 << 23
-"""Difference between the bits of a number in float32 and of its double."""
+"""Difference between the bits of a float32 number and of twice that number."""
 SCALED = OCTAVE * 4 // 5
-"""A token that differs from the median by less has no scale."""
+"""Tokens that differ by less from the median have no scale."""
 USUAL = OCTAVE * 3 // 5
-"""Tokens that differ by no more are those that others are compared with. Coding moves none of them to `SCALED`."""
+"""Largest difference from the median of tokens with which others are compared. Coding moves no such token to
+`SCALED`."""
 OTHERS = 32
-"""Tokens, in places divisible by it, among which a token that was coded before is sought."""
+"""Size of the aligned range of tokens in which a token is compared with others, to recognise one coded before."""
 COPIED = 4
-"""A token was coded before if more than one of so many numbers, scaled, is another token's."""
+"""A token was coded before if more than one in this many of its numbers, scaled, equal a number of another token."""
 
 _KERNELS = {"numba": "kvtier.codec.lossy_numba", "torch": "kvtier.codec.lossy_torch"}
-"""Modules that implement `Kernels`, by the package that each needs; the fastest first."""
+"""Modules that implement `Kernels`, by the package that each requires; fastest first."""
 
 
 TOLERANCES = MappingProxyType[Element, tuple[float, float]](
     {"bf16": (2.0**-8, 0), "fp16": (2.0**-11, 2.0**-25), "fp32": (2.0**-22, 0)}
 )
-"""How far a decoded number may be from the original one beyond half a step times its scale: a share of the number, for
-rounding to the element and arithmetic in float32; and an absolute difference, for rounding denormal numbers."""
+"""Allowed error of a decoded number beyond half a step times its scale: a share of the original number, for
+rounding to the element and arithmetic in float32, and an absolute difference, for rounding denormal numbers."""
 HALF_STEP = 0.501
-"""Allowed share of a step. What exceeds a half is for rounding in float32, and for denormal numbers of bf16."""
+"""Allowed share of a step. The excess over one half covers rounding in float32 and denormal numbers of bf16."""
 Array = npt.NDArray[Any]
 
 _HEAD = struct.Struct("<IHH")
@@ -72,24 +73,24 @@ class Side(NamedTuple):
     bits: int
     token_group: int
     lows_at: int
-    """Where the lows begin. They are sorted by head, token and channel, and so are the steps."""
+    """Offset of the lows in bytes. Both lows and steps are sorted by head, token and channel."""
     steps_at: int
     exponents_at: int
-    """Where the exponents of the tokens' scales begin, a byte each. Keys have none."""
+    """Offset of the exponents of the tokens' scales, a byte each. Keys have no scales."""
     codes_at: int
-    """Where the codes begin, block by block of each head. A block has `bits` rows of a byte for each channel."""
+    """Offset of the codes, block by block of each head. A block has `bits` rows of a byte for each channel."""
 
 
 class Form(NamedTuple):
-    """How a section is arranged in memory and when stored. Sizes are in numbers unless the name says otherwise."""
+    """The arrangement of a section in memory and in storage. Sizes are in numbers unless the name says otherwise."""
 
     element: Element
     axes: Axes
     heads: int
     tokens: int
-    """Tokens that are coded."""
+    """Number of tokens that are coded."""
     exact_tokens: int
-    """Tokens before them, which are stored unchanged."""
+    """Number of tokens before the coded ones. They are stored unchanged."""
     channels: int
     sides: tuple[Side, ...]
     raw_bytes: int
@@ -97,12 +98,12 @@ class Form(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Blocks of codes in a head. The last is filled up with zeros."""
+        """Number of blocks of codes in a head. The last block is padded with zeros."""
         return -(-self.tokens // BLOCK_TOKENS)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Distances of neighbours among sides, heads, pages and tokens of a page."""
+        """Distances between neighbouring sides, heads, pages, and tokens of a page."""
         return tuple(self.axes.step(name) for name in _ORDER[:-1])
 
     def view(self, memory: memoryview) -> Array:
@@ -128,7 +129,8 @@ class Form(NamedTuple):
 class Kernels(Protocol):
     """An implementation of the codecs. All implementations return the same bits.
 
-    They do not touch the stored bytes before the first side. What they decode exact tokens to is undefined.
+    They do not touch the stored bytes before the first side. The numbers that they decode for exact tokens are
+    undefined.
     """
 
     def encode(self, raw: memoryview, stored: memoryview, form: Form) -> bool:
@@ -157,11 +159,11 @@ class Int4:
         Raises:
             ConfigError: `package` is not installed, or neither numba nor torch is.
         """
-        _installed(package)  # only encoding and decoding import it
+        _installed(package)  # only encoding and decoding import the package
         self._package = package
 
     def encode(self, raw: memoryview, into: memoryview, cut: Cut, *, is_first: bool) -> int:
-        """Code `raw` into the front of `into`; return `len(raw)` if it cannot be coded or would not shrink."""
+        """Code `raw` into the front of `into`. Return `len(raw)` if it cannot be coded or would not shrink."""
         form = self._form(cut, EXACT_TOKENS if is_first else 0)
         if form is None:
             return len(raw)
@@ -175,7 +177,7 @@ class Int4:
         """Restore the section.
 
         Raises:
-            ValueError: `stored` is damaged, or of a section of another size.
+            ValueError: `stored` is damaged, or belongs to a section of another size.
         """
         form = self._stored_form(stored, len(into), cut)
         load_kernels(self._package).decode(stored, into, form)
@@ -183,7 +185,7 @@ class Int4:
             form.view(into)[form.exact] = form.stored_exact(stored)
 
     def error(self, raw: memoryview, stored: memoryview, decoded: memoryview, cut: Cut) -> str:
-        """Compare each number with its group's step: half of it, and what rounding to the element adds, is allowed."""
+        """Explain how numbers exceed the allowed error: half a step of their group, plus rounding to the element."""
         form = self._stored_form(stored, len(raw), cut)
         wrong = load_kernels(self._package).wrong(raw, stored, decoded, form)
         exact = form.stored_exact(stored)
@@ -223,7 +225,7 @@ def load_kernels(package: str = "") -> Kernels:
     """Return the kernels of `package`, or the fastest that can be loaded. The first call may compile for seconds.
 
     Raises:
-        ConfigError: neither numba nor torch is installed, or none of them can be loaded.
+        ConfigError: neither numba nor torch is installed, or neither can be loaded.
     """
     for name in _installed(package):
         try:
@@ -241,7 +243,7 @@ def _installed(wanted: str = "") -> list[str]:
 
 
 def share_of(loss: Loss, kind: RunKind, element: Element, tokens: int, channels: int) -> float:
-    """Return the stored bytes of one head's keys or values as a share of the raw ones. No token is exact."""
+    """Return the stored bytes of one head's keys or values as a share of the raw ones, without exact tokens."""
     form = _form(Axes(("head", "token", "channel"), (1, tokens, channels)), kind, element, loss, 0)
     return 1.0 if form is None else (form.stored_bytes - _HEAD.size) / form.raw_bytes
 

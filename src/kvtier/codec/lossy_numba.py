@@ -1,6 +1,6 @@
 """The lossy codecs in numba: loops over rows of channels, which its compiler turns into vector instructions.
 
-The import compiles all kernels, or loads them from numba's cache. They release the GIL, and allocate a few rows only.
+The import compiles all kernels, or loads them from numba's cache. They release the GIL, and allocate only a few rows.
 Loops index slices from 0, shift by constants, and compute in 8 or 32 bits, because the compiler vectorizes no others.
 """
 
@@ -39,12 +39,12 @@ from kvtier.layout import ELEMENT_BYTES
 
 _STEP_MIN, _HALF_STEP = f32(STEP_MIN), f32(HALF_STEP)
 _TO_INTEGER = f32(1.5 * 2**23)
-"""A small number plus this is rounded to an integer, whose bits are the lowest of the sum."""
+"""Adding this to a small number rounds it to an integer, whose bits are the lowest bits of the sum."""
 _LIMITS = {"bf16": f32(2.0**128 - 2.0**120), "fp16": f32(65504), "fp32": np.finfo(f32).max}
 
 
 class _Shape(NamedTuple):
-    """What a kernel needs to know of a side. Sizes are in numbers, and places of stored scales and codes in bytes."""
+    """Properties of a side for kernels. Sizes are in numbers, and places of stored scales and codes in bytes."""
 
     origin: int
     head_step: int
@@ -81,7 +81,7 @@ def decode(stored: memoryview, into: memoryview, form: Form) -> None:
         _decode(given, numbers, places, shape, numbers.dtype.type(0))
     if is_copied:
         if form.element == "fp16":
-            with np.errstate(all="ignore"):  # exact tokens may be anything
+            with np.errstate(all="ignore"):  # exact tokens may have any values
                 numbers = numbers.view(f32).astype(np.float16).view(np.uint16)
         target = form.view(into)
         target[:] = numbers.reshape(target.shape)
@@ -105,7 +105,7 @@ _Shapes = tuple[Array, list[_Shape]]
 def _numbers(memory: memoryview, form: Form, *, is_copied: bool = False) -> tuple[Array, _Shapes]:
     """Return a section's numbers as bits of bf16 or float32.
 
-    Numbers of fp16, and those that are not aligned in memory, are copied.
+    Numbers of fp16, and numbers that are not aligned in memory, are copied.
     """
     numbers = np.frombuffer(memory.toreadonly(), f"<u{ELEMENT_BYTES[form.element]}")
     if form.element != "fp16" and numbers.flags.aligned and not is_copied:
@@ -118,7 +118,7 @@ def _numbers(memory: memoryview, form: Form, *, is_copied: bool = False) -> tupl
 
 
 def _steps(form: Form) -> tuple[int, ...]:
-    """Return the distances of neighbours, as `form.steps` does, in a copy in the order of `form.view`."""
+    """Return the distances between neighbours, as in `form.steps`, for a copy in the order of `form.view`."""
     page = form.axes.size("token") * form.channels
     head = (form.exact_tokens + form.tokens) * form.channels
     return form.heads * head, head, page, form.channels
@@ -142,7 +142,7 @@ def _number(bits: int) -> f32: ...
 
 @overload(_number, inline="always", strict=False)
 def _number_of(bits: types.Integer) -> Callable[..., Any]:
-    """Return the number that has these bits in memory. The shift is a constant, or the compiler would use 64 bits."""
+    """Return the number that has these bits in memory. The shift is a constant; otherwise the compiler uses 64 bits."""
     if bits == types.uint16:
         return lambda bits: u32(u32(bits) << u32(16)).view(f32)
     return lambda bits: u32(bits).view(f32)
@@ -212,7 +212,7 @@ _NUMBERS = [types.Array(it, 1, "C", readonly=True) for it in _KINDS]
 def _kernel(signatures: list[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile a function for all signatures, or load it from numba's cache.
 
-    The cache lies beside this file, in the user's cache folder, or in the folder `NUMBA_CACHE_DIR`.
+    The cache is next to this file, in the user's cache folder, or in the folder that `NUMBA_CACHE_DIR` names.
     """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +224,7 @@ def _kernel(signatures: list[Any]) -> Callable[[Callable[..., Any]], Callable[..
     return compiled
 
 
-# Kernels pass no slices to functions, because numba counts references to them, which takes longer than a row.
+# Kernels pass no slices to functions, because counting references to slices takes numba longer than a row.
 
 
 @njit(inline="always")
@@ -250,14 +250,14 @@ def _pack(codes: Array, stored: Array, place: int, channels: int, bits: int) -> 
 
 @njit(inline="always")
 def _unpack(stored: Array, place: int, codes: Array, channels: int, bits: int) -> None:
-    """Read what `_pack` stores."""
+    """Read a block of codes that `_pack` stored."""
     half = 4 * channels
     first, other, given = codes[:half], codes[half:], stored[place : place + half]
     for number in range(half):
         first[number] = given[number] & u8(15)
         other[number] = given[number] >> u8(4)
     if bits > 4:
-        # A loop for three bits takes little longer than one for one.
+        # A loop for three bits takes little longer than a loop for one bit.
         at0, at1, at2 = place + 4 * channels, place + min(5, bits - 1) * channels, place + min(6, bits - 1) * channels
         row0, row1, row2 = stored[at0 : at0 + channels], stored[at1 : at1 + channels], stored[at2 : at2 + channels]
         bit1, bit2 = u8(32 if bits > 5 else 0), u8(64 if bits > 6 else 0)
@@ -280,7 +280,7 @@ def _scales(stored: Array, shape: _Shape) -> Array:
 
 @njit(inline="always")
 def _was_coded(numbers: Array, largest: Array, places: Array, shape: _Shape) -> bool:
-    """Return whether the first group of the first head has no more different numbers in a channel than codes."""
+    """Return whether the first group of the first head has no more distinct numbers in a channel than codes."""
     levels = 1 << shape.bits
     found = np.zeros(levels, f32)
     for c in range(shape.channels):

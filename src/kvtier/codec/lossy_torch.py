@@ -32,11 +32,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _PIECE_NUMBERS = (1 << 15) - 1
 _INTS = {2: torch.int16, 4: torch.int32}
 _TOKENS = np.arange(BLOCK_TOKENS, dtype=np.uint8)[:, None]
-"""The bit of each token of a block in the rows of further bits."""
+"""Position of each token's bit in the rows that hold the bits of codes beyond the fourth."""
 
 
 def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
-    """Fill `stored` after its head, or return False if a scale or a decoded number would not be finite."""
+    """Code finite numbers, or return False if a scale or a decoded number would not be finite."""
     limit = torch.finfo(_DTYPES[form.element]).max
     sides = zip(form.sides, _parts(stored, form), _numbers(raw, form), strict=True)
     for side, (lows, steps, chosen, codes), its_numbers in sides:
@@ -61,7 +61,7 @@ def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
 
 
 def decode(stored: memoryview, into: memoryview, form: Form) -> None:
-    """Fill `into`."""
+    """Restore the numbers."""
     target = form.view(into)
     whole = np.empty((len(form.sides), form.heads, form.exact_tokens + form.tokens, form.channels), target.dtype)
     for side, parts, its_numbers in zip(form.sides, _parts(stored, form), whole, strict=True):
@@ -95,13 +95,13 @@ def _exponents(largest: Array, head: Array, side: Side, form: Form) -> Array:
     """Choose the exponents of the tokens' scales.
 
     Most tokens keep their size, because a scale makes channels with a large mean differ more. A token that was coded
-    before keeps its scale: its numbers, scaled, are among those of other tokens, which a group has few of.
+    before keeps its scale: its scaled numbers are among the few numbers of other tokens in a coded group.
 
     Args:
         largest: the bits, in float32, of each token's largest magnitude.
         head: numbers of one head, of shape (tokens, channels).
-        side: has their bits and groups.
-        form: has their element.
+        side: the side of the head, with its bits and groups.
+        form: the form of the section, with its element.
     """
     octaves = largest - np.sort(largest)[len(largest) // 2]
     near = np.clip((octaves + OCTAVE // 2) >> 23, -SHIFT_MAX, SHIFT_MAX)
@@ -146,7 +146,7 @@ def _parts(stored: memoryview, form: Form) -> list[tuple[Array, Array, Array, Ar
 
 
 def _packed(codes: Array, bits: int) -> Array:
-    """Return the blocks of codes of shape (heads, tokens, channels)."""
+    """Pack codes of shape (heads, tokens, channels) into blocks."""
     heads, tokens, channels = codes.shape
     whole = np.zeros((heads, -(-tokens // BLOCK_TOKENS), BLOCK_TOKENS, channels), np.uint8)
     whole.reshape(heads, -1, channels)[:, :tokens] = codes
@@ -155,7 +155,7 @@ def _packed(codes: Array, bits: int) -> Array:
 
 
 def _unpacked(packed: Array) -> Array:
-    """Return the codes of blocks."""
+    """Return the codes in packed blocks."""
     halves = packed[:, :, :4]
     codes = np.concatenate((halves & 15, halves >> 4), 2)
     for bit in range(4, packed.shape[2]):
@@ -166,7 +166,7 @@ def _unpacked(packed: Array) -> Array:
 def _slices(side: Side, form: Form) -> Iterator[tuple[slice, slice, slice]]:
     """Yield the heads, group and tokens of each piece. A piece covers some heads and `side.token_group` tokens.
 
-    For larger pieces, torch would start threads in each thread that codes. They would mostly wait for a core.
+    For larger pieces, each coding thread would start threads of torch, and these would mostly wait for a core.
     """
     count = max(_PIECE_NUMBERS // (side.token_group * form.channels), 1)
     for head in range(0, form.heads, count):
@@ -189,7 +189,7 @@ def _floats(numbers: Array, form: Form) -> torch.Tensor:
 
 
 def _scale(chosen: Array, tokens: slice) -> torch.Tensor:
-    """Return the scales of tokens, of shape (tokens, 1), or a 1 for keys."""
+    """Return the scales of tokens, of shape (tokens, 1), or 1 for keys."""
     fields = chosen[tokens, None].astype(np.int32) if len(chosen) else np.full((1, 1), 127, np.int32)
     return torch.from_numpy((fields << 23).view(np.float32))
 

@@ -11,7 +11,7 @@ class Raw:
     is_exact: bool = True
 
     def bound(self, raw_bytes: int) -> int:
-        """Exactly `raw_bytes`."""
+        """Return `raw_bytes`."""
         return raw_bytes
 
     def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:  # noqa: ARG002 - part of the interface
@@ -23,7 +23,7 @@ class Raw:
         """Copy `stored` to `into`.
 
         Raises:
-            ValueError: they differ in length.
+            ValueError: `stored` and `into` differ in length.
         """
         if len(stored) != len(into):
             raise ValueError(f"{len(stored)} stored bytes cannot fill {len(into)}")

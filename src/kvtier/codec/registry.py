@@ -1,7 +1,7 @@
 """The known codecs. To add one, add a line to `_BUILT_IN`, or an entry point of `kvtier.codecs` in another package.
 
 An entry point names a class without constructor arguments. Its `name` must be that of the entry point, its `is_exact`
-True, and its id that of no other codec. Ids below 32,768 are reserved for kvtier. The lossy codecs are kvtier's own,
+True, and its id unique. Ids below 32,768 are reserved for kvtier. The lossy codecs are kvtier's own,
 because each is a class of engines, `store.loss`.
 """
 
@@ -18,7 +18,7 @@ from kvtier.layout import Loss
 
 ENTRY_POINTS = "kvtier.codecs"
 CLASS_VERSION = 1
-"""Must rise if engines with a class encode other numbers with its codec, or decode to other numbers."""
+"""Version of the classes. It must rise when a class codes other numbers, or decodes to other numbers."""
 
 OUTSIDE_ID_MIN = 1 << 15
 OUTSIDE_ID_MAX = (1 << 32) - 1
@@ -50,7 +50,7 @@ def class_of(loss: Loss) -> dict[str, object]:
 def coders(name: str) -> tuple[Codec, LossyCodec | None]:
     """Return the codecs that encode objects if a tier's codec is `name`: an exact one, and a lossy one or None.
 
-    The exact codec encodes what the lossy one cannot.
+    The exact codec encodes the sections that the lossy one cannot.
 
     Raises:
         ConfigError: as in `by_name`.
@@ -63,14 +63,14 @@ def lossy(name: str) -> LossyCodec:
     """Return the lossy codec `name`. All callers share one instance.
 
     Raises:
-        KeyError: there is none of this name.
+        KeyError: no lossy codec has this name.
     """
     _, module, attribute = _LOSSY[name]
     return cast("LossyCodec", getattr(import_module(module), attribute)())
 
 
 def own_name(number: int) -> str:
-    """Return the name of kvtier's own codec that has this id in stored frames, or ``""``. Imports nothing."""
+    """Return the name of kvtier's own codec with this id in stored frames, or ``""``. This imports nothing."""
     return next((name for name, (known, _, _) in (*_BUILT_IN.items(), *_LOSSY.items()) if known == number), "")
 
 
@@ -84,7 +84,7 @@ def by_name(name: str) -> Codec:
     """Return the codec `name` with default settings. All callers share one instance.
 
     Raises:
-        ConfigError: the codec is unknown or not exact, its package is missing, or another one has the same id.
+        ConfigError: the codec is unknown or not exact, its package is missing, or another codec has its id.
     """
     if name in _BUILT_IN:
         _, module, attribute = _BUILT_IN[name]

@@ -1,9 +1,9 @@
-"""Encodes sections, and verifies what they decode to before anything can read them.
+"""Encodes sections, and verifies that they decode correctly before they can be read.
 
-An exact codec must restore the same bytes, and a lossy one numbers within the error that its stored form allows.
+An exact codec must restore all bytes, and a lossy one numbers within the error that its stored form allows.
 
-A codec that changed bytes or failed is refused from then on in this process: objects are written raw, and coded ones
-count as unreadable. The frame's format does not change, so deployed readers read it as before.
+A codec that changed bytes or failed is refused from then on in this process. Objects are written raw, and its coded
+objects count as unreadable. The frame's format does not change, so deployed readers read it as before.
 """
 
 import logging
@@ -19,23 +19,23 @@ from kvtier.layout import Cut, Element
 logger = logging.getLogger(__name__)
 
 _refused: dict[str, object] = {}
-"""Names of refused codecs; at most those that are installed."""
+"""Refused codecs by name. There are at most as many as installed codecs."""
 
 
 class InexactError(Exception):
-    """A codec changed bytes or failed; it is refused."""
+    """A codec changed bytes or failed, and is refused."""
 
 
 def encoded(codec: Codec, raw: memoryview, into: memoryview, back: memoryview, element: Element) -> int:
     """Encode `raw` into the front of `into`, verify the result if it is shorter, and return the bytes used.
 
-    Another instance decodes, as in another process, so it has nothing that the first one may have kept of `raw`.
+    Another instance decodes, as in another process, so it cannot use data of `raw` that the first one kept.
 
     Args:
-        codec: one that is not refused.
+        codec: a codec that is not refused.
         raw: a section. The codec gets it read-only.
         into: room for the coded section.
-        back: `len(raw)` bytes, apart from `raw` and `into`, which `decode` must fill.
+        back: `len(raw)` bytes for `decode` to fill, which do not overlap `raw` or `into`.
         element: type of the section's numbers.
 
     Raises:
@@ -47,7 +47,7 @@ def encoded(codec: Codec, raw: memoryview, into: memoryview, back: memoryview, e
             raise ValueError(f"{used} bytes used; allowed: 1 to {len(into)}")
         if used < len(raw):
             expected, found = np.frombuffer(raw, np.uint8), np.frombuffer(back, np.uint8)
-            np.invert(expected, out=found)  # a byte that `decode` leaves out is wrong
+            np.invert(expected, out=found)  # so that a byte that `decode` leaves out is wrong
             _another(type(codec)).decode(into[:used].toreadonly(), back, element)
             if not np.array_equal(expected, found):
                 raise ValueError(f"{np.count_nonzero(expected != found)} of {len(raw)} bytes differ when decoded")
@@ -76,7 +76,7 @@ def encoded_lossy(
 
 
 def decode(codec: Codec, stored: memoryview, back: memoryview, element: Element) -> None:
-    """Decode what `encoded` wrote. Raises `InexactError` if that fails."""
+    """Decode a section that `encoded` wrote. Raise `InexactError` if that fails."""
     with _refusing(codec):
         codec.decode(stored, back, element)
 

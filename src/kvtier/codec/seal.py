@@ -1,6 +1,6 @@
 """The seal of a frame: AES-256-GCM, one message for each section and one for the metadata block.
 
-Each frame has a key of its own, derived from a random salt, so section numbers suffice as nonces.
+Each frame has its own key, derived from a random salt, so section numbers suffice as nonces.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ except ImportError as error:
 
 
 class FrameCipher:
-    """Seals or opens the messages of one frame. Thread-safe.
+    """Seals or opens the messages of one frame. It is thread-safe.
 
     Args:
         seal_key: a tenant's key.
@@ -37,23 +37,23 @@ class FrameCipher:
         self._sealed: dict[int, object] = {}
 
     def seal(self, number: int, associated: bytes, plain: memoryview, into: memoryview) -> bytes:
-        """Encrypt one message, without a copy of it. The GIL is released for messages of 2 KiB and more.
+        """Encrypt one message without copying it. The GIL is released for messages of 2 KiB and more.
 
         Args:
-            number: the section's, or `METADATA_NUMBER`. Use each once: a nonce that is used twice breaks the key.
+            number: number of the section, or `METADATA_NUMBER`. Use each once: a nonce used twice breaks the key.
             associated: bytes that are authenticated but not encrypted.
             plain: contiguous bytes.
-            into: as many bytes; the same memory as `plain`, or memory apart from it.
+            into: as many bytes: `plain` itself, or memory that does not overlap it.
 
         Returns:
             The tag, 16 bytes.
 
         Raises:
-            BadCallError: the number is out of range or was sealed before, lengths differ, or the memory overlaps in
-                part.
+            BadCallError: the number is out of range or was sealed before, lengths differ, or the memory overlaps
+                partly.
         """
         cipher = self._checked(number, plain, into).encryptor()
-        # `setdefault` is one operation, so of two threads with the same number one is refused.
+        # `setdefault` is atomic, so one of two threads with the same number is refused.
         if self._sealed.setdefault(number, mine := object()) is not mine:
             raise BadCallError(f"message {number} was already sealed; allowed: once for each frame")
         cipher.authenticate_additional_data(associated)
@@ -62,13 +62,13 @@ class FrameCipher:
         return cipher.tag
 
     def open(self, number: int, associated: bytes, stored: memoryview, into: memoryview, tag: bytes) -> bool:
-        """Decrypt one message that `seal` wrote, without a copy of it, and verify it.
+        """Verify and decrypt one message that `seal` wrote, without copying it.
 
         Args:
             number: the number with which it was sealed.
             associated: the bytes with which it was sealed.
             stored: contiguous bytes.
-            into: as many bytes; the same memory as `stored`, or memory apart from it.
+            into: as many bytes: `stored` itself, or memory that does not overlap it.
             tag: 16 bytes.
 
         Returns:
@@ -91,7 +91,7 @@ class FrameCipher:
         return True
 
     def _checked(self, number: int, given: memoryview, into: memoryview, tag: bytes | None = None) -> Cipher[modes.GCM]:
-        # Where memory overlaps in part, OpenSSL writes wrong bytes, and a tag that matches them.
+        # If the memory overlaps partly, OpenSSL writes wrong bytes, and a tag that matches them.
         first, second = np.frombuffer(given, np.uint8), np.frombuffer(into, np.uint8)
         if (
             not 0 <= number <= METADATA_NUMBER

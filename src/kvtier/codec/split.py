@@ -1,4 +1,4 @@
-"""Split: a lossless codec for floating point. It codes only the exponent's byte, of which few values are common.
+"""Split: a lossless codec for floating point. It codes only the byte of the exponent, which has few common values.
 
 Each element is rotated left by one bit. Then the exponent is on top and the sign at the bottom. The top byte is the
 *head*. In bf16 and fp32 the head is the exponent, in fp16 and fp8 the exponent and the upper mantissa bits. `split`
@@ -40,9 +40,9 @@ _HEAD = struct.Struct("<II")
 _CODES = struct.Struct("<BBHI")
 
 _SAMPLES = 4096
-"""The window is chosen from a sample of at least this many heads. Counting all would take as long as all the rest."""
+"""The window is chosen from a sample of at least this many heads. Counting all heads would take as long as the rest."""
 _ESCAPE_BITS = 32
-"""Bits charged for an escape when the window is chosen. It takes 8 bits, but escapes cost most of the time."""
+"""Bits charged for an escape when the window is chosen. An escape has 8 bits, but escapes take most of the time."""
 _WIDTHS = np.arange(1, 8)[:, None]
 _STOPS = np.minimum(np.arange(256) + (1 << _WIDTHS) - 1, 256)
 """End of the window, by width and first head."""
@@ -58,11 +58,11 @@ class Split:
     is_exact: bool = True
 
     def bound(self, raw_bytes: int) -> int:
-        """Return the raw section, plus the fields before it."""
+        """Return the bytes of the raw section, plus the fields before it."""
         return _HEAD.size + raw_bytes
 
     def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:
-        """Code `raw` into the front of `into`. If that makes it no smaller, copy it, which takes `bound`."""
+        """Code `raw` into the front of `into`. If coding does not shrink it, copy it, which takes `bound` bytes."""
         size = ELEMENT_BYTES[element]
         elements = np.frombuffer(raw, f"<u{size}")
         rotated = elements + elements
@@ -85,7 +85,7 @@ class Split:
         """Restore the section.
 
         Raises:
-            ValueError: `stored` is damaged, of another length, or of elements of another size.
+            ValueError: `stored` is damaged, has another length, or has elements of another size.
         """
         size, raw_bytes = _fields(_HEAD, stored)
         if raw_bytes != len(into) or size not in {0, ELEMENT_BYTES[element]} or (size and raw_bytes % size):
@@ -102,7 +102,7 @@ class Split:
         for low in lows[::-1]:
             rotated <<= 8
             rotated |= low
-        np.multiply(rotated, 1 << (8 * size - 1), out=elements)  # shifts to the left; for bytes much faster than <<
+        np.multiply(rotated, 1 << (8 * size - 1), out=elements)  # shifts to the left; much faster than << for bytes
         rotated >>= 1
         elements |= rotated
 
@@ -125,7 +125,7 @@ class Split:
         return out
 
     def _heads(self, coded: memoryview, count: int) -> _Bytes:
-        """Return `count` heads; raise ValueError if `coded` does not hold that many."""
+        """Return `count` heads, or raise ValueError if `coded` does not hold that many."""
         width, first, zeros, escapes = _fields(_CODES, coded)
         rows = -(-count // 8)
         if zeros or not 1 <= width <= 7 or len(coded) != _CODES.size + width * rows + escapes:
@@ -150,7 +150,7 @@ class Split:
 
 
 class Split2(Split):
-    """Codes heads as a Zstandard frame: smaller, but it needs the package `zstandard`."""
+    """Codes heads as a Zstandard frame. The result is smaller, but requires the package `zstandard`."""
 
     name: str = "split2"
     id: int = 3

@@ -1,4 +1,4 @@
-"""Zstandard: lossless. It saves little on bfloat16 KV, so it suits links much slower than a core."""
+"""Zstandard, a lossless codec. It saves little on bfloat16 KV, so it suits links much slower than a core."""
 
 import threading
 
@@ -11,14 +11,14 @@ except ImportError as error:
     raise ConfigError(f"codec 'zstd' needs the package zstandard: {install_hint('zstd')}") from error
 
 LEVEL = 1
-"""Higher levels are slower than a link that would need them."""
+"""Level of compression. Higher levels are slower than the links that would need them."""
 _WINDOW_BYTES_MAX = 2 * SECTION_BYTES_MAX
-"""No section needs more; without a limit, a malicious one could make the decoder allocate 128 MiB."""
+"""No section needs a larger window. Without a limit, a malicious section could make the decoder allocate 128 MiB."""
 
 ENTROPY_ONLY = zstandard.ZstdCompressionParameters(
     window_log=20, hash_log=6, chain_log=6, search_log=1, min_match=7, strategy=zstandard.STRATEGY_FAST
 )
-"""Almost no matches, Huffman codes only: numbers have few repeats, and looking for them takes most of the time."""
+"""Huffman codes and almost no matches: numbers have few repeats, and searching for them takes most of the time."""
 
 
 class Zstd:
@@ -38,14 +38,14 @@ class Zstd:
         self._local = threading.local()
 
     def bound(self, raw_bytes: int) -> int:
-        """Zstandard's worst case, ZSTD_COMPRESSBOUND, rounded up."""
+        """Return Zstandard's worst case, ZSTD_COMPRESSBOUND, rounded up."""
         return raw_bytes + (raw_bytes >> 8) + 512
 
     def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:  # noqa: ARG002 - part of the interface
         """Compress `raw` into the front of `into`.
 
         Raises:
-            MemoryError: the encoder gets no memory now.
+            MemoryError: the encoder cannot allocate memory now.
         """
         compressor: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
         if compressor is None:
@@ -55,7 +55,7 @@ class Zstd:
         try:
             stored = compressor.compress(raw)
         except zstandard.ZstdError as error:
-            if "memory" in str(error):  # temporary, and no reason to refuse the codec
+            if "memory" in str(error):  # a temporary error is no reason to refuse the codec
                 raise MemoryError(f"zstd: {error}") from None
             raise
         into[: len(stored)] = stored
@@ -71,11 +71,11 @@ class Zstd:
         if decompressor is None:
             decompressor = self._local.decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
         try:
-            # The decoder allocates what the frame states, so check that first.
+            # The decoder allocates the size that the frame states, so check it first.
             stated_bytes = zstandard.get_frame_parameters(stored).content_size
             if stated_bytes != len(into):
                 raise ValueError(f"zstd content of {stated_bytes} bytes cannot fill {len(into)}")
             content = decompressor.decompress(stored, max_output_size=len(into), allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise ValueError(f"zstd: {error}") from None
-        into[:] = content  # raises ValueError too, if the lengths differ
+        into[:] = content  # also raises ValueError if the lengths differ

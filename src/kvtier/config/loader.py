@@ -24,7 +24,7 @@ AND = " and "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The settings, and their origins by ``section.key`` or ``tiers.NAME.key``; ``tiers`` is the list itself."""
+    """The settings, and their origins by ``section.key`` or ``tiers.NAME.key``; ``tiers`` gives that of the list."""
 
     config: Config
     origins: Mapping[str, SettingOrigin]
@@ -93,7 +93,7 @@ def override(base: Config, given: Iterable[tuple[str, object]], origin: str) -> 
         ConfigError: a setting is unknown, its value is not allowed, or it is given twice.
     """
     raws: list[_RawSetting] = []
-    for name, raw in sorted(given, key=lambda item: item[0] != TIERS):  # the list first
+    for name, raw in sorted(given, key=lambda item: item[0] != TIERS):  # the list comes first
         section, _, key = name.partition(".")
         if any((section, key) == (it.section, it.key) for it in raws):
             raise ConfigError("given twice", setting=name, origin=origin, allowed="one of the two forms")
@@ -105,7 +105,7 @@ def override(base: Config, given: Iterable[tuple[str, object]], origin: str) -> 
 
 
 def overridden(loaded: Loaded, given: Iterable[tuple[str, object]], origin: SettingOrigin) -> Loaded:
-    """Return `loaded` with the values that `override` takes, and with their origin.
+    """Return `loaded` with values overridden as by `override`, and with their origin.
 
     Raises:
         ConfigError: see `override`.
@@ -119,7 +119,7 @@ def overridden(loaded: Loaded, given: Iterable[tuple[str, object]], origin: Sett
     names = [name for name, _ in values if name != TIERS]
     if len(names) < len(values):
         names += [each.name for tier in config.tiers for each in tier.settings()]
-    if config.host.capacity_bytes != loaded.config.host.capacity_bytes:  # a string of the list may name it
+    if config.host.capacity_bytes != loaded.config.host.capacity_bytes:  # a string in the list may set it
         names.append(f"{HOST}.capacity_bytes")
     return Loaded(config=config, origins={**loaded.origins, **dict.fromkeys(names, origin)}, file=loaded.file)
 

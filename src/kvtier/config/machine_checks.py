@@ -155,9 +155,9 @@ def _tier(tier: TierSettings, load_s: float) -> Iterator[Problem]:
 
 
 def _packages(config: Config) -> Iterator[Problem]:
-    """Yield codecs and seals whose packages are not installed. They prevent every start.
+    """Yield codecs and seals whose packages are not installed. A missing package prevents every start.
 
-    The tiers of an engine with a lossy class may hold objects of its codec, whatever their own codecs.
+    The tiers of an engine with a lossy class may hold objects of its codec, regardless of their own codecs.
     """
     codecs = {f"{tier.label}.codec" if tier.codec else "store.codec": config.codec_of(tier) for tier in config.tiers}
     if codecs and config.store.loss not in ("none", *codecs.values()):
@@ -175,7 +175,7 @@ def _packages(config: Config) -> Iterator[Problem]:
 
 
 def _loss(config: Config) -> Iterator[Problem]:
-    """Yield what a lossy class means, and what makes its codec slow."""
+    """Yield the meaning of a lossy class, and the reason why its codec is slow."""
     store = config.store
     if store.loss_notice:
         yield Problem("note", "store.loss", store.loss_notice)
@@ -212,7 +212,7 @@ def _secret(config: Config, origins: Mapping[str, SettingOrigin], file: Path | N
 
 
 def _secret_file_problem(path: Path, *, is_shared: bool) -> str:
-    """Return why the file cannot provide the secret; empty if it can."""
+    """Return the reason why the file cannot provide the secret; empty if it can."""
     try:
         found = load(path)
     except ConfigError as error:

@@ -25,7 +25,7 @@ class Setting(NamedTuple):
     key: str
     kind: Kind
     default: object
-    """None if a value is needed (`is_needed`)."""
+    """The default value; None if a value is required (`is_needed`)."""
     help: str
     source: str
     """The publication from which the default comes, if any."""
@@ -149,12 +149,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{error.strerror}", **about, allowed="a readable TOML file") from error
     except RecursionError:
         raise ConfigError("nested too deep", **about, allowed="tables of plain values") from None
-    except ValueError as error:  # a UnicodeDecodeError, or a TOMLDecodeError, which names line and column
+    except ValueError as error:  # a UnicodeDecodeError, or a TOMLDecodeError that names line and column
         raise ConfigError(f"not TOML: {error}", **about) from error
 
 
 def short(raw: object) -> str:
-    """Return a short text of a value for messages, without likely secrets."""
+    """Return a value as a short text for messages, without likely secrets."""
     if type(raw) in {list, tuple, dict}:
         return f"({type(raw).__name__})"
     text = repr(redacted(raw)) if isinstance(raw, str) else redacted(repr(raw))

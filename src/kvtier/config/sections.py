@@ -43,7 +43,7 @@ HOW_TO_SHARE = (
     "make one with (umask 077; head -c 32 /dev/urandom > FILE), copy FILE to each node, and set store.secret_file = "
     "FILE (or set store.secret)"
 )
-"""How to get a secret for a shared tier, for messages."""
+"""Text for messages about how to get a secret for a shared tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class StoreConfig(SettingsSection):
     )
 
     def __post_init__(self) -> None:
-        SettingsSection.__post_init__(self)  # with slots, dataclass makes a new class, where a bare super() fails
+        SettingsSection.__post_init__(self)  # with slots, dataclass makes a new class, in which a bare super() fails
         for choices in (("secret", "secret_file"), ("keys_file", "keys_command", "keys")):
             given = [f"store.{key}" for key in choices if getattr(self, key)]
             if len(given) > 1:
@@ -140,7 +140,7 @@ class StoreConfig(SettingsSection):
 
     @property
     def loss_notice(self) -> str:
-        """Say what the engine's lossy class means for answers; empty without one."""
+        """Return what the engine's lossy class means for answers; empty without a class."""
         if self.loss == "none":
             return ""
         return (
@@ -196,7 +196,7 @@ class PlannerConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig(SettingsSection):
-    """Settings of request recordings for `kvtier replay`, which contain lengths, times and identities of blocks."""
+    """Settings of recordings for `kvtier replay`. They contain the lengths, times and block identities of requests."""
 
     section: ClassVar[str] = "trace"
 
@@ -292,7 +292,7 @@ class SglangConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig(SettingsSection):
-    """Settings of logging in vLLM; elsewhere the host program configures logging."""
+    """Settings of logging in vLLM. Elsewhere the host program configures logging."""
 
     section: ClassVar[str] = "log"
 
@@ -382,7 +382,7 @@ SECTIONS: dict[str, type[SettingsSection]] = {
 
 
 def find_section(section: str, origin: str) -> type[SettingsSection]:
-    """Return the section with that name.
+    """Return the section with this name.
 
     Raises:
         ConfigError: the section is unknown. The message lists the known ones and suggests the nearest.

@@ -104,7 +104,7 @@ class _Draft:
 
 
 class TierList:
-    """The tiers from the layers read so far, in lookup order.
+    """The tiers from the layers that have been read, in lookup order.
 
     Args:
         tiers: the initial tiers.
@@ -118,7 +118,7 @@ class TierList:
     def replace(self, given: object, origin: SettingOrigin) -> int | None:
         """Replace the whole list with `given`, a list of tables, strings and settings.
 
-        Return the capacity of host memory if a string gives it. A list of that string alone replaces no tiers.
+        Return the capacity of host memory if a string gives it. A list of only that string replaces no tiers.
 
         Raises:
             ConfigError: a tier is malformed, or two have the same name.
@@ -159,7 +159,7 @@ class TierList:
         """Return the tiers.
 
         Raises:
-            ConfigError: a needed value is missing, or values contradict each other.
+            ConfigError: a required value is missing, or values contradict each other.
         """
         return tuple(registry.make(draft.kind, draft.name, draft.values, str(draft.origin)) for draft in self._drafts)
 
@@ -300,7 +300,7 @@ def _of_text(text: str, origin: SettingOrigin) -> _Draft:
 
 
 class _Parts(NamedTuple):
-    """The parts of a text, which are not decoded."""
+    """The parts of a text, still encoded."""
 
     name: str | None
     kind: str
@@ -309,7 +309,7 @@ class _Parts(NamedTuple):
     """Each ``key=value``; the one for SIZE comes first, if any."""
     origin: SettingOrigin
     shown: str
-    """The text for messages, without values because they may be secret."""
+    """The text for messages, without values, because they may be secret."""
 
     def error(self, problem: str, allowed: str = "") -> ConfigError:
         """Return an error about the whole text."""

@@ -44,14 +44,14 @@ _SIZE_UNITS_FOLDED = COUNT_UNITS | {unit.lower(): factor for unit, factor in SIZ
 _TIME_UNITS_EXACT = {"": Decimal(1)} | {unit: Decimal(str(factor)) for unit, factor in TIME_UNITS.items()}
 COUNT_FORMS = "128k is 128,000 and 128Ki is 131,072"
 _QUANTITY = re.compile(r"((?:[0-9]{1,20}|[0-9]{1,3}(?:[,_][0-9]{3}){1,6})(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", re.ASCII)
-"""Allows separators only between groups of three digits, because elsewhere a comma may stand for a decimal point."""
+"""Allows separators only between groups of three digits, because another comma may stand for a decimal point."""
 _Number = TypeVar("_Number", int, float)
 _SECRET = re.compile(rf"[0-9A-Fa-f]{{{2 * SECRET_BYTES}}}")
 _SETTINGS = re.compile("[?&;#]")
 _NO_KIND = re.compile("(?!/)[^:=?;#@&]*[@&]")
-"""The beginning of a string that may be the end of a secret that contains a space."""
+"""Matches the start of a string that may be the end of a secret with a space in it."""
 _VARIABLE = re.compile(r"\$[{(]?([A-Za-z_]\w*)[})]?", re.ASCII)
-"""A variable as shells or Kubernetes write it."""
+"""Matches a variable as shells or Kubernetes write it."""
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -154,7 +154,7 @@ class Kind(Protocol):
         ...
 
     def read(self, raw: object, *, is_text: bool) -> object:
-        """Convert `raw` to a value of this type. `is_text` means that its source has no types (environment, flags).
+        """Convert `raw` to a value of this type. With `is_text`, its source has no types (environment, flags).
 
         Raises:
             ValueError: `raw` is not allowed. The message says why in a few words.
@@ -267,7 +267,7 @@ class ChoiceKind(Kind):
 
     @property
     def allowed(self) -> str:
-        """The words."""
+        """The allowed words."""
         return ", ".join(word or "empty" for word in self._words())
 
     def read(self, raw: object, *, is_text: bool) -> str:
@@ -312,15 +312,15 @@ class Switch:
 class Location:
     """A path, made absolute; empty means none, unless `is_needed`.
 
-    A leading ``~`` is the home directory. Variables are refused: no shell expands them in a file or JSON, so the text
-    itself would name a directory.
+    A leading ``~`` is the home directory. Variables are refused: no shell expands them in a file or JSON, so they
+    would become part of a directory's name.
     """
 
     is_needed: bool = False
 
     @property
     def allowed(self) -> str:
-        """Any path."""
+        """A text that allows any path."""
         return "a path" if self.is_needed else "a path, or empty for none"
 
     def read(self, raw: object, *, is_text: bool) -> Path | None:
@@ -337,7 +337,7 @@ class Location:
             raise ValueError(f"{found[0]} is not replaced here{hint}")
         os.fsencode(raw)  # JSON may hold half of a surrogate pair, which names no file
         try:
-            # Absolute, so that a later change of the working directory does not change the store.
+            # An absolute path, so that a later change of the working directory does not change the store.
             return Path(raw).expanduser().absolute()
         except RuntimeError as error:
             raise ValueError("unknown home directory") from error
@@ -352,7 +352,7 @@ class FileLocation(Location):
     """The path of a file that must exist. See `tier.machine.tier_file`."""
 
     pem: str = ""
-    """What the file holds in PEM, such as ``CERTIFICATE``; empty allows any form."""
+    """Label of the file's PEM content, such as ``CERTIFICATE``; empty allows any format."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,11 +51,12 @@ _GROUP_AND_CHUNK = itemgetter(0, 1)
 """Returns the group and chunk of a `Place` without running Python code."""
 
 TRANSFER_SHARE = 0.25
-"""Maximum share of the slots for promotions, and for demotions. If all tiers hang, half of host memory stays usable."""
+"""Maximum share of the slots for promotions, and likewise for demotions. If all tiers hang, half of host memory stays
+usable."""
 
 
 class Cache:
-    """Host memory of one engine, and the state of the lower tiers.
+    """The host memory of one engine, and the state of the lower tiers.
 
     Args:
         layout: the model's KV groups.
@@ -196,7 +197,7 @@ class Cache:
         )
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
-        @cache  # used for the boundary, the sources and the options
+        @cache  # the boundary, the sources and the options use it
         def source_of(group: int, chunk: int) -> str | None:
             return self._source_of(known, prefix.keys[chunk], group)
 
@@ -209,7 +210,7 @@ class Cache:
             found = len(known.found_in)
             waits = self._probes.is_waiting(known, now_s)
             waits = waits or self._probes.awaits_announced(request, known, max(tokens, resident_tokens), now_s)
-            if len(known.found_in) > found:  # remembered answers, without a probe
+            if len(known.found_in) > found:  # remembered answers have found more without a probe
                 return self.lookup(
                     request,
                     prefix,
@@ -236,7 +237,7 @@ class Cache:
         )
 
     def survey(self, prefix: Prefix, now_s: float) -> Survey:
-        """Start finding every place of the objects of `prefix`. The survey is complete when nothing is `unasked`."""
+        """Start a survey of the places that hold objects of `prefix`. It is complete when `unasked` is empty."""
         self.tick(now_s)
         return self._probes.survey(prefix, now_s)
 
@@ -271,11 +272,11 @@ class Cache:
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """The lower tiers, fastest first."""
+        """Names of the lower tiers, fastest first."""
         return tuple(self._tiers.by_name)
 
     def is_up(self, tier: str, direction: Direction = Direction.PROMOTE) -> bool:
-        """Return whether failures of `tier` have not stopped its reads, or its writes if `direction` is DEMOTE."""
+        """Return whether `tier` still gets reads, or writes if `direction` is DEMOTE. Repeated failures stop them."""
         return self._tiers.by_name[tier].breakers[direction].is_up()
 
     def check_tiers(self, now_s: float, watched: Callable[[str], tuple[Item, ...]] = lambda _tier: ()) -> None:
@@ -308,13 +309,13 @@ class Cache:
         budget: LoadBudget | None = None,
         conversation: str | None = None,
     ) -> None:
-        """Load the leading `tokens` to `places`. One LoadDone follows, early if the load exceeds its `budget`.
+        """Load the leading `tokens` into `places`. One LoadDone follows, early if the load exceeds its `budget`.
 
         Raises:
             BadCallError: the request has an open load; `tokens` is not a boundary; a place is outside the prefix, past
-                `tokens` or named twice; a needed object is not resident and has no place.
+                `tokens` or named twice; a required object is not resident and has no place.
         """
-        self._expire(now_s)  # no `advance`: waiting operations could evict objects of this load
+        self._expire(now_s)  # not `advance`, because waiting operations could evict objects of this load
         if request in self._operations.loads:
             raise BadCallError(f"request {request!r} has a load under way")
         self._check_load(prefix, tokens, places, resident_tokens)
@@ -352,9 +353,9 @@ class Cache:
         self._transfers.advance(now_s)
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
-        """In a later `advance`, pass the kind of the conversation's next turn to evictors of host memory and tiers.
+        """Pass the kind of the conversation's next turn to the evictors of host memory and tiers.
 
-        Objects that the conversation is storing reach the evictors first.
+        A later `advance` passes it, after the objects that the conversation is storing have reached the evictors.
         """
         self._next_turns.pop(conversation, None)
         self._next_turns[conversation] = next_turn
@@ -374,7 +375,7 @@ class Cache:
         self._transfers.advance(now_s)
 
     def flush(self, now_s: float) -> None:
-        """Queue all pending writes, whatever the write policy, and those that tiers missed while they were down."""
+        """Queue all pending writes under any write policy, and the writes that tiers missed while they were down."""
         self._pending_writes.flush(now_s)
         self._transfers.advance(now_s)
 
@@ -400,7 +401,7 @@ class Cache:
     def probed(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
         """Handle the answer to a probe; None means that the tier failed."""
         self._probes.answered(probe_id, present, now_s)
-        self._may_move = True  # demotions may wait for a trial
+        self._may_move = True  # demotions may be waiting for a trial
 
     def dropped(self, drop: Drop, outcome: Outcome) -> None:
         """Handle the completion of a drop. If it failed, the bad copy may remain, and the next write drops it again."""
@@ -411,7 +412,7 @@ class Cache:
             tier_state.was_dropped(item)
 
     def advance(self, now_s: float) -> None:
-        """Start what completions have made possible. One call serves many completions at the cost of one."""
+        """Start the work that completions have made possible. One call serves many completions for the cost of one."""
         if self._may_move:
             self._may_move = False
             self._transfers.advance(now_s)
@@ -504,7 +505,7 @@ class Cache:
                 raise BadCallError(f"{place} is outside the prefix: {groups} groups, {chunks} chunks")
 
     def _check_load(self, prefix: Prefix, tokens: int, places: Sequence[Place], resident_tokens: int) -> None:
-        """Check that a load covers everything that its tokens need, because LoadDone relies on it."""
+        """Check that a load covers every object that its tokens require, because LoadDone relies on it."""
         groups = self._layout.groups
         try:
             needed = [

@@ -1,15 +1,15 @@
 """Hints about a prefix: retain it, evict it first, or bring it back by a given time. They affect only speed.
 
     retain     keeps its objects in host memory until a given time (`retention`)
-    lower      evicts first those objects that only one conversation has used
+    lower      makes the objects that only one conversation has used the first victims
     prefetch   brings its objects from lower tiers into host memory by a given time
 
 A hint waits for the open stores of its prefix. Objects that are retained, or evicted until a prefetch, are written to
 the lower tiers under any write policy.
 
-Clients choose hints and salts, so no client has a share of its own. Instead, each hint has a limit, and hints that are
-due earlier come first. The operator's calls do not compete with those of clients. Refused hints of clients are counted.
-The operator's calls return what they achieved.
+Clients choose hints and salts, so clients have no separate shares. Instead, each hint has a limit, and hints that are
+due earlier come first. The operator's calls do not compete with calls of clients. Refused hints of clients are counted.
+The operator's calls return their results.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ WAITING_HINTS_MAX = 256
 """Maximum number of hints that may wait for stores. Beyond that, the oldest are forgotten, the operator's last."""
 
 PREFETCHES_MAX = 256
-"""Maximum number of prefetches of clients that may be open or due later; the operator may have as many. Beyond that,
-those due latest that have not begun are ignored."""
+"""Maximum number of prefetches of clients that may be open or due later. The operator may have as many. Beyond that,
+the prefetches that are due latest and have not begun are ignored."""
 
 LEAD_S = 1.0
 """A prefetch begins this long before its due time, plus twice the expected time of its transfers."""
@@ -48,7 +48,7 @@ class Wish(NamedTuple):
 
     stores: list[StoreOperation]
     apply: Callable[[float], None]
-    """Called with the time."""
+    """Applies the hint. It takes the time."""
     priority: Priority
 
 
@@ -73,7 +73,7 @@ class Hints:
 
     Args:
         source_of: returns the source of an object, from the answers to a request's probes; None if none is known.
-        estimators: one for host memory's link, and one for each tier's.
+        estimators: one for the link of host memory, and one for the link of each tier.
         refused: counts the refused hints of requests, by reason (`Counters`).
     """
 
@@ -103,14 +103,14 @@ class Hints:
         self._wishes: list[Wish] = []
         self._due: dict[RequestId, DuePrefetch] = {}
         self.are_given = False
-        """Whether any hint has been given. Until then, no other call is needed."""
+        """Whether any hint has been given. Until then, no other call is necessary."""
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     def retain(self, prefix: Prefix, until_s: float, now_s: float, priority: Priority = Priority.NORMAL) -> None:
         """Keep the objects of `prefix` in host memory until `until_s`, within the shares and `retain_s` of `Limits`.
 
-        Beyond the share, the oldest retention of the lowest priority ends. Lower tiers get the objects, too.
+        Beyond the share, the oldest retention of the lowest priority ends. Lower tiers also get the objects.
         """
         until_s = min(until_s, now_s + self._limits.retain_s)
         self._wish(prefix, lambda at_s: self._retain(prefix, until_s, at_s, priority), priority)
@@ -120,7 +120,7 @@ class Hints:
         self._wish(prefix, lambda _at_s: self.retention.end(prefix), Priority.OPERATOR)
 
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
-        """Evict first the objects of `prefix` that only `conversation` (if None, only one operation) has used."""
+        """Make objects of `prefix` that only `conversation` (if None, one operation) has used the first victims."""
         self._wish(prefix, lambda at_s: self._lower(prefix, conversation, at_s, is_kept=False))
 
     def prefetch(
@@ -134,7 +134,7 @@ class Hints:
         wait_s: float = 0.0,
         priority: Priority = Priority.NORMAL,
     ) -> None:
-        """Bring what lower tiers hold of `prefix` into host memory by `at_s`, and retain it there for a while.
+        """Load the objects of `prefix` that lower tiers hold into host memory by `at_s`, and retain them there.
 
         Until then, objects that only `conversation` has used are written to lower tiers and evicted first. A prefetch
         ends without an event, at the latest after `Cache.release` of its `request`. It may be late by `wait_s` or
@@ -220,7 +220,7 @@ class Hints:
             self._refused["waiting"] += dropped.priority is not Priority.OPERATOR
 
     def _has_place(self, at_s: float, priority: Priority) -> bool:
-        """Return whether a prefetch that is due at `at_s` gets a place. It may take that of the one due latest."""
+        """Return whether a prefetch that is due at `at_s` gets a place. It may displace the prefetch due latest."""
         is_operators = priority is Priority.OPERATOR
         due = [it for it in self._due.values() if (it.priority is Priority.OPERATOR) is is_operators]
         begun = [it.priority is Priority.OPERATOR for it in self._operations.prefetches.values()]

@@ -44,24 +44,24 @@ Item = tuple[ChunkKey, int]
 STAGING_SLOTS_MIN = 8
 """In a group with fewer slots, objects that have left host memory are not relayed."""
 STAGING_SLOTS_MAX = 8
-"""Maximum number of slots of a group's staging area. They suffice for a slow tier's writes in flight. More would only
-be missing elsewhere."""
+"""Maximum number of slots of a group's staging area. They suffice for a slow tier's writes in flight. More
+would only take slots from other uses."""
 STAGING_SHARE = 32
 """The staging area takes at most one in this many slots."""
 
 WAY_SHARE = 0.75
-"""If host memory is only a staging area, reads may take this share of a group's slots, and so may writes. So tiers that
-hang in one direction leave slots for the other.
+"""If host memory is only a staging area, reads may take this share of a group's slots, and so may writes. Tiers that
+hang in one direction therefore leave slots for the other.
 """
 RELAY_SLOTS = 2
-"""Slots of each group that relays may take in such a staging area."""
+"""Number of slots of each group that relays may take if host memory is only a staging area."""
 
 LEFT_MAX = 1024
-"""How many objects that left host memory are remembered, so that waiting requests ask the tiers for them."""
+"""Number of objects that are remembered after they left host memory, so that waiting requests ask tiers for them."""
 
 
 class Residency(Enum):
-    """State of the copy."""
+    """State of the copy of an object in host memory."""
 
     ABSENT = auto()
     GATHERING = auto()
@@ -80,7 +80,7 @@ READY, LEAVING = Residency.READY, Residency.LEAVING
 
 
 class Change(Enum):
-    """What changes the state of a copy."""
+    """An event that changes the state of a copy."""
 
     GATHER = auto()
     PROMOTE = auto()
@@ -120,7 +120,7 @@ READABLE = (READY, LEAVING)
 """States in which the copy is complete and can be scattered and demoted."""
 
 COMING = (Residency.GATHERING, Residency.PROMOTING)
-"""States in which a transfer into the slot is in flight; loads may wait for it."""
+"""States in which a transfer into the slot is in flight. Loads may wait for it."""
 
 PRESENCE: dict[Residency, Presence] = {
     Residency.ABSENT: Presence.ABSENT,
@@ -132,21 +132,21 @@ PRESENCE: dict[Residency, Presence] = {
     Residency.READY: Presence.READY,
     Residency.LEAVING: Presence.READY,
 }
-"""What a lookup returns for each state."""
+"""The result of a lookup for each state."""
 
 
 class WriteState(Enum):
     """State of the write of an object to one lower tier."""
 
     UNDECIDED = auto()
-    """The next use or flush decides."""
+    """The next use or flush decides whether to write the object."""
     PENDING = auto()
     QUEUED = auto()
-    """It is in the tier's queue."""
+    """The object is in the tier's queue."""
     WRITING = auto()
-    """Its demotion is in flight."""
+    """The demotion is in flight."""
     CLOSED = auto()
-    """The tier has the object or gets it otherwise, or the write was dropped."""
+    """The tier has the object or gets it another way, or the write was dropped."""
 
     __hash__ = object.__hash__
 
@@ -191,7 +191,7 @@ class HostEntry:
     residency: Residency = Residency.ABSENT
     source: str = HOST
     origin: str = HOST
-    """Where the object came from: a tier, or `HOST` for the engine."""
+    """Source of the object: a tier, or `HOST` for the engine."""
     is_staged: bool = False
     """Whether it is in the staging area, on its way from one lower tier to another."""
     pins: int = 0
@@ -201,7 +201,7 @@ class HostEntry:
     writes: dict[str, WriteState] = field(default_factory=dict[str, WriteState])
     """State of the write to each lower tier, except UNDECIDED ones."""
     pending: int = 0
-    """How many of these writes are UNWRITTEN."""
+    """Number of these writes whose state is in `UNWRITTEN`."""
     uses: int = 1
     """Number of uses, including the operation that brought the object."""
     is_shared: bool = False
@@ -213,11 +213,11 @@ class HostEntry:
     is_read: bool = False
     """Whether a read took its slot. This field and those below are used only if objects just pass through."""
     is_in_tier: bool = False
-    """Whether a tier has it."""
+    """Whether a tier has the object."""
     kept_by: str = ""
-    """A persistent tier that has it; empty if none does."""
+    """Name of a persistent tier that has the object; empty if none does."""
     awaited: int = 0
-    """How many puts wait until a tier has it."""
+    """Number of puts that wait until a tier has the object."""
 
 
 class HostMemory:
@@ -245,14 +245,14 @@ class HostMemory:
         self.stages_only = stages_only
         self._most = [max(1, int(count * WAY_SHARE)) for count in slots]
         self._slots_of_way = {True: [0] * len(slots), False: [0] * len(slots)}
-        """How many slots of each group reads (True) and writes (False) have taken."""
+        """Number of slots of each group that reads (True) and writes (False) have taken."""
         self.unkept: list[HostEntry] = []
         """Objects whose writes have changed while puts wait for them."""
         self.staging = [
             min(STAGING_SLOTS_MAX, max(1, count // STAGING_SHARE)) if has_staging and count >= STAGING_SLOTS_MIN else 0
             for count in slots
         ]
-        """How many more slots of each group the staging area may take."""
+        """Number of slots of each group that the staging area may take in addition."""
         if stages_only and has_staging:
             self.staging = [RELAY_SLOTS] * len(slots)
         self.staging_slots = tuple(self.staging)
@@ -263,10 +263,10 @@ class HostMemory:
         self.readable: list[set[ChunkKey]] = [set() for _ in slots]
         self.lost: list[HostEntry] = []
         self.leaving = [0] * len(self.slots)
-        """How many objects of each group are LEAVING. Their slots become free soon."""
+        """Number of objects of each group that are LEAVING. Their slots become free soon."""
         self.evictions = 0
         self.removals = 0
-        """How many objects have been removed from `entries`, for whatever reason."""
+        """Number of objects that have been removed from `entries`, for any reason."""
         self._left: deque[Item] = deque(maxlen=LEFT_MAX)
         self._free = [list(range(count - 1, -1, -1)) for count in slots]
         self._evictors = [evictor() for _ in slots]
@@ -274,13 +274,13 @@ class HostMemory:
         """Objects that are evicted first. The evictors of their groups do not have them."""
         self.object_bytes = tuple(group.payload_bytes for group in layout.groups)
         self.is_history = tuple(isinstance(group.validity, History) and not stages_only for group in layout.groups)
-        """Groups in which every chunk needs all chunks before it."""
+        """For each group, whether every chunk requires all chunks before it."""
         self.has_history_only = all(self.is_history)
-        # Counts of evictable objects, so that a full host memory is not searched for a victim that cannot exist.
+        # These counts of evictable objects avoid a search of full host memory for a victim that cannot exist.
         self._idle_clean = [0] * len(self.slots)
         self._idle_pending = [0] * len(self.slots)
-        # After a search without a result, no other is made until an object may have become evictable. Otherwise each
-        # of many stores that wait for slow demotions would search at every step.
+        # After a search without a result, no other search is made until an object may have become evictable. Otherwise
+        # each of many stores that wait for slow demotions would search at every step.
         self._has_no_victim = [False] * len(self.slots)
 
     def entry(self, key: ChunkKey, group: int) -> HostEntry | None:
@@ -415,7 +415,7 @@ class HostMemory:
             self.unkept.append(entry)
         pending = entry.pending + (state in UNWRITTEN) - (before in UNWRITTEN)
         if entry.residency is not READY or entry.pins or bool(pending) is bool(entry.pending):
-            had_pending, entry.pending = entry.pending, pending  # no count changes
+            had_pending, entry.pending = entry.pending, pending  # the counts of evictable objects stay
             if had_pending and not pending and entry.residency is LEAVING:
                 self.leave_if_written(entry)
         else:
@@ -443,7 +443,7 @@ class HostMemory:
     def take_slot(self, group: int, *, is_read: bool = False) -> int | None:
         """Take a free slot, or evict an object without pins and pending writes for its slot. Otherwise return None.
 
-        If objects only pass through, none is evicted, and reads and writes each have a share.
+        If objects only pass through, no object is evicted, and reads and writes each have a share.
         """
         if self.stages_only:
             if not self._free[group] or not self.has_share(group, is_read=is_read):
@@ -491,7 +491,7 @@ class HostMemory:
         self._leave_evictor(entry)
 
     def stuck(self, entry: HostEntry) -> None:
-        """Record an overdue demotion of the object. It may take long, so the evictor need not protect its parents."""
+        """Record an overdue demotion. It may take a long time, so the evictor need not protect the object's parents."""
         entry.stuck += 1
         if entry.awaited:
             self.unkept.append(entry)

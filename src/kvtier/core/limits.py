@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class WritePolicy(Enum):
-    """When an object from the engine is written to the lower tiers."""
+    """A rule for when an object from the engine is written to the lower tiers."""
 
     THROUGH = "through"  # as soon as it is ready
     BACK = "back"  # before it is evicted from host memory, and at close
@@ -14,25 +14,25 @@ class WritePolicy(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRules:
-    """What the core must know about one lower tier. Tiers are ordered from fastest to slowest."""
+    """The properties of one lower tier that the core requires. Tiers are ordered from fastest to slowest."""
 
     name: str
     persists: bool = True
     """Whether its objects survive this process. If so, they need not stay in host memory for slower tiers."""
     is_remote: bool = False
-    """Whether an answer costs a round trip. Such a tier is asked for few names, in rounds; requests need not wait."""
+    """Whether an answer costs a round trip. Then the core asks for few names, in rounds, and requests need not wait."""
     loads_in_flight: int = 16
     """Maximum number of promotions in flight. All tiers share a quarter of the slots of the smallest group."""
     writes_in_flight: int = 8
     """Maximum number of demotions in flight. All tiers share a quarter of the slots of the smallest group."""
     small_bytes_in_flight: int = 0
-    """Up to this many bytes in flight per direction, small objects may exceed the counts above, within the quarter of
+    """Small objects may exceed the counts above, up to this many bytes in flight per direction, within the quarter of
     the slots. They travel in batches, and a batch holds only objects in flight.
     """
     probe_deadline_s: float = 0.5
     transfer_deadline_s: float = 10.0
     failures: int = 3
-    """Consecutive failures that open a circuit breaker."""
+    """Number of consecutive failures that open a circuit breaker."""
     retry_s: float = 5.0
     """Delay before a trial. It doubles with each failed trial, up to a minute."""
 

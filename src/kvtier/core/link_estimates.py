@@ -7,12 +7,12 @@ replaces the estimate. After a better one, the estimate becomes the geometric me
 slower periods, and one good measurement recovers half of the difference.
 
 The longest pause between arrivals is estimated as well. It decays with each burst and with each better measurement. A
-link with a quota (a throttled control group, a cloud volume) passes some objects at once and then none until its next
-period. A pause longer than the estimate may be a single hiccup, so it lowers the bandwidth only if it recurs.
+link with a quota (a throttled control group, a cloud volume) passes some objects immediately and then none until its
+next period. A pause longer than the estimate may be a single hiccup, so it lowers the bandwidth only if it recurs.
 
 Sizes are those of raw objects, and times include decoding. So the bandwidth of a tier with a codec is that of its usual
 mix of raw and coded objects. The core does not know which objects are coded. So it misjudges a load of one kind after
-loads of the other, by up to the ratio of their bandwidths.
+loads of the other kind, by up to the ratio of their bandwidths.
 
 A link without measurements is assumed to be fast, since only a transfer can show otherwise.
 """
@@ -23,7 +23,7 @@ from math import sqrt
 DEFAULT_BYTES_PER_S = 20e9
 DEFAULT_FIRST_S = 1e-3
 SAMPLE_S = 0.25
-"""A link that is never idle is measured this often, or half as often if its objects never pause."""
+"""Seconds between two measurements of a link that is never idle. The interval doubles if objects never pause."""
 INSTANT_S = 1e-6
 PAUSE_KEPT = 0.9
 """Share of the estimated pause that remains when the next burst begins."""
@@ -38,7 +38,7 @@ class LinkEstimator:
     first_s: float = DEFAULT_FIRST_S
     """Latency of the first batch of a burst."""
     first_bytes: int = 0
-    """Bytes of the first batch."""
+    """Number of bytes in the first batch."""
     bytes_per_s: float = DEFAULT_BYTES_PER_S
     """Bandwidth after the first batch."""
     pause_s: float = 0.0
@@ -107,7 +107,7 @@ class LinkEstimator:
         return queue_s + lead_s, queue_s + max(lead_s, first_s + flow_s)
 
     def record_lead(self, seconds: float, *, has_come: bool) -> None:
-        """Record that a load alone on the link got its first chunk after `seconds`, or was stopped then without one."""
+        """Record that a load alone on the link got its first chunk, or stopped without one, after `seconds`."""
         seconds = seconds if has_come else max(seconds, self.lead_s)
         self.lead_s = max(seconds, sqrt(self.lead_s * seconds))
 
@@ -134,7 +134,7 @@ class LinkEstimator:
             self._flow_pause_s = max(self._flow_pause_s, pause_s)
             self.pause_s = max(self.pause_s, pause_s)
             self._flow_bytes += size_bytes
-            self.first_bytes = self._batch_bytes  # no more than that, although more was in flight
+            self.first_bytes = self._batch_bytes  # only bytes that have arrived, although more were in flight
             if not self.out:
                 self._end_burst(now_s)
             elif now_s - self._flow_since_s >= 2 * SAMPLE_S:

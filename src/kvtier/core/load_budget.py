@@ -3,8 +3,8 @@
 The regret of a running load is its elapsed time minus the computing time that the delivered tokens save. That would be
 the loss, compared with computing everything, if the load stopped now. The load is cut when its regret exceeds its
 lowest value so far by `allowance_s`. Until `free_s` the engine computes for other requests, so that time does not
-count, and ending earlier would gain nothing. Compared with the best possible stop, or with not loading at all, the
-request is late by at most the allowance and the time that the cut takes, whatever the links do. (Page's test for a
+count, and ending earlier would gain nothing. Whatever the links do, a request is late by at most the allowance and the
+time that the cut takes. This holds in comparison with the best possible stop, and with no load. (Page's test for a
 change of drift, Biometrika 1954, used as a stopping rule.)
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class LoadBudget(NamedTuple):
-    """What a load is worth. The planner sets it, and the core applies it."""
+    """A limit on the loss of a load. The planner sets it, and the core applies it."""
 
     allowance_s: float
     """Seconds that the load may lose."""
@@ -24,7 +24,7 @@ class LoadBudget(NamedTuple):
     """Seconds from the start of the load during which the engine computes for other requests."""
 
     def regret_s(self, elapsed_s: float, saved_s: float) -> float:
-        """Return the loss if the load ends after `elapsed_s` with tokens that save `saved_s`; a gain is negative."""
+        """Return the loss if the load ends after `elapsed_s` with tokens that save `saved_s`. A gain is negative."""
         return max(0.0, elapsed_s - self.free_s) - saved_s
 
     def cut_s(self, lowest_s: float, saved_s: float) -> float:

@@ -24,7 +24,7 @@ class LookupQuery(NamedTuple):
     source_of: Callable[[int, int], str | None]
     """Takes (group, chunk) and returns the source of that object; None if unavailable."""
     runs: Sequence[int]
-    """Leading chunks of each group that are readable in host memory."""
+    """Number of leading chunks of each group that are readable in host memory."""
 
 
 class CostModel:
@@ -33,7 +33,7 @@ class CostModel:
     Args:
         layout: the model's KV groups.
         host: host memory.
-        estimators: one for each source, fastest first. That of host memory describes its link to the engine.
+        estimators: one for each source, fastest first. The one of host memory describes the link to the engine.
         loads: a live view of the open loads.
         scatters: returns how many objects wait to be scattered.
         first_tier: returns the first tier to try for the next promotion of an open load.
@@ -98,7 +98,7 @@ class CostModel:
         return LoadOption(end, slowest, seconds, wait_s, is_known, chunk_tokens)
 
     def _bytes(self, query: LookupQuery, end: int) -> tuple[int, dict[str, int]]:
-        """Return the bytes of a load up to `end`, and how many it adds to the queue of each tier that it waits for."""
+        """Return the bytes of a load up to `end`, and the bytes it adds to the queue of each tier that it waits for."""
         prefix, resident = query.prefix, query.resident_tokens // query.prefix.chunk_tokens
         shared = self._shared_chunks(prefix)
         total = 0

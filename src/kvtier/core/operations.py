@@ -1,7 +1,7 @@
 """Open loads and stores: the life of each of their objects, and how they end.
 
 An object of a load or store is a `WorkItem`. A step outside `LOAD_STEPS` and `STORE_STEPS` raises AssertionError. This
-module starts no transfers; it fills the queues that `transfer_scheduler` takes from.
+module starts no transfers. It fills the queues from which `transfer_scheduler` takes items.
 
     load:   WANTED --promotion begins--> WAITING --readable--> QUEUED --scatter begins--> COPYING --> DELIVERED
     store:  WANTED --gather begins--> COPYING --> STORED          WANTED --another transfer--> WAITING --> STORED
@@ -46,7 +46,7 @@ class ItemState(Enum):
     """State of one object of a load or store."""
 
     WANTED = auto()
-    """Its operation has it in `todo`, to be promoted or gathered."""
+    """It is in the `todo` of its operation, to be promoted or gathered."""
     WAITING = auto()
     """A transfer into its slot is in flight, for this operation or another."""
     QUEUED = auto()
@@ -110,7 +110,7 @@ class WorkItem:
     entry: HostEntry | None = None
     """The copy in host memory that it waits for or reads."""
     source: str = HOST
-    """Where the bytes of a DELIVERED object came from."""
+    """Source of the bytes of a DELIVERED object."""
     tried: frozenset[str] = frozenset()
     """Tiers that failed to deliver the object to this load."""
     outcome: Outcome = Outcome.CANCELLED
@@ -130,7 +130,7 @@ class WorkItem:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Operation:
-    """What loads and stores have in common."""
+    """The common base of loads and stores."""
 
     STEPS: ClassVar[Steps]
     request: RequestId
@@ -165,9 +165,9 @@ class LoadOperation(Operation):
     """Whether a usable chunk has arrived."""
     lowest_regret_s: float = 0.0
     run: int = 0
-    """Leading chunks that are resident or delivered, in every group."""
+    """Number of leading chunks that are resident or delivered in every group."""
     undelivered: dict[int, int] = field(default_factory=dict[int, int])
-    """How many objects of each chunk have not been delivered yet."""
+    """Number of objects of each chunk that have not been delivered yet."""
     cut_s: float = inf
     """Time at which the load is cut, unless more chunks arrive."""
     was_cut: bool = False
@@ -241,7 +241,7 @@ class OpenOperations:
         self.stores: dict[StoreOperation, None] = {}
         """The open stores, in the order of their starts, and so of their deadlines."""
         self.wanted = 0
-        """How many items of all stores are WANTED."""
+        """Number of items of all stores that are WANTED."""
         self.waiters: dict[HostEntry, list[WorkItem]] = {}
         """Items that are WAITING, by the entry whose transfer they wait for."""
         self.scatters: deque[WorkItem] = deque()
@@ -267,7 +267,7 @@ class OpenOperations:
             self.end_if_finished(load)
 
     def begin_prefetch(self, prefetch: PrefetchOperation, places: Sequence[Place], now_s: float) -> None:
-        """Wait for objects in transfer, and add those that host memory lacks to `prefetch.todo`."""
+        """Wait for objects in transfer, and add the objects that host memory lacks to `prefetch.todo`."""
         self.prefetches[prefetch.request] = prefetch
         self._begin(prefetch, places, now_s)
         self.end_if_finished(prefetch)
@@ -289,7 +289,7 @@ class OpenOperations:
                 work.todo.append(item)
             else:
                 self._want(item)
-        # Deepest first, so that by recency alone a child is evicted before its parent.
+        # The deepest items come first, so that by recency alone a child is evicted before its parent.
         for item in reversed(work.items):
             if item.entry is not None:
                 self._pending_writes.use(item.entry, now_s, work.conversation)
@@ -297,14 +297,14 @@ class OpenOperations:
     def must_write(self, work: LoadOperation | StoreOperation) -> bool:
         """Return whether `work` is a put.
 
-        A put writes even what a get is reading, because the tier may have lost it.
+        A put writes even an object that a get is reading, because the tier may have lost it.
         """
         return self._host.stages_only and isinstance(work, StoreOperation)
 
     # ---- steps of an item ------------------------------------------------------------------------------------------
 
     def take(self, work: LoadOperation | StoreOperation) -> WorkItem:
-        """Remove the first item from `work.todo`. Its next step follows at once."""
+        """Remove the first item from `work.todo`. Its next step follows immediately."""
         self.wanted -= isinstance(work, StoreOperation)
         return work.todo.popleft()
 
@@ -335,7 +335,7 @@ class OpenOperations:
                     self.end_if_finished(item.work)
 
     def retry(self, entry: HostEntry, failed_tier: str = "", outcome: Outcome = Outcome.FAILED) -> None:
-        """Retry after an object's transfer failed: a load tries the next tier, a store does a gather of its own."""
+        """Retry after a transfer of an object failed: a load tries the next tier, a store gathers the object itself."""
         for item in self.waiters.pop(entry, ()):
             work = item.work
             if isinstance(work, LoadOperation):
@@ -354,7 +354,7 @@ class OpenOperations:
 
     def _want(self, item: WorkItem) -> None:
         """Queue a store's object that needs a slot, or drop it if too many wait."""
-        if self.wanted < WAITING_MAX or self._host.stages_only:  # there, limits on calls bound the number
+        if self.wanted < WAITING_MAX or self._host.stages_only:  # in a staging area, limits on calls bound the number
             item.work.todo.append(item)
             self.wanted += 1
         else:
@@ -428,7 +428,7 @@ class OpenOperations:
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def stop(self, work: LoadOperation | StoreOperation) -> None:
-        """Drop what `work` has queued. A store's objects that another operation has brought meanwhile are STORED."""
+        """Drop the queued items of `work`. A store's objects that another operation brought meanwhile are STORED."""
         work.is_over = True
         is_store = isinstance(work, StoreOperation)
         result = DROPPED if is_store else FAILED
@@ -437,7 +437,7 @@ class OpenOperations:
         work.aside.clear()
         for item in work.items:
             if item.state in (WAITING, WANTED) and not is_store and item.outcome is not Outcome.CORRUPT:
-                item.outcome = Outcome.CANCELLED  # some tier has not been asked yet
+                item.outcome = Outcome.CANCELLED  # a tier has not been asked yet
             if item.state is WAITING and item.entry is not None:
                 self.waiters[item.entry].remove(item)
                 self._finish(item, result)
@@ -523,7 +523,7 @@ class OpenOperations:
         return ends + list(islice((store.deadline_s for store in self.stores if not store.is_over), 1))
 
     def check(self, copying: set[WorkItem]) -> None:
-        """Assert that each item is where its state says. `copying` holds those of gathers and scatters in flight.
+        """Assert that each item is where its state says. `copying` holds items of gathers and scatters in flight.
 
         Raises:
             AssertionError: an item is elsewhere, which is a bug in the core.

@@ -1,4 +1,4 @@
-"""Decides which lower tiers should get each object, by the write policy, and which write is next.
+"""Decides which lower tiers should get each object under the write policy, and which write is next.
 
 This module starts no transfers. `transfer_scheduler` asks it for one object at a time.
 
@@ -70,7 +70,7 @@ class PendingWrites:
         self._first_uses = limits.selective_uses if limits.write_policy is WritePolicy.SELECTIVE else 1
         order = list(tiers.by_name)
         self._from = {name: dict.fromkeys(order[number:], CLOSED) for number, name in enumerate(order)}
-        """For each tier, itself and all slower ones: these need no write of an object that was loaded from it."""
+        """For each tier, the tier itself and all slower ones, which require no write of an object loaded from it."""
         self._promoted: OrderedDict[Item, None] = OrderedDict()
         self.queues = {it.name: WriteQueue() for it in tiers.all}
         """The queue of each tier."""
@@ -238,7 +238,7 @@ class PendingWrites:
         return staged, faster
 
     def _drop_stranded(self, queue: WriteQueue, now_s: float) -> None:
-        """Drop leading relays of objects that left host memory and cannot be staged or read; they delay the others."""
+        """Drop leading relays of objects that left host memory and cannot be staged or read. They delay others."""
         while queue.relays:
             item, (_, source) = next(iter(queue.relays.items()))
             can_stage = self._host.staging_slots[item[1]] and not self._tiers.by_name[source].is_left_alone(item, now_s)
@@ -311,7 +311,7 @@ class PendingWrites:
     def _publishes(self, tier_state: TierState, queue: WriteQueue) -> bool:
         """Return whether objects stay in the queue of `tier_state`, and so in host memory, instead of being relayed.
 
-        Relays begin after the queue, so a relayed object could arrive after objects that were stored later.
+        Relays begin when the queue is empty, so a relayed object could arrive after objects that were stored later.
         """
         is_short = PUBLISHED_PART * len(queue.queued) <= sum(self._host.slots)
         return self._limits.publishes and tier_state.rules.is_remote and is_short
@@ -386,7 +386,7 @@ class PendingWrites:
                     self._output.counters.relays_dropped += 1
 
     def _write_victims(self, group: int, wanted: int) -> bool:
-        """Under write-back, queue the writes of the next victims, up to `wanted` and to what the tiers take at once.
+        """Queue writes under write-back until `wanted` victims are leaving, or as many as the tiers can write.
 
         Returns:
             Whether more objects are leaving than before.

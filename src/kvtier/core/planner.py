@@ -8,11 +8,11 @@ the option with the smallest sum. Estimates of links may be wrong, so these rule
 - With that rule alone, a link with a latency before its first byte could never be used. So while the loss budget is
   positive, a load may also lose `RISK_FACTOR` times its expected loss at its worst moment. The loss budget gains
   `COMPUTED_SHARE` of the time spent computing and `SAVED_SHARE` of the time that loads saved. Losses reduce it. A wait
-  behind other loads does not, up to the time that those loads save. So the total loss is bounded by the initial loss
-  budget, its gains, and the allowances of loads open when it ran out. A load over a known link gets no extra time for
-  such a wait: its option includes the wait, and a stalled link must not stall the engine.
-- A link that made a load lose time goes into back-off, which doubles with each further failure, from a second to half a
-  minute.
+  behind other loads does not reduce it, up to the time that those loads save. So the total loss is bounded by the
+  initial loss budget, its gains, and the allowances of loads open when it ran out. A load over a known link gets no
+  extra time for the wait: its option includes the wait, and a stalled link must not stall the engine.
+- A link that made a load lose time goes into back-off. The back-off doubles with each further failure, from a second
+  to half a minute.
 - A link that is estimated to be slower than computing is tried when it is not in back-off. A trial may cost `SLACK`,
   if the trial budget covers that. The trial budget gains `TRIAL_SHARE` of the time spent loading and computing, and
   pays for the time that trials take beyond the best other plan. So trials cost no more than that share and one overrun,
@@ -42,7 +42,7 @@ SLACK = 0.03
 COMPUTED_SHARE = 0.02
 """Share of computing time that may be lost in addition. With `SLACK` it gives the documented bound of 5 %."""
 SLACK_S_MIN = 0.005
-"""Smaller losses do not matter, and threads wake up late."""
+"""Smallest allowance of a load. Smaller losses do not matter, and threads wake up late."""
 LOSS_BUDGET_START_S = 1.0
 LOSS_BUDGET_MAX_S = 10.0
 SAVED_SHARE = 0.1
@@ -53,15 +53,15 @@ TRIAL_CHUNKS_MAX = 1 << 20
 RISK_FACTOR = 2.0
 """A load may lose this many times its expected loss, if it may save as much."""
 RISK_FACTOR_MIN = 1.25
-"""A load may lose this many times its expected loss in any case, so that one about to finish is not cut."""
+"""A load may lose this many times its expected loss in any case, so that a load about to finish is not cut."""
 FIRST_LOAD_S_MIN = 0.15
 FIRST_LOAD_S_MAX = 0.4
-"""Bounds on what the first load over an unknown link may lose. Between them, it is `COMPUTED_SHARE` of computing the
-prompt. Many links have a latency of tens of milliseconds, and few exceed the upper bound. A throttled control group
+"""Bounds on the loss of the first load over an unknown link. Between them, the limit is `COMPUTED_SHARE` of computing
+the prompt. Many links have a latency of tens of milliseconds, and few exceed the upper bound. A throttled control group
 stops for 0.1 s (Linux's `throtl_slice`).
 """
 OVERHEAD_HALF_S = 10.0
-"""Computing time after which the measured overhead of loads has decayed by half. Without decay one slow moment would
+"""Computing time after which the measured overhead of loads has decayed by half. Without decay, one slow moment would
 stop all loads, and its end would never be noticed.
 """
 BACKOFF_S_MIN = 1.0
@@ -71,12 +71,12 @@ BACKOFF_GROWTH = 2.0
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What to do about one prompt."""
+    """The plan for one prompt."""
 
     total_tokens: int
     resident_tokens: int
     tokens: int
-    """Load up to this boundary. If it equals the resident tokens, load nothing."""
+    """Boundary up to which to load. If it equals the resident tokens, nothing is loaded."""
     recompute_s: float
     """Expected time without any load."""
     compute_s: float = 0.0
@@ -88,11 +88,11 @@ class LoadPlan:
     is_trial: bool = False
     """Whether the load tries a slow link and is not expected to pay."""
     source: str = ""
-    """The slowest source (host memory or a tier) that the load needs."""
+    """The slowest source (host memory or a tier) that the load requires."""
     risk_s: float = 0.0
     """Expected loss of the load at its worst moment."""
     ahead_s: float = 0.0
-    """How long the engine computes for other requests before this one."""
+    """Seconds for which the engine computes for other requests before this one."""
     best_s: float = 0.0
     """For a trial, the time of loading and computing with the best other plan."""
     saved_by_loads_s: float = 0.0
@@ -102,20 +102,20 @@ class LoadPlan:
 
     @property
     def saved_s(self) -> float:
-        """Expected gain in seconds. That of a trial assumes that it arrives in time."""
+        """Expected gain in seconds. For a trial, it assumes that the load arrives in time."""
         return self.recompute_s - self.compute_s - self.load_s
 
 
 @dataclass(slots=True)
 class _Backoff:
-    """The back-off of a source, from which nothing is loaded for a while."""
+    """The back-off of a source, during which nothing is loaded from it."""
 
     until_s: float = 0.0
     seconds: float = BACKOFF_S_MIN
     lost_s: float = 0.0
-    """Loss of the last load from it. Only loads that can afford it again may use the source during the back-off."""
+    """Loss of the last load from the source. During the back-off, only loads that can afford this loss may use it."""
     trial_chunks: int = 1
-    """Length of the next trial: twice that of the last one if all of it arrived, else half."""
+    """Length of the next trial: twice the length of the last one if all of it arrived, otherwise half."""
 
 
 NO_BACKOFF = _Backoff()
@@ -188,10 +188,10 @@ class Planner:
         """Make a plan for a prompt, without side effects.
 
         Args:
-            lookup: what can be loaded, and how long that takes.
+            lookup: the possible loads and their expected times.
             total_tokens: tokens of the prompt.
             resident_tokens: leading tokens that the engine holds.
-            ahead_s: how long the engine computes for other requests before this one.
+            ahead_s: seconds for which the engine computes for other requests before this one.
             beside_s: time until the engine can compute another prompt concurrently with this one; by default never.
             now_s: the time.
         """
@@ -217,7 +217,7 @@ class Planner:
         return self._trial(candidates, options, best, now_s) or best
 
     def offers(self, lookup: Lookup, plan: LoadPlan) -> list[tuple[int, float]]:
-        """Return the loads among which `plan` was chosen, for reports and without side effects.
+        """Return the loads from which `plan` was chosen, for reports. This has no side effects.
 
         Each is (leading tokens, expected seconds including computing the rest).
         """
@@ -324,7 +324,7 @@ class Planner:
     ) -> LoadPlan | None:
         """Return a trial of the fastest source past `best`, if no load is open and the trial budget covers its loss.
 
-        Neither a source in back-off nor slower ones are tried, because loads from slower ones may need it, too.
+        Neither a source in back-off nor a slower one is tried, because loads from slower ones may also use it.
         """
         slack_s = _slack_s(best)
         if self._open or slack_s > self._trial_budget_s:
@@ -335,7 +335,7 @@ class Planner:
             backoff = self._backoffs.get(plan.source, NO_BACKOFF)
             if now_s < backoff.until_s:
                 return None
-            # However fast the source is, the faster sources before it take time, too.
+            # However fast the source is, the faster sources before it also take time.
             gain_s = best.load_s + best.compute_s - plan.compute_s - max(best.load_s, self._overhead_s)
             if gain_s > slack_s:
                 tokens = plan.tokens

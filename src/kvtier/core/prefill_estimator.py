@@ -1,8 +1,8 @@
 """Estimates how long computing a prompt takes, from the engine's steps.
 
 A step costs `a` (reading weights, launching kernels), `b` for each token and `c` for each pair of tokens (attention).
-The three costs are fitted to measured steps and are never negative. Steps of about the same size are kept as one moving
-average. That bounds memory, and a thousand small steps do not outweigh one large step.
+The three costs are fitted to measured steps and are never negative. Steps of about equal size are kept as one moving
+average. This bounds memory, and a thousand small steps do not outweigh one large step.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,7 +11,7 @@ from math import sqrt
 from typing import NamedTuple
 
 PRIOR_PER_TOKEN_S = 4e-4
-"""Estimate before the first measurement: 2,500 tokens per second. It is slow so that the first load of a process gets
+"""Estimate before the first measurement: 2,500 tokens per second. It is low so that the first load of a process gets
 enough time. The loss of that load is bounded anyway.
 """
 PRIOR_STEP_TOKENS = 100
@@ -34,9 +34,9 @@ class Piece(NamedTuple):
     """One request's share of a step."""
 
     tokens: int
-    """Tokens computed."""
+    """Number of tokens computed."""
     context_tokens: int
-    """Earlier tokens, to which they attend."""
+    """Number of earlier tokens, to which the computed ones attend."""
 
     @property
     def pairs(self) -> float:
@@ -81,7 +81,7 @@ class PrefillEstimator:
         tokens = float(sum(piece.tokens for piece in pieces))
         pairs = sum(piece.pairs for piece in pieces)
         size = (int(tokens).bit_length(), int(pairs).bit_length())
-        known = self._averages.pop(size, None)  # re-added at the end: the first entry is the least recent one
+        known = self._averages.pop(size, None)  # re-added at the end, so that the first entry is the least recent
         if known is not None:
             # Steps of one size differ by a factor of up to two in tokens, so they are compared per token.
             usual_s = known.seconds * max(tokens / known.tokens, pairs / known.pairs)

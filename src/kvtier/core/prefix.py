@@ -1,7 +1,8 @@
 """Arithmetic over the chunks and groups of a prefix: how many leading tokens can be restored, and from which sources.
 
 A boundary is a token count at which the engine may resume: a multiple of the chunk size at which every group is valid.
-History needs all chunks before it, a window the chunks over its last tokens, and a state the chunk that ends there.
+History requires all chunks before the boundary. A window requires the chunks that cover its tokens before the boundary.
+A state requires the chunk that ends there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ Sources = tuple[tuple[str, int], ...]
 
 
 def needed_chunks(group: GroupLayout, prefix: Prefix, tokens: int) -> range:
-    """Return the chunks of `group` that a load of the leading `tokens` needs.
+    """Return the chunks of `group` that a load of the leading `tokens` requires.
 
     Raises:
         ValueError: `tokens` is not a multiple of the chunk size, or exceeds the prefix.
@@ -43,7 +44,7 @@ def history_run(
         groups: the KV groups.
         prefix: the prompt.
         present: returns whether an object is available.
-        runs: how many leading chunks of each group are known to be present. `present` is not called for them.
+        runs: number of leading chunks of each group that are known to be present. `present` is not called for them.
     """
     run = len(prefix.keys)
     for index, group in enumerate(groups):

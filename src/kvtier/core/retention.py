@@ -2,7 +2,7 @@
 
 A retained object is READY, and no evictor has it. When its retention ends, it is a candidate for eviction again. When
 the share is used up, the oldest retention of the lowest priority ends early, its deepest chunk first. A request's hint
-also has a share of its own, which it cannot exceed.
+also cannot exceed its own share.
 
 If several hints retain an object, only the one of the highest priority counts, and among equals the longest. So a
 client cannot prolong a retention by the operator.
@@ -16,7 +16,7 @@ from kvtier.core.host_residency import READABLE, HostEntry, HostMemory
 from kvtier.types import Prefix, Priority
 
 SLACK = 64
-"""Number of stale end times that are tolerated before a clean-up."""
+"""Number of stale end times in the heap that are tolerated before a clean-up."""
 
 
 class Retention:
@@ -25,24 +25,24 @@ class Retention:
     Args:
         host: host memory.
         share: share of each group's slots that may be retained, at least 0 and less than 1.
-        hint_share: the same for one hint of a request, but at least one object if any may be retained.
+        hint_share: share that one hint of a request may retain, but at least one object if any may be retained.
         refused: counts, as ``retained``, the hints of requests that did not retain every object they named.
     """
 
     def __init__(self, host: HostMemory, share: float, hint_share: float, refused: dict[str, int]) -> None:
         self._host, self._refused = host, refused
         self.most = [min(int(count * share), count - 1) for count in host.slots]
-        """How many objects of each group may be retained."""
+        """Number of objects of each group that may be retained."""
         self._most_of_hint = [
             min(most, max(1, int(count * hint_share))) for most, count in zip(self.most, host.slots, strict=True)
         ]
         self.counts = [0] * len(host.slots)
-        """How many objects of each group are retained."""
+        """Number of objects of each group that are retained."""
         self._ends: dict[HostEntry, tuple[Priority, float]] = {}
         """Priority and end time of each retained object."""
         self._by_age = [[OrderedDict[HostEntry, None]() for _ in Priority] for _ in host.slots]
         """Retained objects of each group and priority, the oldest retention first, and within it children before
-        parents. If several hints retain an object, its age is that of the newest, and the highest priority counts."""
+        parents. If several hints retain an object, the newest hint sets its age, and the highest priority counts."""
         self._by_end: dict[float, dict[HostEntry, None]] = {}
         self._deadlines: list[float] = []
         """Heap of end times."""
@@ -52,7 +52,7 @@ class Retention:
         return self.most if priority is Priority.OPERATOR else self._most_of_hint
 
     def retain(self, prefix: Prefix, until_s: float, priority: Priority) -> list[HostEntry]:
-        """Retain what host memory has of `prefix`, leading chunks first. Return the objects that are retained now."""
+        """Retain the objects of `prefix` in host memory, leading chunks first. Return the retained objects."""
         if len(self._deadlines) > 2 * len(self._ends) + SLACK:
             self._deadlines = sorted(self._by_end)
         kept: dict[HostEntry, None] = {}
@@ -90,7 +90,7 @@ class Retention:
         return True
 
     def end(self, prefix: Prefix) -> None:
-        """End the retention of what host memory has of `prefix`."""
+        """End the retention of the objects of `prefix` in host memory."""
         for entries in self._host.entries:
             for entry in [entries[key] for key in prefix.keys if key in entries]:
                 if entry in self._ends:
@@ -115,7 +115,7 @@ class Retention:
             self.expire(max(self._deadlines))
 
     def _end_oldest(self, group: int, kept: Collection[HostEntry], priority: Priority) -> bool:
-        """End the oldest retention outside `kept` that has no higher priority. Return whether there was one."""
+        """End the oldest retention outside `kept` of at most this priority. Return whether there was one."""
         for by_age in self._by_age[group][: 1 + priority]:
             oldest = next(iter(by_age), None)
             if oldest is not None and oldest not in kept:

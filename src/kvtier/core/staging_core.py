@@ -1,7 +1,7 @@
 """The core for engines that own host memory: lookups, gets and puts of objects, without a session.
 
 It is the same core, but objects only pass through host memory: an object is LEAVING as soon as it has arrived. There is
-no eviction, no prefix and no boundary, and each object has an outcome of its own. The caller executes the gathers and
+no eviction, no prefix and no boundary, and each object has its own outcome. The caller executes the gathers and
 scatters of its own calls. A put ends when a tier has its objects.
 
 A write to a slower tier keeps its slot until another operation needs the slot. Then the write becomes a relay.
@@ -24,7 +24,7 @@ COPIES_MAX = 1 << 30
 class ObjectCache(Cache):
     """The state of the lower tiers, and of the objects on their way to and from them.
 
-    Each operation has a request name of its own, and ends with one ObjectsDone. `release` ends it early.
+    Each operation has its own request name, and ends with one ObjectsDone. `release` ends it early.
 
     Args:
         layout: the KV groups.
@@ -42,7 +42,7 @@ class ObjectCache(Cache):
         )
 
     def lookup_objects(self, request: RequestId, objects: Sequence[ObjectId], now_s: float, *, is_run: bool) -> None:
-        """Search all tiers, each for what faster ones lack. With `is_run`, only a leading run matters."""
+        """Search all tiers, each for the objects that faster ones lack. With `is_run`, only a leading run matters."""
         self._probes.search_objects(request, objects, now_s, is_run=is_run)
 
     def lookup_for_put(self, request: RequestId, objects: Sequence[ObjectId], now_s: float) -> None:
@@ -69,7 +69,7 @@ class ObjectCache(Cache):
         prefix, places = _listed(objects)
         for each in objects:
             entry = self.host.entry(*each)
-            if entry is not None:  # the object is on its way already, and the first tier lacks it, perhaps again
+            if entry is not None:  # the object is already on its way, and the first tier lacks it, perhaps again
                 self._pending_writes.put_again(entry, now_s)
         store = StoreOperation(request=request, prefix=prefix, conversation=None, deadline_s=inf, origins=origins)
         self._operations.begin_store(store, places, now_s)

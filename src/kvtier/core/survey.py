@@ -1,8 +1,8 @@
 """Finds where the objects of a prompt are. It reads host memory, and asks every tier for every chunk.
 
-A lookup asks a tier only for what faster ones lack, and a remote tier for few names. A survey is for people, and names
-every place. `tier_searches` sends its probes. A survey changes no decision, but a tier that does not answer it has
-failed a probe.
+A lookup asks a tier only for objects that faster ones lack, and a remote tier for few names. A survey is for people,
+and names every place. `tier_searches` sends its probes. A survey changes no decision, but a tier that does not answer
+it has failed a probe.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Survey:
     found: dict[str, set[Item]] = field(default_factory=dict[str, set[Item]])
     """Objects that each tier reported as present."""
     silent: dict[str, str] = field(default_factory=dict[str, str])
-    """Why a tier did not answer for every object."""
+    """For each tier that did not answer for every object, the reason."""
     unasked: dict[str, list[Item]] = field(default_factory=dict[str, list[Item]])
     """Objects that each tier has not answered for. Its open probe or a later one asks for them."""
     is_wanted: bool = True

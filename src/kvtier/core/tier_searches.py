@@ -1,7 +1,7 @@
 """Probes of lower tiers and their answers. An answer is only a hint: promotions verify the bytes.
 
 A search asks one tier after another, each for the objects that faster sources lack. A tier with an index is asked for
-all of them at once. A remote tier is asked for few names, in rounds, because each name costs a request:
+all of them in one probe. A remote tier is asked for few names, in rounds, because each name costs a request:
 
     1. the first missing chunk, of every history group
     2. about 23 chunks, evenly spaced over the rest
@@ -12,8 +12,8 @@ A prompt of 131,072 tokens has fewer than 23 * 23 chunks, so the leading run is 
 finds the holes.
 
 Another engine may announce that it is writing the leading chunks of a prompt. Then remote tiers are asked repeatedly,
-and round 3 includes the last chunks before the end of the run: an engine writes several chunks at once, so holes can
-only be there.
+and round 3 includes the last chunks before the end of the run: an engine writes several chunks concurrently, so holes
+can only be there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +58,7 @@ STALL_S = 0.5
 """A request stops waiting for announced chunks when no further one has been found for this long."""
 
 WAIT_SHARE = 0.01
-"""Even without hits, a request waits for this share of the time to compute what remote tiers may have."""
+"""Even without hits, a request waits for this share of the time to compute the tokens that remote tiers may have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +73,7 @@ class Search:
     tier: int = 0
     """Position of the tier that is asked."""
     round: int = 0
-    """Round of a remote tier, numbered as above; 0 for a tier that is asked for everything at once."""
+    """Round of a remote tier, numbered as above; 0 for a tier that is asked for everything in one probe."""
     chunks: list[int] = field(default_factory=list[int])
     """Chunks of history that were missing when the tier was first asked."""
     low: int = -1
@@ -83,7 +83,7 @@ class Search:
     sampled: list[int] = field(default_factory=list[int])
     """Positions in `chunks` that the current round asks for."""
     boundaries: list[tuple[list[Item], list[Item]]] = field(default_factory=list[tuple[list[Item], list[Item]]])
-    """For each boundary, the objects of windows and states that it lacks, and those asked for."""
+    """For each boundary, the objects of windows and states that it lacks, and the objects asked for."""
     is_wanted: bool = True
     """Whether the request has not been released yet."""
     is_repeated: bool = False
@@ -93,9 +93,9 @@ class Search:
     is_for_put: bool = False
     """Whether only the first tier is asked, and copies that may be bad count as absent."""
     run: list[Item] = field(default_factory=list[Item])
-    """In a search for objects, those that were missing when the tier was first asked. Each counts as a chunk."""
+    """Objects of `search_objects` that were missing when the tier was first asked. Each counts as a chunk."""
     asks_all: bool = False
-    """Whether remote tiers are also asked for everything at once."""
+    """Whether remote tiers are also asked for everything in one probe."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,9 +121,9 @@ class AnnouncedWait:
     found_s: float
     """Time at which the last further object was found, or at which the wait began."""
     found: int = 0
-    """How many objects had been found by then."""
+    """Number of objects that had been found by then."""
     has_asked: bool = False
-    """Whether another search has begun since then. An engine with long steps rarely calls."""
+    """Whether a search has begun since then. A stall counts only after one, because an engine may call rarely."""
     again_s: float = 0.0
     """Time of the next search."""
     pause_s: float = ASK_AGAIN_S_MIN
@@ -131,7 +131,7 @@ class AnnouncedWait:
 
 @dataclass(slots=True, eq=False)
 class ProbeAnswers:
-    """What lower tiers reported for one request, kept until its release."""
+    """The answers of lower tiers for one request, kept until its release."""
 
     compute_s: float | None
     """Expected time to compute the prompt."""
@@ -176,7 +176,7 @@ class Probes:
         self._deadlines: list[tuple[float, int]] = []
         """Heap of (time, probe) for each deadline and for the end of each wait."""
         self._asking = 0
-        """How many repeated searches are open."""
+        """Number of repeated searches that are open."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -245,7 +245,7 @@ class Probes:
         is_run: bool,
         is_for_put: bool = False,
     ) -> None:
-        """Search the tiers for objects, even for those in host memory. One ObjectsDone follows.
+        """Search the tiers for objects, even objects in host memory. One ObjectsDone follows.
 
         Args:
             request: name of the request.
@@ -554,7 +554,7 @@ class Probes:
         """Use a remote tier's answers to one round, and set the next round."""
         if search.round == 1:
             is_hit = all(present)
-            if search.answers.announced is None:  # chunks that are being written say nothing about other prompts
+            if search.answers.announced is None:  # chunks that are being written show nothing about other prompts
                 tier_state.probed_first(is_hit=is_hit)
             search.low = 0 if is_hit else -1
             search.round = 2 if is_hit and search.high > 1 else 4

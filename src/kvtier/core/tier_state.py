@@ -19,16 +19,16 @@ SUSPECT_MAX = 1 << 16
 
 PAUSE_S_MIN = 5.0
 PAUSE_S_MAX = 300.0
-"""How long an object is left alone after its first failed read in a tier, and after many in a row."""
+"""Pauses before an object is read again: after its first failed read in a tier, and after many in a row."""
 
 ANSWER_WEIGHT = 0.1
 """Weight of the newest answer in `TierState.hit_rate` and `TierState.answer_s`."""
 
 REMEMBERED_MAX = 1 << 16
 ABSENT_S = 5.0
-"""How long a remote tier's answer "absent" is remembered. Other nodes may write the object meanwhile."""
+"""Seconds for which a remote tier's answer "absent" is remembered. Other nodes may write the object meanwhile."""
 PRESENT_S = 60.0
-"""How long the answer "present" is remembered. A wrong answer costs a failed read."""
+"""Seconds for which the answer "present" is remembered. A wrong answer costs a failed read."""
 
 OPENING_RETRY_S = 0.5
 """Delay between trials of a tier that was never open. Trials are free, and the first success puts the tier to use."""
@@ -80,7 +80,7 @@ class CircuitBreaker:
         return was_open
 
     def retry_now(self, now_s: float) -> None:
-        """Allow a trial at once."""
+        """Allow a trial immediately."""
         self.retry_at_s = min(self.retry_at_s, now_s)
 
     def inconclusive(self, operation: int) -> None:
@@ -91,7 +91,7 @@ class CircuitBreaker:
     def failed(self, now_s: float, operation: int) -> bool:
         """Record that an operation failed or was late. Return whether that opened the breaker.
 
-        While it is open only the trial counts. Earlier operations that end then say nothing about the present.
+        While the breaker is open, only the trial counts. Operations that began earlier show nothing about the present.
         """
         self.failures += 1
         opens = self.retry_delay_s == 0.0 and self.failures >= self.failures_max
@@ -111,13 +111,13 @@ class FailedReads:
 
     pause_s: float = 0.0
     until_s: float = 0.0
-    """The object is left alone until then; infinite while a read of it is stuck."""
+    """Time until which the object is left alone; infinite while a read of it is stuck."""
     is_replaced: bool = False
     """Whether a write has replaced the copy. A second write does not end the pause, so that useless writes stop."""
 
 
 class TierState:
-    """One lower tier: its circuit breakers, its limits, and what is known about its objects.
+    """One lower tier: its circuit breakers, its limits, and the known state of its objects.
 
     Args:
         rules: its limits and properties.
@@ -169,7 +169,7 @@ class TierState:
         return self.late[PROMOTE] < self.limit[PROMOTE] and self.breakers[PROMOTE].allows(now_s)
 
     def can_load(self) -> bool:
-        """Return whether a load may wait for a read. The trials of a tier that is down are probes, never such reads."""
+        """Return whether a load may wait for a read. The trials of a tier that is down are probes, never reads."""
         return self.late[PROMOTE] < self.limit[PROMOTE] and self.breakers[PROMOTE].retry_delay_s == 0.0
 
     def can_write(self, now_s: float) -> bool:
@@ -376,7 +376,7 @@ class TierStates:
         self._slots = max(count, slots)
         self._reserved = max(1, self._slots // (2 * count))
         self.share = self._slots - self._reserved * (count - 1)
-        """How many slots one tier may use in each direction."""
+        """Number of slots that one tier may use in each direction."""
         self.is_single = count == 1
         self.has_stopped = False
         """Whether reads of a tier have stopped while operations may still wait for them."""

@@ -1,8 +1,8 @@
 """Decides which transfers start, and handles their completions.
 
 Deadlock cannot occur because no operation holds a slot while it waits for another slot. Readable objects are scattered
-at once, in any order. A promotion needs one slot and frees it after its scatters. Stores use the slots that loads do
-not need, and wait for a bounded time. A relay uses a slot of the staging area.
+immediately, in any order. A promotion takes one slot and frees it after its scatters. Stores use the slots that loads
+do not need, and wait for a bounded time. A relay uses a slot of the staging area.
 """
 
 from collections import deque
@@ -80,7 +80,7 @@ class TransferScheduler:
         """Heap of (time, transfer)."""
 
     def stop(self, work: LoadOperation | StoreOperation) -> None:
-        """Stop `work`, which ends when no transfer of it is in flight. Cancel those that only a stopped load needs."""
+        """Stop `work`, and cancel transfers that only a stopped load needs. `work` ends after its last transfer."""
         self._operations.stop(work)
         if isinstance(work, StoreOperation):
             return
@@ -251,7 +251,7 @@ class TransferScheduler:
             tier_state.read_answered(item)
 
     def _read_failed(self, flight: InFlightTransfer, now_s: float) -> None:
-        """For a time, leave alone the copy that a promotion reads, even for requests that found it before."""
+        """Pause reads of a copy after a failed or late promotion, even for requests that found the copy before."""
         item, tier_state = (flight.entry.key, flight.entry.group), self._tiers.by_name[flight.transfer.tier]
         flight.is_doubted = not tier_state.is_suspect(item)
         tier_state.read_failed(item, now_s, is_stuck=flight.is_blamed)
@@ -272,7 +272,7 @@ class TransferScheduler:
         self._estimators[source].ended(size_bytes, now_s, is_moved=flight.outcome is DONE)
 
     def _record_lead(self, load: LoadOperation, source: str, now_s: float) -> None:
-        """Record how long `load` took to its first usable chunk, or how long it ran without one."""
+        """Record how long `load` took to get its first usable chunk, or ran without one."""
         if load.is_alone and self._host.has_history_only and (load.has_led or load.was_cut):
             self._estimators[source].record_lead(now_s - load.begun_s, has_come=load.has_led)
 
@@ -376,7 +376,7 @@ class TransferScheduler:
     def _advance_prefetches(self, now_s: float) -> bool:
         """Promote objects of prefetches while no load wants promotions. Return whether a promotion started.
 
-        Those of the operator come first. Prefetches use up to half of a tier's limit and drop no pending writes.
+        Prefetches of the operator come first. Prefetches use up to half of a tier's limit and drop no pending writes.
         """
         if any(load.todo for load in self._operations.loads.values()):
             return False
@@ -489,7 +489,7 @@ class TransferScheduler:
                 item = store.todo[0]
                 group = item.place.group
                 if group in full:
-                    break  # no slot for an earlier store, so none for this one
+                    break  # there is no slot for an earlier store, so none for this one
                 entry = self._host.entry(item.key, group)
                 if entry is not None:
                     self._operations.found(self._operations.take(store), entry)
@@ -530,7 +530,7 @@ class TransferScheduler:
             put.todo.extend(passed_over)
             if not put.todo:
                 self._operations.end_if_finished(put)
-            elif gathered > before:  # the others come first next time
+            elif gathered > before:  # the other puts come first next time
                 del stores[put]
                 stores[put] = None
         return gathered > 0
@@ -562,7 +562,7 @@ class TransferScheduler:
         """Relay objects from faster tiers to slower ones. Return whether a relay started."""
         has_started = False
         is_loading = any(load.todo or any(load.aside.values()) for load in self._operations.loads.values())
-        is_loading |= self._host.stages_only and self._operations.wanted > 0  # puts want slots, too
+        is_loading |= self._host.stages_only and self._operations.wanted > 0  # puts also wait for slots
         for tier_state in self._tiers.all:
             while (relay := self._pending_writes.next_relay(tier_state, now_s, is_loading=is_loading)) is not None:
                 has_started = True
@@ -596,7 +596,7 @@ class TransferScheduler:
         output = self._output
         tier_state = self._tiers.by_name[tier] if tier else None
         limit_s = COPY_DEADLINE_S if tier_state is None else tier_state.rules.transfer_deadline_s
-        transfer = Transfer(  # positional: this runs for every object, and keywords take half as long again
+        transfer = Transfer(  # positional, because keywords take half as long again and this runs for every object
             output.new_id(),
             direction,
             entry.key,
@@ -615,7 +615,7 @@ class TransferScheduler:
         self.flights[transfer.id] = InFlightTransfer(transfer, entry, item, relay_to)
         if tier_state is not None:
             tier_state.began(transfer, self._host.object_bytes[entry.group])
-            # Only tier transfers have deadlines: a device copy cannot be abandoned while it uses blocks and slot.
+            # Only tier transfers have deadlines: a device copy cannot be abandoned while it uses a slot and blocks.
             heappush(self._deadlines, (transfer.deadline_s, transfer.id))
         output.commands.append(transfer)
 

@@ -32,7 +32,7 @@ def levels(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[tupl
 
 
 def memory_limit(root: Path = ROOT, own: Path = OWN) -> tuple[int, Path] | None:
-    """Return the smallest memory limit of this process's groups, including their ancestors, and its file."""
+    """Return the smallest memory limit among this process's groups and their ancestors, and the file that sets it."""
     files = [
         folder / ("memory.max" if is_version_2 else "memory.limit_in_bytes")
         for folder, is_version_2 in levels("memory", root, own)

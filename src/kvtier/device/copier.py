@@ -14,7 +14,7 @@ class Copier(Protocol):
 
     `payload` is the slot's payload: a writable, page-aligned view of `GroupLayout.payload_bytes` bytes. A copier fills
     each layer's part and leaves padding alone. `blocks` is an address that only the copier interprets. A copier may
-    raise any exception; the mover turns it into a failed transfer.
+    raise any exception, which the mover turns into a failed transfer.
     """
 
     def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:

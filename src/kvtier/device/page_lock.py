@@ -1,12 +1,12 @@
 """Page-locks host memory for copies to and from a CUDA device. This module imports torch.
 
-Locking a few GB takes about a second, because the kernel must fault in each page. So a thread does it after the start;
-until then copies run at the speed of pageable memory. The thread locks ranges of whole slots, because the driver
+Locking a few GB takes about a second, because the kernel must fault in each page. So a thread locks it after the start.
+Until then, copies run at the speed of pageable memory. The thread locks ranges of whole slots, because the driver
 rejects a copy that crosses the edge of a locked range. While it locks a range, the driver blocks its other calls.
-Only this thread makes these calls: CUDA keeps an error for the calling thread, where torch would raise it.
+Only this thread makes these calls, because CUDA keeps an error for the calling thread, where torch would raise it.
 
 Meanwhile a starting engine captures CUDA graphs. By default the driver then refuses to lock in any thread
-(error 900), and the capture fails, too. So the thread first declares that captures do not affect its calls.
+(error 900), and the capture also fails. So the thread first declares that captures do not affect its calls.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ from kvtier.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 256 << 20
-"""Approximate bytes that one call locks. During the call, the driver blocks other calls for about 50 ms."""
+"""Approximate number of bytes that one call locks. During the call, the driver blocks other calls for about 50 ms."""
 STOP_DEADLINE_S = 2.0
-"""How long `unlock` waits for a locking call to return. After that the memory stays mapped until the process ends."""
+"""Time that `unlock` waits for a locking call to return. Afterwards the memory stays mapped until the process ends."""
 UNLOCK_DEADLINE_S = 10.0
-"""How long `unlock` waits for each unlocking call."""
+"""Time that `unlock` waits for each unlocking call."""
 WORD_S = 10.0
-"""In mode ``on``, a start that waits longer than this logs the reason."""
+"""Time after which a start that waits in mode ``on`` logs the reason."""
 
 _MEANINGS = {
     1: "invalid value",
@@ -51,7 +51,7 @@ _telling = threading.Lock()
 
 
 class CudaRegistrar:
-    """The two calls of the CUDA runtime. Each returns 0 or an error code.
+    """Makes the two calls of the CUDA runtime. Each returns 0 or an error code.
 
     Args:
         device: the CUDA device that the calling thread uses from then on; None leaves it unchanged. A new thread starts
@@ -128,7 +128,7 @@ class Lock:
         self.ended = threading.Event()
         """Set when nothing more will be locked."""
         self._refusal = ""
-        """Why some memory cannot be unlocked."""
+        """The reason why some memory cannot be unlocked; empty if there is none."""
         threading.Thread(target=self._run, name="kvtier page lock", daemon=True).start()
 
     def unlock(self) -> None:
@@ -194,7 +194,7 @@ def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callabl
     Args:
         mode: the setting `host.page_lock`. ``auto`` locks after the start and accepts failure. With ``on`` the start
             waits for the lock.
-        registrar: makes the driver calls; default: the CUDA runtime, on the device that the calling thread uses.
+        registrar: makes the driver calls. The default is the CUDA runtime, on the device that the calling thread uses.
 
     The returned function raises `ConfigError` if the mode is ``on`` and the memory cannot be locked.
     """
@@ -211,7 +211,7 @@ def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callabl
                     "With auto the start does not wait",
                     *(made.locked_bytes >> 20, size_bytes >> 20, WORD_S),
                 )
-            # There is no deadline: "on" means to wait until the kernel has faulted in all pages.
+            # There is no deadline, because "on" means to wait until the kernel has faulted in all pages.
             made.ended.wait(timeout=None)
             if made.failure:
                 with suppress(RuntimeError):  # the error raised below says more
@@ -225,7 +225,7 @@ def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callabl
 
 
 def explained(lock: Lock) -> str:
-    """Describe how much memory is locked, what stopped the locking, and the limits of this host."""
+    """Describe how much memory is locked, why locking stopped, and the limits of this host."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limits = [f"locked memory {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit >> 10} KiB'} (ulimit -l)"]
     if (bound := memory_limit()) is not None:

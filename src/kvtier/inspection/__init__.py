@@ -58,7 +58,7 @@ def open_store(where: str | Path | TierSettings, settings: Callable[[], Loaded] 
 
 
 def _classes(root: Path) -> dict[str, str]:
-    """Return the lossy class for each model that has a note in `root`, in the form for `StoreInspector`."""
+    """Return the lossy class of each model that has a note in `root`, in the form that `StoreInspector` takes."""
     found: dict[str, str] = {}
     for note in notes.read(root):
         match note:
@@ -91,7 +91,7 @@ def health_of(where: str | Path | TierSettings) -> Health:
 
 
 def is_sealed_store(where: str | Path | TierSettings) -> bool:
-    """Return whether `where` (see `open_store`) is a tier that seals. False for a directory, which does not say."""
+    """Return whether `where` (see `open_store`) is a tier that seals. A directory does not say, so return False."""
     tier = named_tier(where)
     return tier is not None and registry.is_sealed(tier)
 
@@ -124,13 +124,13 @@ def named_tier(where: str | Path | TierSettings) -> TierSettings | None:
         return where
     text = str(where)
     is_text = tier_list.is_spec(text) and not Path(text).exists()
-    return tier_list.parse(text, shown_place(text)) if is_text else None  # settings may be secret
+    return tier_list.parse(text, shown_place(text)) if is_text else None  # the settings in a text may be secret
 
 
 def repair_store(where: str | Path | TierSettings) -> list[str]:
     """Repair defects that prevent a store from opening, such as a missing marker. See `open_store` for `where`.
 
-    Return the repairs in sentences; empty if nothing was wrong.
+    Return the repairs as sentences; empty if nothing was wrong.
 
     Raises:
         ConfigError: nothing can be repaired, there are foreign files, or a process has the store open.

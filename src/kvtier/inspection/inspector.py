@@ -48,7 +48,7 @@ _PAGE = 1000
 _WRITES = 3
 """Number of attempts to write a resealed object."""
 _BAD = {"damaged", "forged", "unsealed"}
-"""Outcomes of objects that a repair removes. It keeps other tenants' objects, although inspection sees their names."""
+"""Outcomes of objects that a repair removes. Objects of other tenants stay, although inspection sees their names."""
 
 
 def _ignore(_amount: float) -> None:
@@ -81,7 +81,7 @@ class StoreInspector:
         return sorted(found, key=lambda stored: (stored.name, stored.store))
 
     def purge(self, *, force: bool) -> Purge:
-        """Remove the stores; see `StoreView.purge`."""
+        """Remove the stores, as in `StoreView.purge`."""
         result = Purge(directory=self.place)
         for view in self.views:
             one = view.purge(force=force)
@@ -103,7 +103,7 @@ class StoreInspector:
     def statistics(
         self, found: Iterable[ObjectFile], advance: Callable[[float], None] = _ignore, *, reads_heads: bool = True
     ) -> StoreStat:
-        """Return the totals. Read the head of each of `found`, and call `advance` with 1 after each.
+        """Return the totals of `found`. Read the head of each object, and call `advance` with 1 after each.
 
         Args:
             found: objects that `objects` returned.
@@ -313,7 +313,7 @@ class StoreInspector:
         """Reseal frames of earlier epochs with the current key of their tenant.
 
         A writer never replaces an object. So each object is read, sealed, deleted and written. If the write fails after
-        the deletion, the object is a miss, and no further object is changed.
+        the deletion, the object becomes a miss, and no further object is changed.
 
         Outcomes: `resealed`; `current` (already sealed with the current key of its tenant); `left` (no seal, or another
         key or tenant than requested); `lost` (deleted and not written again); or an outcome of `BadObject`.
@@ -362,7 +362,7 @@ class StoreInspector:
         found: Sequence[ObjectFile],
         advance: Callable[[float], None] = _ignore,
     ) -> Iterator[tuple[ObjectFile, _Answer]]:
-        """Run `act` on each of `found`, with its store as a tier. Open only stores that hold some of them."""
+        """Run `act` on each of `found`, with its store as a tier. Open only stores that hold any of them."""
         for at, view in enumerate(self.views):
             if mine := [stored for stored in found if stored.store == at]:
                 with view.opened_tier() as tier:
@@ -387,7 +387,7 @@ class StoreInspector:
         return self.views[stored.store].opened(stored)
 
     def _verify_sections(self, reader: ObjectReader, head: Head, seals: Seals | None) -> str:
-        """Verify tags if the key is known, and checksums otherwise. Return `good`, `sealed` or `plain`.
+        """Verify tags if the key is known, otherwise checksums. Return `good`, `sealed` or `plain`.
 
         Raises:
             CorruptChunkError: the object is damaged or forged, or lacks the seal that is required.
@@ -463,7 +463,7 @@ class _Renewal:
 
 
 def _bare(stored: ObjectFile) -> ObjectRow:
-    """Return the row of an object with the fields known without reading it."""
+    """Return the row of an object with only the fields that are known without reading it."""
     age_s = None if stored.used_s is None else max(time.time() - stored.used_s, 0.0)
     return ObjectRow(
         name=stored.name.hex(),
@@ -489,7 +489,7 @@ def _read(reader: ObjectReader, count: int) -> memoryview:
 
 
 def _counts(rows: list[ObjectRow], of: Callable[[ObjectRow], str | None]) -> dict[str, ObjectCount]:
-    """Count the rows by the value of `of`, and skip rows without one."""
+    """Count the rows by the value of `of`, and skip rows without a value."""
     counts: dict[str, ObjectCount] = defaultdict(ObjectCount)
     for row in rows:
         if (what := of(row)) is not None:
@@ -499,7 +499,7 @@ def _counts(rows: list[ObjectRow], of: Callable[[ObjectRow], str | None]) -> dic
 
 
 def _lossy(row: ObjectRow) -> str | None:
-    """Return the lossy codec of an object, which is the class of its engine; None if it has none."""
+    """Return the lossy codec of an object, which is the class of its engine; None if the object has none."""
     return next((name for name in registry.lossy_names() if name in (row.codec or "").split(", ")), None)
 
 

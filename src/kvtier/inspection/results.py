@@ -27,12 +27,12 @@ class ObjectRow:
     version: int | None = None
     """Format version of the frame; None if the head is damaged or was not read."""
     codec: str | None = None
-    """Names of its sections' codecs, separated by commas; None under the same conditions as `version`."""
+    """Names of the sections' codecs, separated by commas; None under the same conditions as `version`."""
     state: str | None = None
     """`plain`, `sealed`, or why the head cannot be read: `other_version`, `damaged`, `io_error`; None if it was not
     read."""
     problem: str | None = None
-    """Why the head is damaged or cannot be read. The head's fields are then None."""
+    """The reason why the head is damaged or cannot be read. The head's fields are then None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class StoreStat(Usage):
     bytes: int
     """Total bytes of the objects' frames."""
     unreadable: int
-    """Objects whose head is damaged or cannot be read."""
+    """Number of objects whose head is damaged or cannot be read."""
     formats: dict[str, ObjectCount]
     """Objects whose head was read and is not damaged, by version of the frame."""
     states: dict[str, ObjectCount]
@@ -104,7 +104,7 @@ class ObjectView:
     raw_bytes: int | None = None
     layers: int | None = None
     key_check: str | None = None
-    """The key of a sealed frame, identified in hexadecimal digits."""
+    """Hexadecimal digits that identify the key of a sealed frame."""
     sections: list[dict[str, int | str]] = field(default_factory=list[dict[str, int | str]])
     """The section table: the fields of `codec.frame_header.Section`, with checksum and codec as text."""
 
@@ -132,13 +132,13 @@ class BadObject:
 
 @dataclass(slots=True, kw_only=True)
 class Outcomes:
-    """The result of reading objects."""
+    """The counted results of reading objects."""
 
     directory: str
     bytes: int = 0
-    """Bytes of frames that were verified or rewritten."""
+    """Bytes of the frames that were verified or rewritten."""
     outcomes: dict[str, int] = field(default_factory=dict[str, int])
-    """Objects by `ReadResult.outcome`."""
+    """Number of objects by `ReadResult.outcome`."""
     bad_objects: list[BadObject] = field(default_factory=list[BadObject])
 
     def add(self, stored: ObjectFile, finding: ReadResult, to: list[BadObject]) -> None:
@@ -154,15 +154,15 @@ class Outcomes:
 
 @dataclass(slots=True, kw_only=True)
 class Verification(Outcomes):
-    """The result of verifying all objects. For any reader, one of `bad_objects` is a miss and is dropped."""
+    """The result of verifying all objects. Every reader treats `bad_objects` as misses and drops them."""
 
     checked: int = 0
     with_token_ids: int = 0
-    """Objects whose head was opened with a key and contains the token ids of its chunk."""
+    """Number of objects whose head was opened with a key and contains the token ids of its chunk."""
     bad: int = 0
     dropped: int = 0
-    """Bad objects removed by a repair."""
+    """Number of bad objects that a repair removed."""
     unreadable: int = 0
     unreadable_objects: list[BadObject] = field(default_factory=list[BadObject])
-    """Objects that are kept. Their codec or frame version is unknown, or another tenant owns them. Readers of one
-    tenant never look up another's names."""
+    """Objects that are kept, because their codec or frame version is unknown, or another tenant owns them. Readers of
+    one tenant never look up names of another."""

@@ -6,8 +6,8 @@ key[-1] is the keyed root (`kvtier.keys.fingerprint.root_key`), and all numbers 
 no key. FORMAT.md specifies the bytes. Equal keys mean equal tokens, extras, fingerprint and secret, from the first
 token on.
 
-The KV of a draft layer (EAGLE, MTP) at a position also depends on the next token. A chain that looks ahead covers the
-token after each chunk as an extra `NEXT`, together with the extras that start at that token.
+The KV of a draft layer (EAGLE, MTP) at a position also depends on the next token. A key of a chain that looks
+ahead covers the token after its chunk as an extra `NEXT`, and the extras that start at that token.
 """
 
 import hashlib
@@ -34,13 +34,13 @@ _ARRAY_CODE = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extra:
-    """Something besides tokens that changes the KV of a request.
+    """A value other than tokens that changes the KV of a request.
 
     Args:
-        kind: such as ``adapter``, ``image`` or ``salt``; not empty.
+        kind: kind of the extra, such as ``adapter``, ``image`` or ``salt``; not empty.
         value: identity of the extra, such as an adapter's name and digest, or a digest of an image's pixels.
-        offset: its first token position in the prompt. It enters the key of the chunk with this position; later chunks
-            inherit it through the chain.
+        offset: its first token position in the prompt. The key of the chunk with this position covers the extra, and
+            later chunks inherit it through the chain.
 
     Raises:
         ValueError: an empty kind, a value that is not bytes, or an offset outside 0 .. 2**32 - 1.
@@ -63,13 +63,14 @@ class Extra:
 class Chain:
     """The keys of one growing request. Each token is hashed once.
 
-    Not thread-safe; one chain belongs to one request.
+    A chain belongs to one request and is not thread-safe.
 
     Args:
         root: 32-byte keyed root (`kvtier.keys.fingerprint.root_key`).
-        chunk_tokens: tokens in a full chunk, the same as in the root.
+        chunk_tokens: tokens in a full chunk, as in the root.
         extras: the extras, in any order; an offset may lie beyond the tokens.
-        looks_ahead: each key also covers the token after its chunk. A full chunk has no key until that token is known.
+        looks_ahead: whether each key also covers the token after its chunk. Then a full chunk has no key until that
+            token is known.
     """
 
     def __init__(
@@ -90,12 +91,12 @@ class Chain:
 
     @property
     def keys(self) -> tuple[ChunkKey, ...]:
-        """The keys so far: one for each full chunk. A chain that looks ahead must know the next token, too."""
+        """The keys so far: one for each full chunk. A chain that looks ahead must also know the next token."""
         return tuple(self._keys)
 
     @property
     def extras(self) -> frozenset[tuple[int, bytes]]:
-        """Position and digest of everything besides tokens that enters the keys."""
+        """Position and digest of each extra that the keys cover."""
         return frozenset(
             (it.offset, hashlib.sha256(self._root + canonical_extras([it], it.offset)).digest())
             for it in chain.from_iterable(self._extras.values())
@@ -155,7 +156,7 @@ def chunk_keys(
 ) -> tuple[ChunkKey, ...]:
     """Return the keys of all full chunks of `tokens`.
 
-    More tokens, or extras that start later, never change an earlier key. Extras after the last full chunk enter no key.
+    More tokens, or extras that start later, never change an earlier key. No key covers extras past the last full chunk.
 
     Args:
         root: 32-byte keyed root.
@@ -190,7 +191,7 @@ def token_words(tokens: Sequence[int]) -> memoryview:
         ValueError: as in `Chain.extend`.
     """
     if not isinstance(tokens, list | tuple):
-        # Strings and bytes are sequences too. Accepting them would produce keys of something else.
+        # Strings and bytes are also sequences. Accepting them would produce keys of the wrong values.
         raise ValueError(f"tokens must be a list or tuple of integers, got {type(tokens).__name__}")  # noqa: TRY004
     try:
         words = array(_ARRAY_CODE, tokens)

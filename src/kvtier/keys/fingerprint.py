@@ -1,4 +1,4 @@
-r"""The fingerprint of everything besides tokens that determines the KV, and the root key derived from it.
+r"""The fingerprint of everything that determines the KV, except tokens, and the root key derived from it.
 
     digest = SHA-256( "kvtier.fingerprint\0" | canonical JSON )
     digest of a class = SHA-256( "kvtier.class\0" | digest | canonical JSON of the class )
@@ -38,9 +38,9 @@ _NOTHING: Mapping[str, object] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Everything besides tokens that determines the KV. Two fingerprints are equal when their digests are.
+    """Everything that determines the KV, except tokens. Two fingerprints are equal when their digests are.
 
-    The digest is computed at construction; later changes to a mapping do not change it.
+    The digest is computed at construction. Later changes to a mapping do not change it.
 
     Args:
         weights: 32-byte digest of the weights (`kvtier.keys.weights`).
@@ -49,7 +49,7 @@ class Fingerprint:
         rope: settings of the position encoding: base, scaling and factors.
         dtype: type of the numbers in the KV cache, such as ``bfloat16``.
         epoch: number of in-place updates of the weights, which no file shows.
-        other: anything else that changes the KV, by name.
+        other: other values that change the KV, by name.
 
     Raises:
         ConfigError: a value is out of range or has no canonical JSON form; the message gives its path.
@@ -88,7 +88,7 @@ class Fingerprint:
 
 
 def digest_of_class(fingerprint_digest: bytes, loss: Mapping[str, object]) -> bytes:
-    """Return the digest for an engine with a lossy class; the same digest if it has none.
+    """Return the digest for an engine with a lossy class, or `fingerprint_digest` if it has none.
 
     Args:
         fingerprint_digest: `Fingerprint.digest`.
@@ -100,7 +100,7 @@ def digest_of_class(fingerprint_digest: bytes, loss: Mapping[str, object]) -> by
 
 
 def ingredients(fingerprint: Fingerprint, loss: Mapping[str, object]) -> dict[str, object]:
-    """Return everything that `digest_of_class` covers, as in JSON. The class is the member ``loss``."""
+    """Return everything that `digest_of_class` covers, as JSON values. The class is the member ``loss``."""
     return json.loads(fingerprint.canonical) | ({"loss": dict(loss)} if loss else {})
 
 

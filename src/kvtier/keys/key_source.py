@@ -1,6 +1,6 @@
 """The source of the keys of sealed frames: a file, a command, a string, or the configured secret.
 
-A file is read again, or a command run again, every minute.
+A file is read again, or a command is run again, every minute.
 """
 
 import logging
@@ -51,7 +51,7 @@ def _parsed(content: bytes, origin: str) -> Keyring:
 
 
 def _with_keys(read: Callable[[], Keyring], origin: str) -> Keyring:
-    """Return the keys from `read`; raise ConfigError if there is none."""
+    """Return the keys from `read`, or raise ConfigError if there are none."""
     found = read()
     if not found.keys:
         raise ConfigError("there is no key", setting=origin, allowed=FORM)
@@ -67,8 +67,8 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
 
     Raises:
         ConfigError: the program cannot be started, fails, exceeds its deadline or `BYTES_MAX`, or writes a wrong line;
-            see `keyring.parse`. The message has the end of its standard error, `redacted`, and nothing of its
-            standard output.
+            see `keyring.parse`. The message contains the end of its standard error, `redacted`, and nothing of
+            its standard output.
     """
     ends_s = time.monotonic() + deadline_s
     # Files in memory, because reading a pipe would wait for any process that outlives the program and keeps it open.
@@ -82,8 +82,8 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
         while child.poll() is None:
             if time.monotonic() > ends_s or max(os.fstat(it.fileno()).st_size for it in (output, errors)) > BYTES_MAX:
                 with suppress(OSError, subprocess.TimeoutExpired):
-                    os.killpg(child.pid, signal.SIGKILL)  # it has not been reaped, so the id is still its own
-                    child.wait(5)  # on a busy machine its end takes more than a second
+                    os.killpg(child.pid, signal.SIGKILL)  # the child has not been reaped, so its id is still valid
+                    child.wait(5)  # on a busy machine this takes more than a second
                 raise ConfigError(f"exceeds {deadline_s:g} s or {BYTES_MAX} bytes", setting=_COMMAND)
             time.sleep(0.01)
         written, complaint = (os.pread(it.fileno(), BYTES_MAX + 1, 0) for it in (output, errors))
@@ -96,9 +96,8 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
 class KeySource:
     """The keys now in use. A thread reads them again at intervals. The class is thread-safe.
 
-    A reading that fails, or finds nothing at all, keeps the last keys. One that succeeds replaces them: a removed line
-    removes its key, and a comment alone removes all keys. A process that is forked from this one keeps the keys of that
-    moment.
+    A reading that fails, or finds nothing at all, keeps the last keys. A successful reading replaces them: a removed
+    line removes its key, and a comment alone removes all keys. A forked process keeps the keys that it had at the fork.
 
     Args:
         read: reads the keys, or raises ConfigError.
@@ -161,7 +160,7 @@ class KeySource:
 
     def _run(self, every_s: float) -> None:
         while not self._closed.wait(every_s):
-            # A file system may hang, and so may the start of a program.
+            # Each reading has its own thread, because a file system or the start of a program may hang.
             reading = threading.Thread(target=self.refresh, name="kvtier keys", daemon=True)
             reading.start()
             while reading.join(max(every_s, READING_S)) or reading.is_alive():

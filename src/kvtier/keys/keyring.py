@@ -18,7 +18,7 @@ LINES_MAX: Final = 10_000
 BYTES_MAX: Final = 1 << 20
 CHECK_BYTES: Final = 16
 TENANT: Final = re.compile(r"(?!-\Z)[A-Za-z0-9._-]{1,64}")
-"""A tenant's name, to be matched in full."""
+"""Pattern that the whole name of a tenant must match."""
 FORM: Final = (
     f"EPOCH TENANT|- HEX64 [open]: a number from 0 to {EPOCH_MAX}; 1 to 64 letters, digits, dots, underscores and "
     "hyphens, or - for no tenant; 64 hexadecimal digits; `open` after a key that does not seal"
@@ -28,7 +28,7 @@ _LINE = re.compile(rf"([0-9]{{1,10}})[ \t]+(-|{TENANT.pattern})[ \t]+([0-9A-Fa-f
 
 
 def hkdf(material: bytes, info: bytes, salt: bytes = b"") -> bytes:
-    """Derive 32 bytes with HKDF-SHA-256 (RFC 5869, sections 2.2 and 2.3). A shorter output is its first bytes."""
+    """Derive 32 bytes with HKDF-SHA-256 (RFC 5869, sections 2.2 and 2.3). A shorter output is a prefix of this one."""
     return hmac.digest(hmac.digest(salt, material, "sha256"), info + b"\1", "sha256")
 
 
@@ -42,7 +42,7 @@ class SealKey:
     key: bytes = field(repr=False)
     """32 secret bytes, from which frame keys are derived."""
     check: bytes = field(repr=False)
-    """16 public bytes that tell a reader which key a frame needs."""
+    """16 public bytes that tell a reader which key a frame requires."""
     opens_only: bool = False
     """Whether the key opens frames but does not seal yet."""
 
@@ -51,7 +51,7 @@ class SealKey:
         """Derive `key` and `check` from 32 secret bytes.
 
         Epoch and tenant enter the derivation, so equal material never gives equal keys. A line with another epoch
-        or tenant is another key, which does not open what the first one sealed.
+        or tenant is another key, which does not open frames that the first one sealed.
         """
         whose = epoch.to_bytes(4, "little") + tenant.encode()
         key, check = (hkdf(material, domain + whose) for domain in (b"kvtier.seal\0", b"kvtier.check\0"))
@@ -82,15 +82,15 @@ class Keyring:
 
 
 def parse(content: bytes, origin: str) -> Keyring:
-    """Parse lines of text into keys. Blank lines, and what follows ``#`` in a line, are ignored.
+    """Parse lines of text into keys. Blank lines and text after ``#`` are ignored.
 
     Args:
         content: at most `BYTES_MAX` bytes and `LINES_MAX` lines, in UTF-8.
         origin: the source of `content`, for messages.
 
     Raises:
-        ConfigError: a line does not have the form `FORM`, or repeats an epoch of a tenant. The message has the origin
-            and the line's number, and nothing of its content: a field may be a key in the wrong place.
+        ConfigError: a line does not have the form `FORM`, or repeats an epoch of a tenant. The message contains
+            the origin and the line's number but none of its content, because a field may be a misplaced key.
     """
     # An exception of the decoder would contain the content.
     lines = content.decode("utf-8-sig", errors="replace").rstrip().split("\n")

@@ -1,4 +1,4 @@
-r"""Names of stored objects, the same in all tiers.
+r"""Names of stored objects, which are equal in all tiers.
 
     name = SHA-256( "kvtier.object\0" | u32 version | layout digest | u32 group | part as six u32 | key )
 
@@ -59,7 +59,7 @@ def name_head(group: int, part: Part, layout_digest: bytes) -> bytes:
 
 
 def names_of(objects: Iterable[tuple[ChunkKey, int]], heads: Sequence[bytes]) -> list[ObjectName]:
-    """Return the name of each (key, group), in order. Each takes about half a microsecond.
+    """Return the name of each (key, group), in order. Each name takes about half a microsecond.
 
     Args:
         objects: the keys and groups.

@@ -1,7 +1,7 @@
 """The secret that keys every root: random and kept in a store's directory, or configured for a cluster or tenant.
 
-With the secret, names can be computed from tokens. Without it they reveal nothing. It is never logged, and neither
-error messages nor its `repr` show it.
+With the secret, names can be computed from tokens. Without it, names reveal nothing. The secret is never logged, and
+neither error messages nor its `repr` show it.
 """
 
 import errno
@@ -25,7 +25,7 @@ BYTES_MAX: Final = 1 << 20
 _MODE_FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
 _WHAT = "secret file"
 
-# No pattern has nested repetitions, so the time grows with the text and not with its square.
+# No pattern has nested repetitions, so the time grows linearly with the text.
 _DIGITS = re.compile(r"[0-9A-Fa-f]{16,}")
 _NAMED = re.compile(
     r"((?:pass|secret|token|credential|auth)[A-Za-z_]{0,20}['\"]? ?[=:]|api.?key[ =:]).*", re.DOTALL | re.IGNORECASE
@@ -91,9 +91,9 @@ def private_file(
         path: the file; links are followed, such as those of Kubernetes' secrets.
         what: the file's role or its setting, for messages.
         is_inside: whether the file is in a store's directory, where links are refused.
-        any_owner: whether it may belong to another ordinary user, who can then read and replace it. None also forbids
-            that, and the message then names no setting that permits it.
-        any_reader: whether others may read it.
+        any_owner: whether the file may belong to another ordinary user, who can then read and replace it. None also
+            forbids that, and the message then names no setting that permits it.
+        any_reader: whether other users may read it.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -132,7 +132,7 @@ def read_private(
     """Return the content of a `private_file` of up to `bytes_max` bytes.
 
     Raises:
-        UnusablePathError: as in `private_file`; or the file is longer, or does not exist.
+        UnusablePathError: as in `private_file`, or the file is longer or does not exist.
     """
     try:
         with (
@@ -172,7 +172,7 @@ def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False, any
     """Return the secret in the file `path`. Create it with a random secret and mode 0600 if it does not exist.
 
     Processes may race: all get the secret of the first one. The new file is synced to the device before it becomes
-    visible, because a secret lost in a power failure makes its whole store unreadable.
+    visible. Otherwise a power failure could lose the secret and make its whole store unreadable.
 
     Args:
         path: the file; links are followed, such as those of Kubernetes' secrets.
@@ -193,7 +193,7 @@ def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False, any
 
 
 def _create(path: Path) -> None:
-    """Create `path` with a random secret, atomically; an existing file stays."""
+    """Create `path` with a random secret, atomically. An existing file stays."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

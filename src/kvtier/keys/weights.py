@@ -6,8 +6,8 @@ Fixed pieces of 8 MiB are hashed in parallel (SHA-256 releases the interpreter l
     digest = SHA-256( "kvtier.weights\0" | u64 parts | parts, sorted by name: u64 n | name | part digest )
 
 n is the length of the next field. The name of a file is its path below the common directory of all files, so a
-checkpoint may move; its head is empty. The head of a tensor is its dtype and shape. Files and tensors of the same
-weights give different digests.
+checkpoint may move. The head of a file is empty, and the head of a tensor is its dtype and shape. Files and tensors of
+the same weights give different digests.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from typing import NamedTuple
 from kvtier.errors import ConfigError
 
 PIECE_BYTES = 8 << 20
-"""Part of the definition of the digest: never change it."""
+"""Size of a piece. It is part of the definition of the digest, so it must never change."""
 
 THREADS_MAX = 8
 CACHE_BYTES_MAX = 4 << 20
@@ -65,7 +65,7 @@ class WeightsDigest(NamedTuple):
     """32 bytes."""
     total_bytes: int
     hashed_bytes: int
-    """Bytes that were read and hashed. Digests of the others came from the cache file."""
+    """Bytes that were read and hashed. The digests of other files came from the cache file."""
     seconds: float
     versions: Mapping[Path, FileVersion] = MappingProxyType({})
     """The version of each file that the digest covers, by absolute path; empty for tensors."""
@@ -82,7 +82,7 @@ class _WeightsPart(NamedTuple):
 
 
 def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the weight files of a checkpoint: those directly in a directory, or `path` itself if it is a file.
+    """Return the weight files of a checkpoint: the ones directly in a directory, or `path` itself if it is a file.
 
     Weights are safetensors, PyTorch and GGUF files, and the indexes of sharded files. All kinds count, because the
     loader's choice is not known here.
@@ -268,7 +268,7 @@ def _head_of_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
 def _digests_of_parts(parts: Iterable[_WeightsPart]) -> dict[str, bytes]:
     """Return the digest of each part, by name. At most two pieces per thread are in flight."""
     threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
-    # Do not keep the parts: their bytes may be copies of a device's memory.
+    # Parts are not kept, because their bytes may be copies of a device's memory.
     heads: dict[str, tuple[bytes, int]] = {}
     pieces: dict[str, list[bytes]] = {}
     flying: deque[tuple[str, Future[bytes]]] = deque()
@@ -300,14 +300,14 @@ def _combined(digests: dict[str, bytes]) -> bytes:
     if not digests:
         raise ConfigError("no weights were given")
     fields = [_U64.pack(len(digests))]
-    # File names may contain bytes that are not UTF-8; surrogateescape restores them.
+    # File names may contain bytes that are not UTF-8, which surrogateescape restores.
     for name, digest in sorted((name.encode(errors="surrogateescape"), digest) for name, digest in digests.items()):
         fields += [_U64.pack(len(name)), name, digest]
     return hashlib.sha256(b"kvtier.weights\0" + b"".join(fields)).digest()
 
 
 def _read_cache(path: Path) -> dict[FileVersion, bytes]:
-    """Return every digest in the cache file; none if the file is not one that `_write_cache` could have written."""
+    """Return every digest in the cache file; none if `_write_cache` cannot have written the file."""
     try:
         return _cached(path)
     except FileNotFoundError:
@@ -318,7 +318,7 @@ def _read_cache(path: Path) -> dict[FileVersion, bytes]:
 
 
 def _cached(path: Path) -> dict[FileVersion, bytes]:
-    """Return the cache file's digests; raise any error. Losing them costs time; a wrong one would give wrong tokens."""
+    """Return the cache file's digests, or raise any error. A lost digest costs time, a wrong one wrong tokens."""
     with path.open("rb") as file:
         about = os.fstat(file.fileno())
         if about.st_uid != os.geteuid() or about.st_mode & 0o022:
@@ -336,7 +336,7 @@ def _cached(path: Path) -> dict[FileVersion, bytes]:
 
 
 def _write_cache(path: Path, known: dict[FileVersion, bytes], stable_s: float) -> None:
-    """Atomically replace the cache file with the newest digests of stable files of `known`."""
+    """Replace the cache file atomically with the newest digests of stable files of `known`."""
     temporary: Path | None = None
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600

@@ -1,4 +1,4 @@
-"""Every metric: name, kind, unit, labels and help. Only these can be counted.
+"""Every metric: name, kind, unit, labels and help. Only these metrics can be counted.
 
 Names follow Prometheus's rules and use base units. Labels have few known values and never name a request, a key or a
 path.

@@ -1,4 +1,4 @@
-"""Counts events of this process. Engines export them with their own metrics (`connect/engine_metrics.py`).
+"""Counts events of this process. Engines export the counts with their own metrics (`connect/engine_metrics.py`).
 
 The classes are thread-safe. A lock around a dictionary update costs about a microsecond, and each counted event moves
 megabytes.
@@ -52,7 +52,7 @@ class Metrics:
         self._histograms: dict[str, dict[_Values, _Histogram]] = {}
         for metric in METRICS:
             # All possible series exist from the start, at zero. If a series appeared with its first event, its rate
-            # would miss that event.
+            # would miss this event.
             closed = [label.values for label in metric.labels if label.values is not None]
             known = list(product(*closed)) if len(closed) == len(metric.labels) else []
             if metric.kind is MetricKind.HISTOGRAM:

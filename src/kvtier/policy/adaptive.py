@@ -31,7 +31,7 @@ _TIME_BITS = 40
 _TIME_MASK = (1 << _TIME_BITS) - 1
 _USES_BITS = 4
 USES_MAX = (1 << _USES_BITS) - 1
-"""The count saturates here."""
+"""Largest count of uses. The count saturates here."""
 _PIECE_BITS = 18
 _PIECE_MASK = (1 << _PIECE_BITS) - 1
 
@@ -83,7 +83,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.is_over = False
-        self.tip: KeyNode | None = None  # last name present of its last prompt
+        self.tip: KeyNode | None = None  # the last present name of its last prompt
 
 
 SHARED = Owner()
@@ -91,7 +91,7 @@ SHARED = Owner()
 
 
 class KeyNode:
-    """A name that is present, or the parent of one."""
+    """A name that is present, or the parent of a present name."""
 
     __slots__ = ("children", "name", "name_hash", "owner", "parent", "run", "time", "uses")
 
@@ -103,9 +103,9 @@ class KeyNode:
     def __init__(self, name: bytes) -> None:
         self.name = name
         self.parent: KeyNode | None = None
-        self.children = 0  # number of children present
-        self.run: KeyRun | None = None  # run of the last use; None when not present
-        self.owner: Owner | None = None  # the conversation that used it
+        self.children = 0  # number of present children
+        self.run: KeyRun | None = None  # run of the last use; None when the name is not present
+        self.owner: Owner | None = None  # the conversation that used the name
 
 
 NO_NODE = KeyNode(b"")
@@ -115,8 +115,8 @@ NO_NODE = KeyNode(b"")
 class KeyRun:
     """Names of one kind that one prompt used. They age together.
 
-    Each is the parent of the next, so the last one is evicted first. Names that were used again or removed may still be
-    in `entries`, but their `run` differs.
+    Each name is the parent of the next, so the last name is evicted first. Names that were used again or removed may
+    still be in `entries`, but their `run` differs.
     """
 
     __slots__ = ("count", "entries", "kind", "number", "owner", "time")
@@ -127,7 +127,7 @@ class KeyRun:
         self.time = time
         self.entries = entries
         self.count = len(entries)  # names whose `run` is this
-        self.number = 0  # its number in a heap, or 0
+        self.number = 0  # its number in a heap; 0 when it is in none
 
     def last(self) -> KeyNode:
         """Return the last name. The run must not be empty."""
@@ -150,22 +150,22 @@ CURRENT = KeyRun(0, None, 0, [])
 _GHOSTS = 8
 """Number of evicted names that are remembered, as a multiple of the names present."""
 _LEARN_EVERY = 1 / 2
-"""Uses between two trainings, as a share of the names present; fewer at first."""
+"""Number of uses between two trainings, as a share of the names present. It is smaller at first."""
 _LEARN_USES_MIN = 512
 _DOUBT_USES = 50
 """Bonus on the value of new prompts while little is learned. It halves as the number of uses doubles."""
 _RANK_EVERY = 1 / 4
 """Every run is revalued once in this many uses, as a share of the names present, because runs age."""
 _RANK_AT_ONCE = 64
-"""Runs revalued in one call, so that no call takes long."""
+"""Maximum number of runs revalued in one call, so that no call takes long."""
 _SOME_MAX = 64
-"""Names compared in one call when no leaf is queued."""
+"""Number of names compared in one call when no leaf is queued."""
 _DISCARDED_MAX = 128
-"""Queued runs discarded in one call, at a few microseconds each. Removing many names at once leaves many such runs."""
+"""Maximum number of queued runs discarded in one call, at a few microseconds each. A bulk removal leaves many."""
 _STALE_AT_ONCE = 16
-"""Stale runs revalued in one call because they appear to have the least value."""
+"""Number of stale runs revalued in one call because they appear to have the least value."""
 _TIDY_AT_ONCE = 8
-"""Runs revalued, or discarded if empty, for each run queued while there are too many."""
+"""Number of runs revalued, or discarded if empty, for each run that is queued while there are too many."""
 
 _NEW_KINDS = 12
 _USE_KINDS = 4
@@ -190,11 +190,11 @@ class Adaptive:
 
     The uses of one prompt arrive in order along its chain, from either end. They get their kinds when the next prompt
     begins, because only then is it known how much of the prompt was new. Until then only the prompt's last name may be
-    the victim, valued by what is known so far.
+    the victim, valued by the information so far.
 
     Runs are in two heaps. A run's value changes with its age and with training, so all runs are revalued periodically.
-    A few at a time move from one heap to the other. They are taken from the end of the list, so the rest remains a
-    heap. When one heap is empty, the two swap roles. The minimum is the smaller of the two tops.
+    A few runs at a time move from one heap to the other. They are taken from the end of the list, so the rest remains
+    a heap. When one heap is empty, the two swap roles. The minimum is the smaller of the two tops.
 
     A pinned leaf at the top counts as used at that moment, because its reader uses it.
     """
@@ -253,7 +253,7 @@ class Adaptive:
             self._use(entry, use.conversation)
 
     def removed(self, name: bytes) -> None:
-        """Record that `name` was removed, for whatever reason. Ignore unknown names."""
+        """Record that `name` was removed, for any reason. Ignore unknown names."""
         entry = self._entries.get(name)
         if entry is None or entry.run is None:
             return
@@ -283,8 +283,8 @@ class Adaptive:
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
         """Use `next_turn` as a hint about the next turn of `conversation`.
 
-        The names of the conversation's last prompt change their kinds, except those that others also used. When the
-        conversation is over, all names that only it used change theirs once they are revalued or become leaves.
+        The names of the conversation's last prompt change their kinds, except names that others also used. When the
+        conversation is over, all names that only it used change their kinds once they are revalued or become leaves.
         """
         conversation_owner = self._conversations.get(conversation)
         if conversation_owner is None:
@@ -410,7 +410,7 @@ class Adaptive:
         is_last, before = 1, -1
         end = len(path)
         while end:
-            # A run has neighbours with about the same number of uses. The prompt's last name has a kind of its own.
+            # A run has neighbours with about the same number of uses. The prompt's last name has its own kind.
             start = end - 1
             uses_kind, owner = _KIND_OF_USES[path[start].uses], path[start].owner
             while not is_last and start:
@@ -447,7 +447,7 @@ class Adaptive:
         """Return the value of the current prompt's last name, so that a prompt need not evict more valuable names.
 
         It is infinite for prompts that arrive from the start, where the name's child comes next. While little has been
-        learned, the value is raised: keeping a worthless prompt costs its room once, but losing a useful one costs a
+        learned, the value is raised: keeping a worthless prompt costs its space once, but losing a useful one costs a
         miss at each turn.
         """
         prompt, tail = self._prompt, self._tail
@@ -511,7 +511,7 @@ class Adaptive:
             self._queue(run)
 
     def _split_off(self, entry: KeyNode) -> KeyRun:
-        """Move `entry` to a run of its own."""
+        """Move `entry` to its own run."""
         old = entry.run
         assert old is not None, "a removed name is queued"
         entry.run = run = KeyRun(old.kind, old.owner, old.time, [entry])

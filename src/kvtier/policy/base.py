@@ -18,11 +18,11 @@ class Use(NamedTuple):
 
 
 class Evictor(Protocol):
-    """Chooses victims. It is notified of every change. An instance has one owner and needs no lock.
+    """Chooses victims. It is notified of every change. An instance has one owner and requires no lock.
 
     A policy must not evict a parent before its children, which are useless without it and take up space. The contract
-    suite does not check that, because `Fifo`, which is for comparison, ignores parents. Names whose parents form a
-    cycle, as in a damaged index, must be evicted, too.
+    suite does not check that, because `Fifo`, a baseline, ignores parents. Names whose parents form a
+    cycle, as in a damaged index, must also be evicted.
     """
 
     def added(self, use: Use) -> None:
@@ -34,14 +34,14 @@ class Evictor(Protocol):
         ...
 
     def removed(self, name: bytes) -> None:
-        """Record that `name` was removed, for whatever reason. Ignore unknown names."""
+        """Record that `name` was removed, for any reason. Ignore unknown names."""
         ...
 
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
         """Return the next victim without removing it; never a pinned name.
 
         Returns:
-            None if every name is pinned, or protected by a pinned one as a parent is by its child.
+            None if every name is pinned or has a pinned descendant.
         """
         ...
 

@@ -11,11 +11,11 @@ from heapq import heapify, heappop, heappush, heapreplace
 from kvtier.policy.base import Use
 
 _HEAP_SLACK = 64
-"""Stale heap items that are tolerated before a clean-up."""
+"""Number of stale heap items that are tolerated before a clean-up."""
 
 
 class _Entry:
-    """A name that is present. `sequence` numbers its last use; `is_queued` says whether the heap contains it."""
+    """A name that is present. `sequence` numbers its last use. `is_queued` says whether the heap contains it."""
 
     __slots__ = ("is_present", "is_queued", "name", "parent", "sequence")
 
@@ -35,7 +35,7 @@ class Lru:
     items are stale, the heap is rebuilt.
 
     A pinned leaf at the top counts as used at that moment, because its reader uses it. So pinned names are not examined
-    over and over.
+    repeatedly.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Lru:
             entry.sequence = self._sequence
 
     def removed(self, name: bytes) -> None:
-        """Record that `name` was removed, for whatever reason. Ignore unknown names."""
+        """Record that `name` was removed, for any reason. Ignore unknown names."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return

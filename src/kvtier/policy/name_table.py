@@ -1,4 +1,4 @@
-"""A dictionary of names in which no operation takes long, however many names it has."""
+"""A dictionary of names in which no operation takes long, regardless of the number of names."""
 
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -11,7 +11,7 @@ class NameTable(Generic[_T]):
     """Maps names to values, with one dictionary for each last byte of a name.
 
     Names are usually digests, but need not be. Growing or listing a single dictionary of 10^7 names takes longer than
-    a lock may be held. A part has 39,000 of them.
+    a lock may be held. Each of the 256 parts has 39,000 of these names.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class NameTable(Generic[_T]):
         return name in self._parts[name[-1]]
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield the names, in any order. Other threads may change the table meanwhile: copying a part is one step."""
+        """Yield the names, in any order. Other threads may change the table meanwhile: copying a part is atomic."""
         for part in self._parts:
             yield from list(part)
 

@@ -1,12 +1,12 @@
-"""Learns from the stream of uses what keeping a name is worth, by the kind of its last use and by its age.
+"""Learns the value of keeping a name from the stream of uses, by the kind and the age of the name's last use.
 
-An age counts uses of any name; bytes, seconds and tokens play no role. Ages fall into buckets, two for each doubling.
+An age counts uses of any name, not bytes, seconds or tokens. Ages fall into buckets, two for each doubling.
 For each bucket the model counts the watched uses that were followed by another at such an age. It also counts the time
-for which uses were watched at such an age. The ratio is a rate. The data of a watch counts when the watch ends, even
-without a reuse.
+for which uses were watched at such an age. The ratio is a rate. A watch counts when it ends, even without a
+reuse.
 
 A kind has three features: a base, and two more whose effects are learned separately for each base. The effects are
-factors on the rate of the base, so that few uses teach something about many kinds. A hint is a fourth feature of some
+factors on the rate of the base, so that few uses inform the values of many kinds. A hint is a fourth feature of some
 kinds. It does not affect other kinds, but their base also learns from hinted uses.
 """
 
@@ -23,17 +23,17 @@ Numbers = npt.NDArray[Any]
 
 _FIRST_END = 16
 ENDS = tuple(round(_FIRST_END * 2 ** (step / 2)) for step in range(45))
-"""Upper bounds of the age buckets; one more bucket is unbounded."""
+"""Upper bounds of the age buckets. One more bucket is unbounded."""
 BUCKETS = len(ENDS) + 1
 WATCHED_MAX = 1 << 14
-"""Maximum number of uses watched at once. Beyond that, the oldest watch ends."""
+"""Maximum number of uses watched at the same time. Beyond that, the oldest watch ends."""
 _HORIZON = 8
 """Minimum span of the watched uses, as a multiple of the names present. Below it, the share of watched names is halved.
 """
 _PRIOR_USES = 1.0
 """Weight of the prior, in uses."""
 _HALF_LIFE = 64.0
-"""Half-life of what was learned, as a multiple of the names present."""
+"""Half-life of the learned counts, as a multiple of the names present."""
 _PRIOR_DECAY = 0.35
 """Prior rate of a bucket relative to the one before. The rate decreases with age, as LRU assumes."""
 _FIRST_RATE = 0.01 / _FIRST_END
@@ -45,13 +45,13 @@ _HINT_FACTOR_MAX = 64.0
 _AGE_MAX = 64
 """All ages above this multiple of the names present are in one bucket."""
 _DONE_MAX = 256
-"""Outcomes that are buffered and counted together."""
+"""Number of outcomes that are buffered and counted together."""
 _OPEN_AT_ONCE = 2048
-"""Open watches examined in one step of a training."""
+"""Number of open watches examined in one step of a training."""
 _EARLIER = 1 << 63
 """Bit that is flipped in a name's hash to make the key of the name's earlier watch."""
 _KINDS_AT_ONCE = 12
-"""Kinds whose values one step of a training computes."""
+"""Number of kinds whose values one step of a training computes."""
 
 _ENDS: Numbers = np.array(ENDS)
 _STARTS: Numbers = np.array((0, *ENDS))
@@ -62,8 +62,8 @@ _WIDTHS: Numbers = np.diff(np.array((0, *ENDS, 2 * ENDS[-1])))
 class ReuseModel:
     """Counts outcomes of uses, and derives the value of a name from its kind and age.
 
-    Names are identified by a 64-bit hash. Each event costs O(1) amortised. Training is done in short steps, however
-    many names there are.
+    Names are identified by a 64-bit hash. Each event costs O(1) amortised. Training is done in short steps, regardless
+    of the number of names.
 
     Args:
         bases: number of values of the base feature.
@@ -75,7 +75,7 @@ class ReuseModel:
     def __init__(self, bases: int, firsts: int, seconds: int, hints: int = 0) -> None:
         self._bases, self._firsts, self._seconds, self._hints = bases, firsts, seconds, hints
         self._unhinted = bases * firsts * seconds
-        """Kinds without a hint; they come first."""
+        """Number of kinds without a hint. These kinds come first."""
         self._hint_rows = bases * (1 + firsts + seconds)
         self._rows = self._hint_rows + bases * hints
         """Number of table rows: one for each base, each base and first, each base and second, each base and hint."""
@@ -143,8 +143,8 @@ class ReuseModel:
     def watch_hinted(self, name_hash: int, kind: int, time: int) -> None:
         """Watch a use that got a hint at `time`. Later outcomes count for both kinds, each from its own time.
 
-        If the first watch ended here, its kind would learn nothing from what follows, because hints come before reuses.
-        The second watch counts only for its hint.
+        If the first watch ended here, its kind would learn nothing from later uses, because hints come before reuses.
+        The second watch counts only for the hint.
         """
         if name_hash & self._sample_mask:
             return
@@ -189,7 +189,7 @@ class ReuseModel:
         """Return the probability of reuse per unit of time that a name is kept, for the best age at which to give up.
 
         This is the Gittins index: the maximum, over all ages at which to give up, of the probability of a reuse by then
-        divided by the expected time until either. It is 0 before the first training.
+        divided by the expected time until either event. It is 0 before the first training.
         """
         if not self._has_values.item(kind):
             self._has_values[kind] = True

@@ -1,4 +1,4 @@
-"""Formats numbers as text with units. A kB is 1,000 bytes and a KiB is 1,024; KB is never printed."""
+"""Formats numbers as text with units. A kB is 1,000 bytes and a KiB is 1,024. KB is never printed."""
 
 import math
 
@@ -41,7 +41,7 @@ def both(count: float) -> str:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """Return a bandwidth in GB/s, so that a column is easy to compare; below 10 MB/s, in a smaller unit."""
+    """Return a bandwidth in GB/s, so that a column is easy to compare, or in a smaller unit below 10 MB/s."""
     if bytes_per_s < 1e7:
         return f"{bytes_text(bytes_per_s)}/s" if bytes_per_s else NONE
     return f"{bytes_per_s / 1e9:,.2f} GB/s" if bytes_per_s < 1e11 else f"{bytes_per_s / 1e9:,.0f} GB/s"
@@ -80,7 +80,7 @@ def short_count(count: float | None) -> str:
 
 
 def power_text(number: float) -> str:
-    """Return a number that may be very large with a power of a thousand: ``835.5e12``."""
+    """Return a possibly very large number with a power of a thousand: ``835.5e12``."""
     for exponent in (15, 12, 9, 6):
         if abs(number) >= 10**exponent:
             return f"{number / 10**exponent:.4g}e{exponent}"

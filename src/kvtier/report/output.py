@@ -1,4 +1,4 @@
-"""Writes JSON, progress and files. Output paths are checked before any work, and a file is replaced as a whole."""
+"""Writes JSON, progress and files. Output paths are checked before any work, and files are replaced atomically."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def print_result(result: Shown, draw: Callable[[Shown], None], *, as_json: bool)
 
 @contextmanager
 def progress(label: str, total: float | None) -> Generator[Callable[[float], None]]:
-    """Show progress on stderr and yield a function that advances it: a bar on a terminal, else a line each `LINE_S`."""
+    """Show progress on stderr and yield a function that advances it: a bar on a terminal, or a line every `LINE_S`."""
     if not sys.stderr.isatty():
         yield _ProgressLines(label, total).advance
         return
@@ -93,17 +93,17 @@ def write_file(option: str, path: Path, content: str | bytes) -> None:
 def replaced(option: str, path: Path) -> Generator[Path]:
     """Yield the path of a draft, which the caller creates with "x". The complete draft replaces `path`.
 
-    A file of an earlier command that `note_earlier` noted is kept beside the new one.
+    A file of an earlier command is kept next to the new one if `note_earlier` recorded it.
 
     Args:
         option: the command line's option, for the error message; may be empty.
-        path: the file; a symbolic link is kept and its target replaced.
+        path: the file. A symbolic link is kept and its target replaced.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     target = path.resolve()
-    # No one can predict the name, and "x" does not follow a link planted under it.
+    # The name cannot be predicted, and "x" does not follow a link planted under it.
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         yield draft
@@ -119,7 +119,7 @@ def replaced(option: str, path: Path) -> Generator[Path]:
 
 
 def note_earlier(path: Path) -> None:
-    """Record an existing file that the command line names. This command did not write it, so it will be kept."""
+    """Record an existing file that the command line names. It will be kept, because this command did not write it."""
     if path.exists() and (context := click.get_current_context(silent=True)):
         context.meta.setdefault(EARLIER, set()).add(path.resolve())
 
@@ -130,17 +130,17 @@ def _keep_earlier(target: Path, draft: Path) -> None:
     earlier: set[Path] = context.meta.get(EARLIER, set()) if context else set()
     if target not in earlier:
         return
-    earlier.remove(target)  # what this command writes later replaces what it wrote before
+    earlier.remove(target)  # later output of this command replaces its earlier output
     with suppress(OSError):  # a file that cannot be read is kept without a comparison
         if cmp(target, draft, shallow=False):
             return
     for kept in (target.with_name(f"{target.name}.{number}") for number in count(1)):
         with suppress(FileExistsError):
             try:
-                os.link(target, kept)  # keeps what another command wrote meanwhile, too, and never replaces a file
+                os.link(target, kept)  # also keeps a file that another command wrote meanwhile, and never replaces one
             except FileNotFoundError:
                 return
-            except OSError:  # the name is taken, or there are no hard links here or to a file of another user
+            except OSError:  # the name is taken, or hard links are not supported or not allowed for this owner
                 kept.touch(exist_ok=False)
                 target.replace(kept)
             click.echo(f"Kept: the earlier {target.name} is now {kept}", err=True)

@@ -11,9 +11,9 @@ import click
 TEXT_WIDTH = 100
 """Maximum width of text on a terminal, and its width in a pipe."""
 _TEXT_LEAST = 12
-"""A column of text may be narrowed to this many characters."""
+"""Smallest number of characters to which a column of text may be narrowed."""
 _WORD_MOST = 24
-"""A longer word, such as a path, may be folded. A number never is."""
+"""A word of more characters, such as a path, may be folded. A number is never folded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Table:
     """Number of right-aligned columns, counted from the last."""
     title: str = ""
     note: str = ""
-    """Printed below the table."""
+    """Text printed below the table."""
 
     @property
     def right(self) -> range:
@@ -88,7 +88,7 @@ def _draw(table: Table) -> None:
     widths = _least_widths(table, natural)
     spare = console.width - frame - sum(widths)
     if spare < 0 and len(table.columns) > 2:
-        # Not even single words fit, so print each row as lines with a heading and a value.
+        # Even single words do not fit, so print each row as lines with a heading and a value.
         for row in table.rows:
             print_table(Table(("", ""), [pair for pair in zip(table.columns, row, strict=True) if pair[1]]))
             click.echo()

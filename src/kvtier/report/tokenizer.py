@@ -23,5 +23,5 @@ def open_tokenizer(path: Path) -> Any:  # noqa: ANN401 - a class of an extra
         raise ConfigError(
             f"--tokenizer needs tokenizers, which is not installed: {install_hint('transformers')}"
         ) from None
-    except Exception as error:  # its Rust part raises bare Exceptions
+    except Exception as error:  # the Rust part of tokenizers raises bare Exceptions
         raise ConfigError(f"--tokenizer {str(file)!r} cannot be read: {error}") from error

@@ -15,11 +15,11 @@ from kvtier.layout import ELEMENT_BYTES, LOSSY_ELEMENTS, SECTION_BYTES_MAX, Axes
 _LENGTHS = (1, 2, 511, 4095, 4096, 68_608, SECTION_BYTES_MAX)
 _GUARD = 64
 _FORMS: dict[Element, tuple[str, int]] = {"fp32": ("<f4", 0), "bf16": ("<f4", 2), "fp16": ("<f2", 0)}
-"""An element's form in memory: NumPy's type, and the number of its low bytes that the element drops."""
+"""The form of each element in memory: NumPy's type, and the number of its low bytes that the element drops."""
 
 
 class CodecContract:
-    """A codec is lossless and declares this. Damaged input never makes it write outside its buffer.
+    """A codec is lossless and declares that. Damaged input never makes it write outside its buffer.
 
     Test your codec with::
 
@@ -41,7 +41,7 @@ class CodecContract:
         assert codec.is_exact is True, "a codec that does not restore every byte is refused"
 
     def test_another_instance_decodes(self) -> None:
-        """Another process can decode what this one encoded. A codec has no arguments and no state."""
+        """Another process can decode sections that this one encoded. A codec has no arguments and no state."""
         codec = self.make()
         for element in ELEMENT_BYTES:
             for raw in _samples(element):
@@ -134,7 +134,7 @@ class LossyCodecContract:
         assert self.make().is_exact is False
 
     def test_keeps_its_bound_in_any_arrangement(self) -> None:
-        """Memory may be read-only and unaligned. The codec writes only to its output, and leaves its input alone."""
+        """Memory may be read-only and unaligned. The codec writes only to its output and does not change its input."""
         codec = self.make()
         for cut in _cuts():
             raw = _kv(cut)
@@ -174,7 +174,7 @@ class LossyCodecContract:
                 assert _coded(codec, bytes(raw), cut) == b"", f"{value} was coded"
 
     def test_refuses_what_does_not_fit(self) -> None:
-        """Lengths must match exactly, and so must the fields before the numbers."""
+        """Lengths and the fields before the numbers must match exactly."""
         codec = self.make()
         for cut in _cuts():
             raw = _kv(cut)
@@ -188,7 +188,7 @@ class LossyCodecContract:
                 assert _refuses(codec, stored, length, cut), cut
 
     def test_ends_in_value_error_or_not_at_all_on_noise(self) -> None:
-        """A codec may accept damage within the numbers; checksums detect it."""
+        """A codec may accept damage within the numbers, because checksums detect it."""
         codec = self.make()
         draw = random.Random(7)
         for cut in _cuts():

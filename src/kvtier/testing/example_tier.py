@@ -29,7 +29,7 @@ class Shelf(OneByOneTier):
         self._sizes = {ObjectName(bytes.fromhex(path.stem)): path.stat().st_size for path in found}
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Return, for each name, whether the tier has it."""
+        """Return whether the tier has each name, in order."""
         with self._lock:
             self._check_open()
             return [name in self._sizes for name in names]

@@ -18,7 +18,7 @@ class _Group(NamedTuple):
     layers: Sequence[tuple[int, int, memoryview]]
     """For each layer, its offset in the payload, the bytes of a block, and its memory."""
     ids: range
-    """Block ids that every layer has."""
+    """Ids of the blocks that every layer has."""
     blocks: int
     """Number of blocks of a full chunk."""
     payload_bytes: int

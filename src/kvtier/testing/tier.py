@@ -1,6 +1,6 @@
 """Contract tests for tiers. Subclass `TierContract` in a pytest module and define a `make_tier` fixture.
 
-The suite needs pytest and hypothesis.
+The suite requires pytest and hypothesis.
 """
 
 import errno
@@ -45,7 +45,7 @@ def object_name(number: int) -> ObjectName:
 
 
 def frame_of(number: int, byte_count: int = 2 * BLOCK_BYTES) -> memoryview:
-    """Return page-aligned pseudo-random bytes, seeded with `number`."""
+    """Return page-aligned pseudo-random bytes that `number` seeds."""
     buffer = memoryview(mmap.mmap(-1, max(byte_count, 1)))[:byte_count]
     buffer[:] = random.Random(number).randbytes(byte_count)
     return buffer
@@ -165,7 +165,7 @@ class TierContract:
         assert list(tier.scan()) == []
 
     def test_an_acknowledged_write_is_readable(self, tier: Tier) -> None:
-        """The object is readable at once, even from another thread."""
+        """The object is readable immediately, even from another thread."""
         frame = frame_of(1)
         assert tier.write(object_name(1), frame)
         assert tier.contains([object_name(2), object_name(1)]) == [False, True]
@@ -204,7 +204,7 @@ class TierContract:
         check_stored(tier, object_name(1), frame_of(1))
 
     def test_nothing_refers_to_a_buffer_after_a_call(self, tier: Tier) -> None:
-        """Otherwise kvtier must wait, because the next object would use memory that something still writes to."""
+        """Otherwise kvtier must wait, because the memory of the next object could still be written to."""
         name, absent = object_name(1), object_name(2)
         calls: list[Call] = [
             lambda view: tier.write(name, view),
@@ -278,7 +278,7 @@ class TierContract:
         assert dict(tier.scan()) == (shown if self.lists else {})
 
     def test_the_newest_names_are_those_that_it_holds(self, tier: Tier) -> None:
-        """After a start kvtier reads the heads of the newest objects."""
+        """After a start, kvtier reads the heads of the newest objects."""
         sizes = {object_name(number): (1 + number % 3) * BLOCK_BYTES for number in range(6)}
         for number, (name, size) in enumerate(sizes.items()):
             assert tier.write(name, frame_of(number, size))
@@ -292,7 +292,7 @@ class TierContract:
             assert heads[number] == frame_of(number, size)[:BLOCK_BYTES]
 
     def test_keeps_to_its_capacity_and_keeps_the_newest(self, make: MakeTier) -> None:
-        """The tier evicts on demand; the capacity holds after every write."""
+        """The tier evicts on demand. The capacity holds after every write."""
         self._needs_cap()
         capacity = 10 * BLOCK_BYTES
         tier = make(capacity)
@@ -312,7 +312,7 @@ class TierContract:
         assert tier.write(object_name(3), frame_of(3, 4 * BLOCK_BYTES))
 
     def test_room_is_given_back(self, make: MakeTier) -> None:
-        """A tier that leaked capacity would hold less and less."""
+        """A tier that leaks capacity holds fewer and fewer objects."""
         tier = make(4 * BLOCK_BYTES)
         for number in range(50):
             assert tier.write(object_name(number), frame_of(number, 2 * BLOCK_BYTES))
