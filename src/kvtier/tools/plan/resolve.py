@@ -143,7 +143,7 @@ class Deployment:
 
     @property
     def gpu_stored_bytes(self) -> float:
-        """Bytes that tiers would store of the conversations that fill the KV memory of all servers. Copies count once."""
+        """Bytes that tiers would store of the conversations that fill all servers' KV memory. Copies count once."""
         tokens = self.workload.session_tokens
         return self.replicas * self.gpu_tokens / tokens * self.model.stored_bytes(tokens)
 

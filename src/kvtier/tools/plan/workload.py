@@ -39,7 +39,7 @@ class ReuseCurve:
     found: tuple[float, ...]
     """Share of reuses within each residence time, 0 to 1, never falling."""
     held_token_s: tuple[float, ...]
-    """Token-seconds that one request occupies, never falling. Times requests per second, this is the resident tokens."""
+    """Token-seconds that one request occupies, never falling. Times requests per second, it is the resident tokens."""
 
     def found_within(self, residence_s: float) -> float:
         """Return the share of reuses that happen within `residence_s`."""
@@ -116,7 +116,7 @@ class Workload:
     """The average request, and the rate of requests."""
 
     interval_s: float
-    """Seconds between two queries of a user. It is 1 for a trace with its own pauses, which has no users: there a "user"
+    """Seconds between two queries of a user. It is 1 for a trace with its own pauses: it has no users, so a "user"
     is a query per second."""
     requests_per_s: float
     """The requested load, in requests per second."""
