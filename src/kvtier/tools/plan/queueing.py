@@ -12,8 +12,8 @@ The model has one server for each replica (its GPUs), and pipes between that ser
 - Waiting: ``W = rho / (1 - rho) (ca2 + cs2) / 2 s`` (Kingman, 1961; for independent users it is Pollaczek and
   Khinchine's exact formula). Decoding continues meanwhile and takes a share of the GPU from the prefills.
 - Loading: a pipe serves loads of about equal size one after another. A load that takes x seconds alone takes
-    ``x (1 + ca2 / 2 rho / (1 - rho))`` (the same formula with cs2 = 0). A prompt that loads more slowly than it computes
-    is computed, so a pipe gets no further loads once they would be that slow.
+  ``x (1 + ca2 / 2 rho / (1 - rho))`` (the same formula with cs2 = 0). A prompt is computed if that is faster than
+  loading, so a pipe gets no further loads once they would be slower.
 """
 
 import math

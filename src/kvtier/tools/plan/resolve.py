@@ -36,7 +36,7 @@ _SERVER_GPUS = 8
 _UNKNOWN_EXCHANGE = "pcie5"
 """Exchange that is assumed for a GPU outside the catalogue, because every server has PCIe."""
 _ACTIVATION_BYTES = 2
-"""Bytes per element that GPUs exchange. Experts receive one byte per element (DeepEP) and return this number."""
+"""Bytes per element that GPUs exchange. Experts receive one byte per element (DeepEP) and return two."""
 
 
 @dataclass(slots=True)
@@ -188,7 +188,7 @@ def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployme
     """Yield the deployment at the size that the inputs give, or else at each size that holds the model, smallest first.
 
     A size divides the number of GPUs, or is a power of two, which may leave some GPUs idle. A size of more than one
-    host takes whole hosts, or all GPUs. It is tried only if no size within a host holds the model.
+    host takes whole hosts, or all GPUs. It is tried only if no smaller size holds the model.
 
     Raises:
         ConfigError: as in `resolve`.
