@@ -111,7 +111,7 @@ LEGEND_CHARACTERS = 60
 LEGEND_ROW = 14
 """Height of a row of a legend, in points."""
 FEW_DECADES = 300.0
-"""Largest ratio of a logarithmic axis with labels at 1, 2 and 5 of each power of ten. Otherwise only powers have one."""
+"""Largest ratio at which a logarithmic axis labels 1, 2 and 5 of each power of ten, instead of only the powers."""
 TICKS_MAX = 7
 """Most labels of an axis."""
 END_GAP = 0.065

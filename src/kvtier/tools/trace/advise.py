@@ -79,7 +79,7 @@ class EarlyCuts(Cost):
 
     sessions: int
     is_certain: bool
-    """Whether all requests have a session. Requests without one may belong to other conversations."""
+    """Whether all pairs belong together. If not, some requests lack a session and may be of other conversations."""
     at_tokens: tuple[int, ...]
     """Tokens before the cut, as quantiles at 10, 25, 50, 75 and 90 %."""
     examples: tuple[CutLines, ...]
