@@ -1,7 +1,7 @@
 """Measures stores and cold loads through the whole path, and the hardware's limit in the same run.
 
     host        engine blocks to host slots and back, through core and mover     ceiling: a plain copy of memory
-    directory   host slot to file (seal, write), file to host slot (read, open)  ceiling: fio with direct I/O
+    directory   host slot to file (pack, write), and back (read, unpack)         ceiling: fio with direct I/O
     disk        host slot to segment and back, likewise
 
 The tiers are full, as they are in production: every store replaces victims, and fio overwrites its files. With
@@ -12,8 +12,8 @@ The timed part of a load verifies every checksum. Afterwards the slots are compa
 of a ratio alternate, A B A B, because a machine's speed drifts. `device_share` shows whether a cache served reads.
 
 fio runs in the same directory, with the same sizes and threads. The ceiling is fio with huge pages for its buffers,
-because kvtier's arena has them too. Plain fio is measured as well. On a virtual disk it is up to 3 times slower, too
-low a ceiling, because each request is then a list of thousands of small pages.
+because kvtier's arena has them too. Plain fio is measured as well. On a virtual disk it is up to 3 times slower,
+because each request is then a list of thousands of small pages. That would be too low a ceiling.
 """
 
 import json

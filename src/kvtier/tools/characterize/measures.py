@@ -137,9 +137,9 @@ class OverTime:
 class IoMeasures:
     """All measures. The fields are the keys of the command's JSON. Shares are 0 to 1, or None without requests.
 
-    Unless a name says otherwise, fields measure the chosen processes' requests at the lowest layer that was seen. If
-    bios were seen, the number and sizes of requests and the sequential shares are those at submission, because the
-    block layer splits and merges requests on their way to the device.
+    Unless a name says otherwise, fields measure the chosen processes' requests at the lowest layer that was seen. The
+    block layer splits and merges requests on their way to the device. So the number and sizes of requests and the
+    sequential shares are those at submission, if bios were seen.
     """
 
     source: str

@@ -3,7 +3,7 @@
 The instance has its own buffers and events, and is removed at the end.
 
 A page of `trace_pipe_raw` has a header (time stamp, length) and events of variable length, each with the time since
-the previous event. All pages of a batch are walked together, one event of each page per step, so an event costs only a
+the previous event. All pages of a batch are walked together, one event of each page per step. So an event costs only a
 share of a few array operations. The kernel's `events/header_page`, `events/header_event` and
 `include/linux/ring_buffer.h` describe the layout.
 """

@@ -337,7 +337,7 @@ def gpus_for(
 
     The search checks each number as a plan of that many GPUs, with the tiers of their hosts. Copies share tiers whose
     total is given, so the users of one copy are only a first estimate. The search steps by the users of a copy, and
-    then halves its last step: a copy serves more on a host that has few copies but its own tiers. If several sizes need
+    then halves its last step. A copy serves more if its host has its own tiers but few copies. If several sizes need
     equally many GPUs, the result has the size of `deployment`, or else the largest.
 
     Args:

@@ -233,9 +233,9 @@ class TraceSource:
     """Draws whole sessions of a trace in another order, with their lengths, pauses and shared blocks.
 
     A block is *shared*, like a system prompt, if it is used throughout at least half of the trace and many distinct
-    blocks follow it, or if a shared block descends from it. Requests with any other block in common belong to one
-    session, as do the requests of a named session. The start times of sessions stay. Each start gets a session that
-    began at about that time, and each session is used once. So changes in the course of the trace are preserved. A
+    blocks follow it. The ancestors of a shared block are shared as well. Requests with any other block in common belong
+    to one session, as do the requests of a named session. The start times of sessions stay. Each start gets a session
+    that began at about that time, and each session is used once. So changes in the course of the trace are preserved. A
     longer trace repeats the model with the same shared blocks and new sessions.
 
     Args:
