@@ -1,4 +1,4 @@
-"""Reads facts of this machine that limit I/O: mounts, memory, swap, limits of cgroups, locked memory and GPUs."""
+"""Reads facts about this machine that limit I/O: mounts, memory, swap, limits of cgroups, locked memory and GPUs."""
 
 import os
 import re
@@ -35,18 +35,18 @@ class Mount(NamedTuple):
     """File system type, such as ``ext4`` or ``nfs4``."""
     source: str
     options: frozenset[str]
-    """Options of the mount and of the file system, ``key`` or ``key=value``."""
+    """Options of the mount and of the file system, each as ``key`` or ``key=value``."""
     device: str
     """``major:minor``, with major 0 if there is no block device."""
 
     @property
     def is_memory(self) -> bool:
-        """Whether its content is in host memory."""
+        """Whether the file system keeps its content in host memory."""
         return self.kind in MEMORY_KINDS
 
     @property
     def is_network(self) -> bool:
-        """Whether it is a network file system."""
+        """Whether this is a network file system."""
         return self.kind in NETWORK_KINDS or (self.kind.startswith("fuse.") and self.kind not in _LOCAL_FUSE)
 
 
@@ -67,7 +67,7 @@ def parse_mounts(text: str) -> list[Mount]:
 
 
 def mount_of(path: Path, mounts: Iterable[Mount]) -> Mount | None:
-    """Return the mount of `path`, which is absolute and without symbolic links."""
+    """Return the mount of `path`, an absolute path without symbolic links."""
     above = [mount for mount in mounts if path.is_relative_to(mount.point)]
     longest = max((len(mount.point) for mount in above), default=0)
     return next((mount for mount in reversed(above) if len(mount.point) == longest), None)
@@ -80,7 +80,7 @@ def read_mounts(path: Path = MOUNTINFO) -> list[Mount]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts of the machine. None means unknown."""
+    """Facts about the machine. None means unknown."""
 
     mounts: tuple[Mount, ...] = ()
     memory_bytes: int
@@ -94,11 +94,11 @@ class Facts:
     """Runnable and disk-waiting processes, averaged over a minute."""
     has_gpu: bool = False
     huge_pages: str | None = None
-    """``always``, ``madvise`` or ``never``."""
+    """The kernel's setting for transparent huge pages: ``always``, ``madvise`` or ``never``."""
     io_limits: Mapping[str, str] = field(default_factory=dict[str, str])
-    """For each drive (``major:minor``), the I/O limits of this process's control group."""
+    """The I/O limits of this process's control group, by drive (``major:minor``)."""
     drives: Mapping[str, str] = field(default_factory=dict[str, str])
-    """For each mounted device its whole drive, both as ``major:minor``."""
+    """The whole drive of each mounted device, both as ``major:minor``."""
 
     def io_limit(self, device: str) -> str | None:
         """Return the limit on the drive of a mounted `device`."""
@@ -106,7 +106,7 @@ class Facts:
 
 
 def read_facts() -> Facts:
-    """Read the facts of this machine."""
+    """Read the facts about this machine."""
     mounts, load = read_mounts(), text_of(Path("/proc/loadavg"))
     meminfo = parse_meminfo(text_of(Path("/proc/meminfo")))
     drives = {mount.device: whole_drive(mount.device) for mount in mounts if not mount.device.startswith("0:")}
@@ -161,7 +161,7 @@ def parse_throttle(name: str, text: str) -> dict[str, str]:
 
 
 def _io_limits() -> dict[str, str]:
-    """Return the I/O limits of this process's control group and its ancestors. The innermost wins."""
+    """Return the I/O limits of this process's control group and its ancestors. The innermost limit wins."""
     found: dict[str, str] = {}
     for folder, is_version_2 in reversed([*levels("blkio")]):
         if is_version_2:

@@ -1,4 +1,4 @@
-"""Options that several tools have, their types, and the signals of commands that run for a while."""
+"""Options of several tools, the types of these options, and the signals of long-running commands."""
 
 import shlex
 import signal
@@ -59,7 +59,7 @@ class Bytes(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - no
 
 
 def gpu_option(help: str) -> Callable[[Any], Any]:  # noqa: A002 - the word that click uses
-    """Return the option `--gpu`, which takes one kind of GPU."""
+    """Return the option `--gpu` for one kind of GPU."""
     return click.option("--gpu", multiple=True, metavar="[Nx]NAME", callback=only_one("one kind of GPU"), help=help)
 
 
@@ -74,24 +74,24 @@ ignore_option = click.option(
     callback=_split,
     help="Read the config.json without these fields; repeatable.",
 )
-"""The option `--ignore` of the commands that read a config.json, as names without commas."""
+"""The option `--ignore` of the commands that read a config.json. Its values are names without commas."""
 
 
 def refuse_beside(option: str) -> None:
-    """Refuse other parameters beside `option` and --json, since the list that `option` prints ignores them."""
+    """Refuse parameters other than `option` and --json, because the list that `option` prints ignores them."""
     shown = [it.opts[0] for it in click.get_current_context().command.params if is_given(it.name or "")]
     if others := [name for name in shown if name not in (option, "--json")]:
         raise click.UsageError(f"{option} is given with {', '.join(others)}; allowed: {option} alone, or with --json")
 
 
 def origin(name: str) -> str:
-    """Return ``flag`` if the running command's parameter is on the command line, else ``default``."""
+    """Return ``flag`` if the running command's parameter is on the command line, or else ``default``."""
     return "flag" if is_given(name) else "default"
 
 
 @contextmanager
 def noted_signals(*numbers: signal.Signals) -> Generator[Callable[[], int | None]]:
-    """Yield a function that returns the signal that arrived, if any. The second signal ends the process as usual."""
+    """Yield a function that returns the signal that arrived, if any. A second one ends the process as usual."""
     seen: int | None = None
 
     def note(number: int, _frame: FrameType | None) -> None:

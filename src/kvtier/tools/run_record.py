@@ -1,7 +1,7 @@
-"""Makes and writes the JSON record of a measurement: figures, and every condition under which they were measured.
+"""Makes and writes the JSON record of a measurement, with the figures and all conditions of the measurement.
 
-The tables in the documents are made from records, so a record holds all conditions of its figures. `VERSION` rises when
-a member changes its meaning.
+The tables in the documents are made from records, so a record contains all conditions of its figures. `VERSION` rises
+if a member changes its meaning.
 """
 
 import os
@@ -38,11 +38,11 @@ LIBRARIES = (
     "sglang",
     "mooncake-transfer-engine-non-cuda",
 )
-"""Distributions whose versions are recorded if they are installed."""
+"""Distributions whose versions are recorded, if installed."""
 
 GIT_DEADLINE_S = 5.0
 GPU_DEADLINE_S = 20.0
-"""Time limit for nvidia-smi. If no process uses the GPU, the driver may have to be loaded first."""
+"""Time limit for nvidia-smi. The driver may have to be loaded first if no process uses the GPU."""
 GPU_QUERY = "--query-gpu=name,driver_version,memory.total,power.limit"
 
 
@@ -63,15 +63,15 @@ def make_record(
     samples: Sequence[object] = (),
     directory: Path | None = None,
 ) -> dict[str, object]:
-    """Return the record of one run, as plain values that `json` can write.
+    """Return the record of one run as plain values for JSON.
 
     Args:
         benchmark: name of the benchmark, for example ``"demo"`` or ``"io"``.
         settings: every setting that affects a figure.
         seed: seed of random draws, if any.
-        results: the summary.
-        samples: the raw measurements behind the summary.
-        directory: where the run's files are, to record the file system.
+        results: summary of the measurement.
+        samples: raw measurements behind the summary.
+        directory: directory of the run's files, whose file system is recorded.
     """
     return {
         "version": VERSION,
@@ -139,13 +139,13 @@ def gpus() -> list[str]:
 
 
 def file_system(directory: Path) -> str:
-    """Return the kind of file system, such as ``"ext4"``, of `directory`, which need not exist yet."""
+    """Return the kind of the file system of `directory`, such as ``"ext4"``. The directory need not exist yet."""
     mount = mount_of(directory.resolve(), read_mounts())
     return mount.kind if mount else "unknown"
 
 
 def drive(directory: Path) -> str:
-    """Return the model of the drive below `directory`, or its device's name, or an empty string if there is none."""
+    """Return the model of the drive that holds `directory`, or else the device's name; empty if there is no drive."""
     mount = mount_of(directory.resolve(), read_mounts())
     device = whole_drive(mount.device) if mount else "0:0"
     if device.startswith("0:"):
@@ -163,7 +163,7 @@ def commit() -> dict[str, object] | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return Git's output in the package's directory, or None without Git or a checkout, or after a time-out."""
+    """Return Git's output in the package's directory, or None without Git, without a checkout or after a time-out."""
     here = Path(__file__).parent
     # An installed package may be in a virtual environment inside another project's checkout.
     if "site-packages" in here.parts:
@@ -178,7 +178,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def write_record(path: Path | None, benchmark: str, **conditions: Any) -> None:  # noqa: ANN401 - of `make_record`
-    """Write the record if `--record` asks for one, and say so."""
+    """Write the record if `--record` asks for one, and print the path."""
     if path is not None:
         write_json("--record", path, make_record(benchmark, **conditions))
         tell_written(path)

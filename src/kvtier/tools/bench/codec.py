@@ -1,7 +1,7 @@
-"""`kvtier bench codec`: how much each installed codec saves and how fast it is, on a model's KV and on random numbers.
+"""`kvtier bench codec`: the ratio and the speed of each installed codec, on a model's KV and on random numbers.
 
-One thread encodes the sections of a chunk, then decodes them. There are no checksums. The codecs take turns, because a
-machine's speed drifts. Ratios compare whole frames. Lossy codecs are measured with numba and with torch.
+One thread encodes the sections of a chunk, then decodes them, without checksums. The codecs take turns, because a
+machine's speed drifts. Ratios compare whole frames. Lossy codecs run with numba and with torch.
 """
 
 import statistics
@@ -38,7 +38,7 @@ from kvtier.types import ObjectName
 
 CHUNK_TOKENS = 256
 HEAD_DIM = 64
-"""Channels of a head of SmolLM2."""
+"""Channels of an attention head of SmolLM2."""
 
 ELEMENTS: Mapping[Element, str] = {
     "bf16": "bfloat16",
@@ -46,14 +46,14 @@ ELEMENTS: Mapping[Element, str] = {
     "fp8e4m3": "float8_e4m3fn",
     "fp8e5m2": "float8_e5m2",
 }
-"""Types to which a model's KV is rounded, with their names in torch."""
+"""Types to which a model's KV is rounded, with the names of these types in torch."""
 
 Frame = Sequence[npt.NDArray[np.uint8]]
-"""The sections of a chunk, of at most `SECTION_BYTES_MAX` bytes each."""
+"""The sections of a chunk. Each has at most `SECTION_BYTES_MAX` bytes."""
 Source = tuple[str, Element]
-"""The source of numbers, such as a model, and their type."""
+"""The source of the numbers, such as a model, and the type of the numbers."""
 _Sample = tuple[bool, float, float]
-"""Whether every byte came back unchanged, then GB/s of encoding and of decoding."""
+"""Whether every byte came back unchanged, the GB/s of encoding, and the GB/s of decoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class CodecRow:
     model: str
     """Source and type of the numbers."""
     ratio: float
-    """Bytes of unencrypted frames divided by the bytes of raw frames, headers and padding included."""
+    """Bytes of unencrypted frames divided by the bytes of raw frames, both with headers and padding."""
     encode_gb_per_s: float
-    """Median, on one core."""
+    """Median GB/s on one core."""
     decode_gb_per_s: float
     bit_exact: bool
     is_wrong: bool
@@ -77,7 +77,7 @@ class CodecRow:
 
 @dataclass(frozen=True, slots=True)
 class CodecBenchResult:
-    """All rows and their conditions."""
+    """All rows and the conditions of the measurement."""
 
     results: list[CodecRow]
     repeats: int
@@ -90,7 +90,7 @@ def normal_frames(seed: int, frames: int = 2, sections: int = 4) -> list[Frame]:
 
 
 def kv_frames(kv: Any, model: str) -> dict[Source, list[Frame]]:  # noqa: ANN401 - torch's types are partly unknown
-    """Return a model's KV in each of `ELEMENTS`. The keys of a layer are one section, and so are its values.
+    """Return a model's KV in each of `ELEMENTS`. The keys of a layer are one section, and the values another.
 
     Args:
         kv: a torch tensor in float32, of shape (layers, 2, KV heads, tokens, head dimension). The number of tokens is
@@ -108,7 +108,7 @@ def kv_frames(kv: Any, model: str) -> dict[Source, list[Frame]]:  # noqa: ANN401
 
 
 def installed(element: Element) -> dict[str, Codec | LossyCodec]:
-    """Return the codecs that can be used here for numbers of this type, by their names in results.
+    """Map the names of results to the installed codecs for numbers of this type.
 
     A lossy codec has a name for each package that implements it.
     """
@@ -211,7 +211,7 @@ def _ratio(codec: Codec | LossyCodec, element: Element, frames: Sequence[Frame])
 def _sample(
     codec: Codec | LossyCodec, cuts: Sequence[Cut], frames: Sequence[Frame], room: memoryview, back: memoryview
 ) -> _Sample:
-    """Encode and decode each frame; `room` holds it encoded, `back` decoded."""
+    """Encode each frame into `room`, and decode it into `back`."""
     encode_s, decode_s, bit_exact = 0.0, 0.0, True
     for frame in frames:
         stored: list[memoryview] = []

@@ -1,4 +1,4 @@
-"""Three ways to one store: its raw client, the tier, and a session with the tier below it."""
+"""Three paths to one store: the store's raw client, the tier, and a session above the tier."""
 
 import os
 import threading
@@ -44,7 +44,7 @@ from kvtier.types import (
 )
 
 TIER_NAMES = 23
-"""Names in a tier's lookup, about as many as the core asks a remote tier for in a round."""
+"""Names in a tier's lookup. The core asks a remote tier for about as many in a round."""
 SESSION_NAMES = 512
 """Chunks in a session's lookup. The tier has all of them."""
 SMALL_BYTES = 4096
@@ -60,7 +60,7 @@ def new_names(count: int) -> list[ObjectName]:
 
 
 def put(tier: Tier, name: ObjectName, frame: memoryview) -> None:
-    """Write an object to a tier, as a raw client does.
+    """Write an object to a tier through the interface of a raw client.
 
     Raises:
         TierError: the tier did not admit the object.
@@ -70,7 +70,7 @@ def put(tier: Tier, name: ObjectName, frame: memoryview) -> None:
 
 
 def get(tier: Tier, name: ObjectName, into: memoryview) -> None:
-    """Read an object of a tier, as a raw client does.
+    """Read an object of a tier through the interface of a raw client.
 
     Raises:
         TierError: the tier does not have the object.
@@ -80,18 +80,17 @@ def get(tier: Tier, name: ObjectName, into: memoryview) -> None:
 
 
 class ClientPath:
-    """Moves whole buffers through a client, each in a thread of its own.
+    """Moves whole buffers through a client, with one thread per buffer.
 
-    The methods raise if an operation fails, or loads bytes that differ from the stored ones. So do those of
-    `SessionPath`.
+    The methods here and in `SessionPath` raise if an operation fails, or loads bytes that differ from the stored ones.
 
     Args:
         put: stores a buffer.
-        get: fills a buffer, perhaps at another node.
+        get: fills a buffer, possibly on another node.
         delete: deletes an object.
-        subject: name of what failed, for messages.
+        subject: name of the client in error messages.
         size: bytes of an object.
-        in_flight: threads.
+        in_flight: number of threads.
     """
 
     def __init__(
@@ -139,17 +138,17 @@ class ClientPath:
 
 
 class SessionPath:
-    """Moves an engine's chunks in host memory through a session. A store ends when the tier has all of them.
+    """Moves an engine's chunks in host memory through a session. A store ends when the tier has all chunks.
 
     Each store, load and lookup opens a new session, whose host memory is empty.
 
     Args:
         tier: the tier.
-        reader: the same tier for loads and lookups, perhaps as another node opens it.
+        reader: the same tier for loads and lookups, possibly opened as on another node.
         is_remote: see `TierRules`.
         size: payload bytes of a chunk.
-        in_flight: number of promotions in flight, of demotions, and of threads for each.
-        count: the most chunks in a store or load.
+        in_flight: number of promotions, and of demotions, in flight. Each kind has this number of threads.
+        count: largest number of chunks in a store or load.
     """
 
     def __init__(self, tier: Tier, reader: Tier, size: int, in_flight: int, count: int, *, is_remote: bool) -> None:
@@ -164,9 +163,9 @@ class SessionPath:
         )
         self.layout = layout_of(size)
         self._kinds = min(in_flight, count)
-        """Number of different chunks in the engine's memory. A prompt's chunk n is the one at n modulo this number."""
+        """Number of different chunks in the engine's memory. Chunk n of a prompt is the one at n modulo this number."""
         self._blocks = engine_blocks(size, self._kinds)
-        # The core gives transfers of all tiers a quarter of the slots.
+        # The core gives the transfers of all tiers a quarter of the slots.
         self._slots = max(4 * in_flight, count) + 4
         self._arena = Arena(self.layout, (self._slots,), populate=True)
 

@@ -1,20 +1,19 @@
-"""Measures stores and cold loads through the whole path, next to the hardware's limit in the same run.
+"""Measures stores and cold loads through the whole path, and the hardware's limit in the same run.
 
     host        engine blocks to host slots and back, through core and mover     ceiling: a plain copy of memory
-    directory   host slot to file (seal, write), file to host slot (read, open)  ceiling: fio with direct I/O
+    directory   host slot to file (pack, write), and back (read, unpack)         ceiling: fio with direct I/O
     disk        host slot to segment and back, likewise
 
 The tiers are full, as they are in production: every store replaces victims, and fio overwrites its files. With
 `is_fresh` both write new files, which also measures the file system's allocation. A mix stores and loads at the same
-time, like an engine under load. With several streams the objects of as many engines are interleaved.
+time, like an engine under load. Several streams interleave the objects of several engines.
 
-Every checksum is verified inside the timed part of a load; afterwards the slots are compared with what was stored. The
-two sides of a ratio alternate, A B A B, because a machine's speed drifts. `device_share` shows whether a cache
-served reads.
+The timed part of a load verifies every checksum. Afterwards the slots are compared with the stored bytes. The two sides
+of a ratio alternate, A B A B, because a machine's speed drifts. `device_share` shows whether a cache served reads.
 
-fio runs in the same directory, with the same sizes and threads. The ceiling uses huge pages for its buffers, as
-kvtier's arena does. On a virtual disk plain fio is up to 3 times slower, because each request is then a list of
-thousands of small pages. That would be too low a ceiling. Both are measured.
+fio runs in the same directory, with the same sizes and threads. The ceiling is fio with huge pages for its buffers,
+because kvtier's arena has them too. Plain fio is measured as well. On a virtual disk it is up to 3 times slower,
+because each request is then a list of thousands of small pages. That would be too low a ceiling.
 """
 
 import json
@@ -44,7 +43,7 @@ from kvtier.tools.probe.run import busy_warnings
 DEADLINE_S = 300.0
 
 HUGE_PAGES = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
-"""Makes malloc request transparent huge pages (glibc 2.35 and later; earlier ones ignore it)."""
+"""Makes malloc request transparent huge pages. Versions of glibc before 2.35 ignore it."""
 
 
 def has_fio() -> bool:
@@ -65,20 +64,20 @@ class FioResult(NamedTuple):
     """One run of fio."""
 
     gb_per_s: float
-    """10^9 bytes per second, both directions together."""
+    """10^9 bytes per second, in both directions together."""
     latency_us: IoLatency
-    """Latency of one request. In a mix only reads count."""
+    """Latency of one request. In a mix, only reads count."""
 
 
 class Fio:
     """fio's files in `directory`, created once and then overwritten and read, like a full store.
 
     Args:
-        directory: where the files are; `close` removes them.
+        directory: directory of the files, which `close` removes.
         block_bytes: size of one request.
-        threads: jobs, each with a file of its own and one request at a time.
+        threads: number of jobs. Each has its own file and one request at a time.
         total_bytes: bytes that all jobs move in one measurement, rounded up to whole blocks.
-        is_direct: direct I/O; otherwise through the page cache, invalidated before each run.
+        is_direct: use direct I/O; otherwise use the page cache, which is invalidated before each run.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Fio:
         ]
 
     def measure(self, op: str, *, read_percent: int | None = None, is_plain: bool = False) -> FioResult:
-        """Run a ``"store"`` (writes, to new files at the first call), a ``"load"`` or a mix.
+        """Run a ``"store"`` (writes; the first call creates the files), a ``"load"`` or a mix.
 
         Args:
             op: the operation.
@@ -145,10 +144,10 @@ SIZES = (32 << 20, 4 << 20, 512 << 10, 64 << 10)
 SIZE_LEAST, SIZE_MOST = 4096, 256 << 20
 TIERS = tuple(kind for kind in registry.names() if registry.measures_directories(kind))
 SPARE_BYTES = 192 << 20
-"""Bytes that a kind of tier may take beyond its objects."""
+"""Bytes that a tier of any kind may take in addition to its objects."""
 HOST_THREADS = 2
 QUICK_S = 120.0
-"""The default deadline. On a drive of 40 MB/s the last repeat ends within another minute."""
+"""The default deadline. On a drive of 40 MB/s the last repeat ends at most a minute later."""
 CEILING = "fio psync, direct=1, buffers in huge pages, as many jobs as threads"
 BUFFERED = "fio psync, buffered (the file system has no direct I/O), as many jobs as threads"
 
@@ -167,18 +166,18 @@ class IoRow:
     """`gb_per_s` divided by the ceiling."""
     ratio_span: Span
     plain_gb_per_s: float
-    """The rate of fio without huge pages. Host rows repeat the ceiling."""
+    """The rate of fio without huge pages. Host rows repeat the ceiling here."""
     cpu_s_per_gb: float
     threads: int
     mix: str
-    """Reads/writes, in percent of bytes."""
+    """Reads/writes, as percentages of the bytes."""
     direct_io: bool
     samples: tuple[tuple[float, float, float], ...]
-    """The measured GB/s, the ceiling's and plain fio's, for each repeat."""
+    """GB/s of the measured side, the ceiling and plain fio, for each repeat."""
     streams: int = 1
     """Engines whose objects were interleaved."""
     latency_us: IoLatency | None = None
-    """Latency of one object, over all repeats: pack and write, or read and verify. In a mix only loads count."""
+    """Latency of one object over all repeats: pack and write, or read and verify. In a mix, only loads count."""
     ceiling_latency_us: IoLatency | None = None
     """Latency of one request of fio, as medians over the repeats."""
     device_share: float | None = None
@@ -253,7 +252,7 @@ def io_row(
 
 @dataclass(frozen=True, slots=True)
 class IoResult:
-    """All rows and their conditions."""
+    """All rows and the conditions of the measurement."""
 
     results: tuple[IoRow, ...]
     ceiling: str
@@ -272,7 +271,7 @@ class _IoRun:
 
     root: Path
     tiers: Mapping[str, str]
-    """Each kind or tier as the user gave it, by name."""
+    """Each kind or tier by name, as the user gave it."""
     repeats: int
     is_fresh: bool
     mixes: Sequence[int]
@@ -304,17 +303,17 @@ def run(
     Args:
         directory: a directory on the drive to measure; all files go to a temporary directory in it.
         sizes: payload bytes of a chunk.
-        tiers: kinds or tiers (`trial_settings`), measured in turn, with the same ceiling.
-        threads: thread counts; without `keep_all` only the fastest row of each tier, op and size is kept.
+        tiers: kinds or tiers (`trial_settings`), which are measured in turn against the same ceiling.
+        threads: thread counts. Without `keep_all`, only the fastest row of each tier, op and size is kept.
         repeats: pairs of samples per row.
-        sample_bytes: bytes moved by one sample.
+        sample_bytes: bytes that one sample moves.
         keep_all: keep the rows of all thread counts.
         is_fresh: store to new files instead of into a full tier.
         mixes: percentage of reads in each additional mix of reads and writes.
         streams: engines whose objects are interleaved.
         advance: called with 1 after each repeat of a row.
         keep: called with the result after each size.
-        deadline_s: after this time no further size starts, and a row runs only its first repeat; None: no deadline.
+        deadline_s: after this time no further size starts, and a row runs only its first repeat. None: no deadline.
 
     Raises:
         ConfigError: fio is not installed or fails, the directory cannot be used, or a size is not allowed.
@@ -369,7 +368,7 @@ def host_row(op: str, size: int, count: int, repeats: int, advance: Advance) -> 
 
 
 def _check_room(it: _IoRun, sample_bytes: int, size: int) -> None:
-    """Fail before the first sample if the files will not fit."""
+    """Fail before the first sample if the files do not fit on the drive."""
     needed = sample_bytes * (1 + 2 * len(it.tiers)) + max(SPARE_BYTES, 6 * size)
     free = shutil.disk_usage(it.root).free
     if needed > free:
@@ -399,7 +398,7 @@ def _tier_rows(it: _IoRun, size: int, count: int, threads: int) -> list[IoRow]:
         for op, reads in ops:
             plain = ceiling.measure(op, read_percent=reads, is_plain=True)
             if it.is_fresh and op == "store":
-                ceiling.close()  # fio creates new files too
+                ceiling.close()  # fio creates new files as well
             allowed = ceiling.measure(op, read_percent=reads)
             for place, tier in enumerate(tiers):
                 pairs[place, op, reads] = IoPair(
@@ -437,7 +436,7 @@ def _sample(tier: FullTier, op: str, reads: int | None) -> IoSample:
 
 
 def _fill(ceiling: Fio, tiers: list[FullTier]) -> None:
-    """Store twice, so that spare segments have been written to as well."""
+    """Store twice, so that spare segments have been written as well."""
     ceiling.measure("store")
     for tier in tiers:
         tier.store()

@@ -56,9 +56,9 @@ DEADLINE_S = 120.0
 LAYER_BYTES = 1 << 20
 """Bytes of a layer, if the chunk is large enough."""
 GRAIN_BYTES = BLOCKS * 256
-"""A layer's bytes are a multiple of this, so that a block has at least 256 bytes."""
+"""Divisor of a layer's bytes. It gives each block at least 256 bytes."""
 COMPARED_BYTES = 4096
-"""Bytes of each slot that are compared after the timed part. Inside it every checksum is verified."""
+"""Bytes of each slot to compare after the timed part, which verifies every checksum."""
 PROC_IO = Path("/proc/self/io")
 
 Blocks = npt.NDArray[np.uint8]
@@ -76,7 +76,7 @@ class IoSample:
 
 
 def layout_of(size: int) -> KvLayout:
-    """Return a layout of one group whose chunk has `size` bytes, in layers of about a MiB."""
+    """Return a layout of one group whose chunks have `size` bytes, in layers of about a MiB."""
     layers = next(n for n in range(max(1, size // LAYER_BYTES), 0, -1) if size % (n * GRAIN_BYTES) == 0)
     return KvLayout(CHUNK_TOKENS, (GroupLayout(History(), (size // layers,) * layers, "bench"),))
 
@@ -87,7 +87,7 @@ def chunk_key(number: int) -> ChunkKey:
 
 
 class FullTier:
-    """A tier at its capacity and a mover, without core and engine.
+    """A tier at its capacity with a mover, but without a core or an engine.
 
     Args:
         word: name of a kind, or a tier as `--tier` takes it; see `trial_settings`.
@@ -95,9 +95,9 @@ class FullTier:
         size: payload bytes of an object.
         count: objects per sample.
         threads: number of read threads, and of write threads.
-        streams: engines whose objects are interleaved, each in its own order.
-        read_percent: share of reads in the mix with the most stores, which need capacity beyond the loaded objects. 100
-            means no mix.
+        streams: number of engines whose objects are interleaved. Each engine keeps its own order.
+        read_percent: share of reads in the mix with the most stores. Stores of a mix need capacity beyond the loaded
+            objects. 100 means no mix.
         seed: seed for the order of the streams.
     """
 
@@ -131,7 +131,7 @@ class FullTier:
             payload[:] = np.random.default_rng(slot).integers(0, 256, len(payload), np.uint8)
         self._own = [bytes(self.arena.payload(0, slot)[:COMPARED_BYTES]) for slot in range(self.slots)]
         self._kept: dict[int, int] = {}
-        """For each object of the last store, the slot that it was stored from."""
+        """The source slot of each object of the last store."""
         layers = self.layout.groups[0].layer_bytes
         tiers: dict[str, Tier] = {self.name: self.tier}
         self._mover = Mover(
@@ -161,7 +161,7 @@ class FullTier:
         )
 
     def load(self) -> IoSample:
-        """Load the objects of the last store, and compare them with what was stored."""
+        """Load the objects of the last store, and compare them with the stored bytes."""
         first = min(self._kept)
         return self._run([(Direction.PROMOTE, first + n) for n in interleaved(self.count, self.streams, self._random)])
 
@@ -197,7 +197,7 @@ class FullTier:
         return IoSample(seconds, cpu_s, latencies_s, device_bytes)
 
     def _check(self, work: Sequence[tuple[Direction, int]], used: Sequence[int]) -> None:
-        """Compare the loaded slots with what was stored, and restore each slot's own bytes for the next store."""
+        """Compare the loaded slots with the stored bytes, and restore each slot's own bytes for the next store."""
         last = {
             slot: number for (direction, number), slot in zip(work, used, strict=True) if direction is Direction.PROMOTE
         }
@@ -208,9 +208,9 @@ class FullTier:
             payload[:COMPARED_BYTES] = self._own[slot]
 
     def _move(self, work: Sequence[tuple[Direction, int]]) -> tuple[list[int], list[float]]:
-        """Run all transfers. Return their slots and their seconds.
+        """Run all transfers. Return the slots and the seconds of the transfers.
 
-        Loads and stores use different slots, so that the stored bytes are known. In a mix only loads are timed.
+        Loads and stores use different slots, so that the stored bytes are known. In a mix, only loads are timed.
 
         Raises:
             KvError: a transfer failed or timed out.
@@ -263,12 +263,12 @@ def taken(completions: SimpleQueue[Completion], wait_s: float) -> list[Completio
 
 
 def in_flight(size: int, threads: int) -> int:
-    """Return a session's default number of objects in flight: 4 per thread, or more if they are small."""
+    """Return a session's default number of objects in flight: 4 per thread, or more if the objects are small."""
     return max(4 * threads, SMALL_BYTES_IN_FLIGHT // size)
 
 
 def interleaved(count: int, streams: int, draw: random.Random) -> list[int]:
-    """Split the numbers below `count` into `streams` ascending runs, and interleave these at random."""
+    """Split the numbers below `count` into `streams` ascending runs, and interleave the runs at random."""
     if streams == 1:
         return list(range(count))
     edges = [count * stream // streams for stream in range(streams + 1)]
@@ -315,7 +315,7 @@ def open_trial(word: str, root: Path, count: int, frame: int) -> Tier:
 
 
 def engine_blocks(size: int, count: int) -> list[Blocks]:
-    """Return an engine's KV of `count` chunks of `size` bytes: an array [blocks, bytes] for each layer."""
+    """Return an engine's KV of `count` chunks of `size` bytes, as an array [blocks, bytes] for each layer."""
     layers = layout_of(size).groups[0].layer_bytes
     return [
         np.random.default_rng(number).integers(0, 256, (count * BLOCKS, layer // BLOCKS), np.uint8)
@@ -363,13 +363,13 @@ def open_session(
     """Open an empty session, and close it at the end.
 
     Args:
-        layout: layout of its chunks.
-        arena: its host memory.
+        layout: layout of the session's chunks.
+        arena: the session's host memory.
         slots: number of slots in the arena.
         engine: memory of the engine's blocks, by layer.
         tiers: the tiers below host memory.
         threads: thread counts, for copies and for each tier.
-        observer: sees its commands.
+        observer: observer of the session's commands.
     """
     mover = Mover(
         CommandRunner(
@@ -446,7 +446,7 @@ def _timed(act: Callable[[], None]) -> IoSample:
 
 def memcpy(source: list[Blocks], target: list[Blocks], threads: int) -> float:
     """Return the GB/s of a plain copy by `threads` threads."""
-    ready = Barrier(threads)  # so that no thread copies two parts
+    ready = Barrier(threads)  # makes each thread copy exactly one part
 
     def copy(_worker: int, part: int) -> int:
         ready.wait(DEADLINE_S)

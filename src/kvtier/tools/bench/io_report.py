@@ -16,13 +16,13 @@ OPS = {"store": "Store", "load": "Cold load, verified", "mix": "Reads and writes
 CAPTION = "Share of the ceiling; dots are single repeats, lines their medians."
 COLOURS = {"host": "host", "directory": "shared", "disk": "disk"}
 FROM_DEVICE = 0.9
-"""If the device delivers a smaller share of the loaded bytes, a note says that a cache delivered the rest."""
+"""If the device delivers a smaller share of the loaded bytes, a note says that a cache served the rest."""
 IMPOSSIBLE = 1.25
 """A figure above this multiple of the ceiling shows that the ceiling is wrong. Noise explains smaller excesses."""
 
 
 def io_report(result: IoResult) -> Report:
-    """Return the report of a result."""
+    """Build the report of a result."""
     facts = machine()
     found: dict[str, list[float]] = {}
     for row in (it for it in result.results if it.ratio <= IMPOSSIBLE):
@@ -124,7 +124,7 @@ def _curves(rows: list[IoRow]) -> Iterator[Curve]:
 
 
 def _line_name(rows: list[IoRow], row: IoRow) -> str:
-    """Return the tier and mix, with the threads where rows differ in nothing else."""
+    """Return the tier and mix, and the threads if rows differ in nothing else."""
     alike = [it for it in rows if (it.tier, it.mix, it.chunk_bytes) == (row.tier, row.mix, row.chunk_bytes)]
     threads = f" {row.threads} threads" if len(alike) > 1 else ""
     return f"{row.tier}{f' {row.mix}' if row.op == 'mix' else ''}{threads}"

@@ -1,4 +1,4 @@
-"""The loop of the benchmarks, which keeps every sample, and the ratio of two rows of samples.
+"""The loop of the benchmarks, which keeps every sample, and the ratio of two series of samples.
 
 The loop repeats with a warm-up and a deadline. A ratio is the quotient of the two medians that a table prints.
 """
@@ -25,10 +25,10 @@ def repeated(
     """Return the samples of `repeats` repeats, by name.
 
     Args:
-        once: measures everything once, in turn. Its argument is the number of the repeat, below 0 while warming up.
+        once: measures everything once, in turn. It receives the number of the repeat, which is negative in a warm-up.
         repeats: number of samples for each name.
-        warm_up: number of repeats before them, whose samples are dropped.
-        until_s: monotonic time after which no repeat but the first starts.
+        warm_up: number of preceding repeats whose samples are dropped.
+        until_s: monotonic time after which only the first repeat still starts.
         advance: called with 1 after each repeat.
     """
     found: dict[Name, list[Sample]] = {}
@@ -43,11 +43,11 @@ def repeated(
 
 
 Span = tuple[float, float]
-"""The smallest and the largest quotient of two samples taken one after the other."""
+"""The smallest and the largest quotient of two consecutive samples."""
 
 
 class Ratio(NamedTuple):
-    """How one row of samples compares with another."""
+    """The ratio of one series of samples to another."""
 
     value: float
     """Quotient of the medians."""
@@ -55,9 +55,9 @@ class Ratio(NamedTuple):
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Return the ratio of two rows of samples, taken in turn.
+    """Return the ratio of two series of samples that were taken in turn.
 
-    The span compares neighbours, because a machine's speed drifts.
+    The span compares adjacent samples, because a machine's speed drifts.
 
     Raises:
         ValueError: the numbers of samples differ.
@@ -68,7 +68,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 
 def ratio_text(value: float | None, span: Span | None) -> str:
-    """Format a ratio as ``0.82 (0.66 to 0.91)``. One sample has no spread; without a ratio the text is empty."""
+    """Format a ratio as ``0.82 (0.66 to 0.91)``. A single sample has no span. Without a ratio the text is empty."""
     if value is None:
         return ""
     return f"{value:.2f}" if span is None or span[0] == span[1] else f"{value:.2f} ({span[0]:.2f} to {span[1]:.2f})"

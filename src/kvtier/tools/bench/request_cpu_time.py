@@ -1,6 +1,6 @@
-"""`kvtier bench core`: CPU time of a request before a byte moves, for 131,072 tokens in 512 chunks.
+"""`kvtier bench core`: CPU time of a request before any byte moves, for 131,072 tokens in 512 chunks.
 
-It covers hashing, lookup and decisions.
+The time covers hashing, lookup and decisions.
 """
 
 import random
@@ -35,9 +35,9 @@ class CoreResult:
     hash_ms: float
     """Time to turn the list of tokens into keys."""
     lookup_ms: float
-    """Time of one lookup when everything is in host memory."""
+    """Time of one lookup if all chunks are in host memory."""
     lookup_below_ms: float
-    """Time of two lookups and the probe between them, when everything is in a lower tier."""
+    """Time of two lookups and the probe between them, if all chunks are in a lower tier."""
     decide_ms: float
     """Time of all decisions to store the prompt in host memory and load it, including completions."""
     demote_ms: float
@@ -46,7 +46,7 @@ class CoreResult:
 
 
 def run(repeats: int = REPEATS, seed: int = 1, progress: Advance = lambda _step: None) -> CoreResult:
-    """Measure `repeats` times, each time on fresh state."""
+    """Measure `repeats` times, each time with fresh state."""
     draw = random.Random(seed)  # noqa: S311 - seeded on purpose
     tokens = [draw.randrange(128_000) for _ in range(PROMPT_TOKENS)]
     root = draw.randbytes(32)
@@ -110,7 +110,7 @@ def _load(cache: Cache, prefix: Prefix) -> float:
 
 
 def _lookup_below(cache: Cache, prefix: Prefix, held: set[ChunkKey]) -> float:
-    """Return the milliseconds that a lookup takes, with its probe, if only the lower tier has the chunks."""
+    """Return the milliseconds of a lookup with its probe if only the lower tier has the chunks."""
     start = time.perf_counter()
     cache.lookup(RequestId("below"), prefix, 0.0)
     _complete(cache, held)
@@ -122,7 +122,7 @@ def _lookup_below(cache: Cache, prefix: Prefix, held: set[ChunkKey]) -> float:
 
 
 def _complete(cache: Cache, held: set[ChunkKey]) -> None:
-    """Complete all commands at once, like a mover without cost; `held` is the content of the lower tier."""
+    """Complete all commands immediately, like a mover without cost. `held` is the content of the lower tier."""
     while commands := cache.take_commands():
         for command in commands:
             if isinstance(command, Transfer):

@@ -1,7 +1,7 @@
-"""`kvtier bench tier`: store, load and lookup through a tier's raw client, the tier and a session, in turn.
+"""`kvtier bench tier`: stores, loads and lookups through a tier's raw client, the tier and a session, in turn.
 
-Every sample stores new objects, loads them, compares bytes and deletes them. The order of the paths rotates from
-repeat to repeat, because a machine's speed drifts. Ratios are relative to the raw client (`bench.repeats.ratio`).
+Every sample stores new objects, loads them, compares their bytes and deletes them. The order of the paths rotates with
+each repeat, because a machine's speed drifts. Ratios are relative to the raw client (`bench.repeats.ratio`).
 """
 
 import statistics
@@ -38,11 +38,11 @@ SIZES = (4 << 20, 32 << 20)
 IN_FLIGHT = (1, 4, 16)
 SIZE_LEAST, SIZE_MOST = 4096, 1 << 30
 SAMPLE_BYTES = 64 << 20
-"""Bytes of a sample, which has at least two objects for each one in flight."""
+"""Bytes of a sample. It has at least two objects for each object in flight."""
 LOOKUPS_IN_FLIGHT = 16
-"""How many objects for lookups are written at a time."""
+"""Number of concurrent writes while objects for lookups are stored."""
 HELD = 3
-"""A temporary store has room for the objects of this many samples."""
+"""Number of samples whose objects fit into a temporary store."""
 SHARED_BYTES = 1 << 40
 """Cap of a temporary store that many nodes could share. It counts deleted objects until its next sweep."""
 
@@ -60,15 +60,15 @@ class TierRow:
     op: Op
     chunk_bytes: int
     in_flight: int
-    """For a lookup, the number of names asked for at once."""
+    """Number of operations in flight; for a lookup, the number of names in a request."""
     path: str
     gb_per_s: float | None = None
-    """Median; None for a lookup."""
+    """Median rate; None for a lookup."""
     ms: float | None = None
     """Median of a lookup of `in_flight` names; None for other operations."""
     ratio: float | None = None
-    """Speed divided by the raw client's; None without a raw client. For a lookup, the duration of one request of the
-    raw client divided by the lookup's."""
+    """Speed divided by the raw client's; None without a raw client. For a lookup, the duration of one raw request
+    divided by the duration of the lookup."""
     ratio_span: Span | None = None
     samples: tuple[float, ...] = ()
     """GB/s or ms of each repeat."""
@@ -76,7 +76,7 @@ class TierRow:
 
 @dataclass(frozen=True, slots=True)
 class TierBenchResult:
-    """All rows and their conditions."""
+    """All rows and the conditions of the measurement."""
 
     results: tuple[TierRow, ...]
     repeats: int
@@ -98,10 +98,10 @@ class TierBench:
     """Payload bytes of a chunk."""
     in_flight: Sequence[int] = IN_FLIGHT
     repeats: int = 5
-    """Samples of each row. One more comes first and is dropped."""
+    """Samples of each row, without the first one, which is dropped."""
     sample_bytes: int = SAMPLE_BYTES
     load_at: Path | None = None
-    """The tier's directory on another mount, as another node sees it. Loads and lookups go through it."""
+    """The tier's directory on another mount, as another node sees it. Loads and lookups use this mount."""
 
     def __post_init__(self) -> None:
         for size in self.sizes:
@@ -118,14 +118,14 @@ class TierBench:
         return max(2 * in_flight, self.sample_bytes // size)
 
     def run(self, advance: Callable[[float], None] = lambda _steps: None) -> TierBenchResult:
-        """Measure, and remove what was written.
+        """Measure, and remove all written objects.
 
         Args:
             advance: called with 1 after each repeat of a size and number in flight.
 
         Raises:
             ConfigError: a setting of the tier is wrong.
-            KvError: an operation failed, or returned different bytes from those stored.
+            KvError: an operation failed, or returned bytes that differ from the stored ones.
         """
         largest = frame_bytes_of(max(*self.sizes, SMALL_BYTES))
         target = ProbeTarget(self.settings, self.config, is_configured=True)
@@ -198,7 +198,7 @@ class TierBench:
         ]
 
     def _lookups(self, it: "_Ends") -> list[TierRow]:
-        """Measure lookups: one name by the raw client, a round by the tier, a whole prompt by the session."""
+        """Measure lookups of one name by the raw client, of a round by the tier, and of a prompt by the session."""
         remote = kind_of(self.settings).is_remote
         path = SessionPath(it.tier, it.reader, SMALL_BYTES, LOOKUPS_IN_FLIGHT, SESSION_NAMES, is_remote=remote)
         raw = it.raw_reader
@@ -251,7 +251,7 @@ class _Ends(NamedTuple):
     raw_reader: RawClient | None
 
     def close(self) -> None:
-        """Close all but `tier`, which has another owner."""
+        """Close everything except `tier`, which has another owner."""
         if self.reader is not self.tier:
             self.reader.close()
             if self.raw_reader is not None:

@@ -1,1 +1,1 @@
-"""Records what storage sees: requests at application, file system and device, and measures of them."""
+"""Records the requests that the application, the file system and the device see, and measures them."""

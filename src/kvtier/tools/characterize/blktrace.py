@@ -1,7 +1,7 @@
 """Reads the text of `blkparse` in its default format.
 
 An event is one line. D and C make up a request of the device, and Q is a bio of the file system. If one recorded
-device is stacked on another (A), only the bios of the upper one and the requests of the lower one count. The manual
+device is stacked on another (A), only the bios of the upper device and the requests of the lower one count. The manual
 page blkparse(1) of blktrace 1.2.0 describes the format.
 """
 
@@ -19,12 +19,12 @@ from kvtier.tools.trace.trace_files import LineErrors, short, text_lines
 
 LINE_CHARACTERS_MAX = 4096
 EVENTS_MAX = 20_000_000
-"""Maximum number of events in one recording; they take about 800 MiB of memory."""
+"""Most events in one recording. They take about 800 MiB of memory."""
 NUMBER_MAX = (1 << 63) - 1
 LETTERS_MAX = 256
 ALLOWED = "blkparse's default format, without -f"
 COMMANDS_MAX = 1 << 20
-"""Maximum number of processes whose names are kept."""
+"""Most processes whose names are kept."""
 
 _LINE = re.compile(
     r"\s*(?P<device>\d+,\d+)\s+\d+\s+\d+\s+(?P<seconds>\d+)\.(?P<ns>\d+)\s+(?P<process>\d+)\s+(?P<action>[A-Za-z]{1,2})"
@@ -45,7 +45,7 @@ _ACTIONS = "QAGIDCMFXSRB"
 _OTHER_ACTIONS = {"P", "U", "T", "UT", "m"}
 _COUNTED = {"M": "merges", "F": "merges", "X": "splits", "R": "requeues", "S": "sleeps", "B": "bounces", "A": "remaps"}
 _WITHOUT_SIZE = "XSB"
-"""Actions that need no size, because they are only counted."""
+"""Actions that require no size, because they are only counted."""
 
 
 def looks_like_blkparse(line: str) -> bool:
@@ -59,9 +59,9 @@ _EVENT = np.dtype(
         ("action", "u1"), ("letters", "u1"), ("source", "<u4"),
     ]
 )  # fmt: skip
-"""What is kept of a line. `letters` is the index of its RWBS letters, and `source` a remapped bio's device or 0."""
+"""The stored form of a line. `letters` is the index of the RWBS letters, and `source` a remapped bio's device or 0."""
 _PACKED = struct.Struct("<qIQQiBBI")
-"""The same layout, for one line."""
+"""The same layout for a single line."""
 
 
 class _Events:
@@ -129,10 +129,10 @@ def read_blkparse(path: Path) -> IoTrace:
 
     Returns:
         Bios at `IoLayer.FILE_SYSTEM`, and requests at `IoLayer.DEVICE`. A bio ends with the request that has its last
-        sector. On a stacked device it ends only with an event of its own.
+        sector. On a stacked device it ends only with its own event.
 
     Raises:
-        ConfigError: the text cannot be read, has a foreign line, or has no event or more than `EVENTS_MAX`.
+        ConfigError: the text cannot be read, has a foreign line, no event, or more than `EVENTS_MAX`.
     """
     events = _Events()
     remarks = ["The text of blkparse has no date, and its process numbers are those of threads."]
@@ -167,7 +167,7 @@ def _add_line(events: _Events, line: str) -> None:
 
 
 def _trace(events: _Events, rows: np.ndarray, lost: int, remarks: list[str]) -> IoTrace:
-    """Return the trace of all events. `rows` are the rows of `events` in order of time."""
+    """Build the trace of all events. `rows` are the rows of `events` in order of time."""
     first_ns = events.first_ns or 0
     is_write, kind = (of_letters[rows["letters"]] for of_letters in kinds_of(np.array([*events.rwbs], "S")))
     threads = [number for number, name in events.commands.items() if _KERNEL_THREAD.match(name)]
@@ -218,7 +218,7 @@ def _trace(events: _Events, rows: np.ndarray, lost: int, remarks: list[str]) -> 
 
 
 def _with_lower(issued: np.ndarray, remapped: np.ndarray, source: np.ndarray) -> list[int]:
-    """Return the devices that are remapped to another one with issues of its own."""
+    """Return the devices that are remapped to a lower device with its own issues."""
     pairs = {(int(upper), int(lower)) for upper, lower in zip(source, remapped, strict=True)}
     with_issues = set(np.unique(issued).tolist())
     return [upper for upper, lower in pairs if upper != lower and lower in with_issues]

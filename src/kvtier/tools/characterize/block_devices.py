@@ -1,6 +1,6 @@
-"""Finds the block devices that I/O requests name on this machine, and where files and allocation groups lie on them.
+"""Finds the block devices that I/O requests name on this machine, and the places of files and allocation groups there.
 
-A block device has a path, what it is stacked on, and what its queue allows. For extents of files see
+A block device has a path, lower devices on which it is stacked, and limits of its queue. For extents of files see
 `Documentation/filesystems/fiemap.rst` of the kernel, for allocation groups `ioctl_xfs_fsgeometry(2)`.
 """
 
@@ -24,33 +24,33 @@ from kvtier.tools.machine_facts import read_mounts
 
 SYSFS = Path("/sys")
 MINOR_BITS = 20
-"""In the kernel's events a device number is the major number above this many bits of the minor number."""
+"""Bits of the minor number in a device number of the kernel's events. The major number is above them."""
 QUEUE_FACTS = (
     "max_sectors_kb", "max_hw_sectors_kb", "nr_requests", "scheduler", "logical_block_size", "rotational",
     "read_ahead_kb",
 )  # fmt: skip
 NO_DISKS = ("loop", "ram", "zram", "fd", "sr")
-"""Names of devices without storage of their own. They are measured only if the user names them."""
+"""Names of devices without their own storage. They are measured only if the user names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDevice:
-    """A disk, a partition of it, or a device stacked on others."""
+    """A disk, a partition of a disk, or a device that is stacked on others."""
 
     name: str
-    """Name in sysfs, such as ``nvme0n1p2``."""
+    """The device's name in sysfs, such as ``nvme0n1p2``."""
     number: int
-    """Device number as in the kernel's events."""
+    """Device number in the form of the kernel's events."""
     disk: str
-    """The whole disk, which is `name` unless this is a partition."""
+    """Name of the whole disk. It equals `name` unless this is a partition."""
     disk_number: int
     first_sector: int = 0
     sectors: int | None = None
-    """Length of a partition; None for a whole disk."""
+    """Length of a partition in sectors; None for a whole disk."""
     partitions: tuple[int, ...] = ()
     """Numbers of a whole disk's partitions. A bio names the partition, but a request names the disk."""
     below: tuple[str, ...] = ()
-    """Devices that this one is stacked on (dm, md)."""
+    """Devices on which this one is stacked (dm, md)."""
 
     @property
     def folder(self) -> Path:
@@ -58,11 +58,11 @@ class BlockDevice:
         return SYSFS / "block" / self.disk
 
     def exists(self) -> bool:
-        """Return whether the device is still there."""
+        """Return whether the device still exists."""
         return self.folder.exists()
 
     def facts(self) -> dict[str, Any]:
-        """Return what the queue allows, as far as the kernel reports it. Figures are integers."""
+        """Return the limits of the queue, as far as the kernel reports them. Figures are integers."""
         found: dict[str, Any] = {}
         for name in QUEUE_FACTS:
             text = _read(self.folder / "queue" / name)
@@ -74,12 +74,12 @@ class BlockDevice:
 
 
 def event_number(device: int) -> int:
-    """Convert a device number of `os.stat` to the form in the kernel's events."""
+    """Convert a device number of `os.stat` to the form of the kernel's events."""
     return os.major(device) << MINOR_BITS | os.minor(device)
 
 
 def find_device(wanted: str) -> BlockDevice:
-    """Find the device that `wanted` means: a node such as /dev/nvme0n1, its name, or a file or directory on it.
+    """Find the device that `wanted` means: a node such as /dev/nvme0n1, its name, or a file or directory on the device.
 
     Raises:
         ConfigError: there is no such device, or the file system is on no device.
@@ -115,7 +115,7 @@ def find_number(number: int) -> BlockDevice | None:
 
 
 def disks() -> list[BlockDevice]:
-    """Return whole disks that are not stacked on other devices. Loop and memory devices are left out."""
+    """Return the whole disks that are not stacked on other devices, without loop and memory devices."""
     return [
         _named(folder)
         for folder in sorted((SYSFS / "block").glob("*"))
@@ -139,7 +139,7 @@ def _named(folder: Path) -> BlockDevice:
 
 
 def _number(path: Path) -> int:
-    """Read a number such as ``259:1`` from a file of sysfs, in the form that the kernel's events have."""
+    """Read a number such as ``259:1`` from a file of sysfs, and return it in the form of the kernel's events."""
     major, _, minor = (_read(path) or "0:0").partition(":")
     return int(major) << MINOR_BITS | int(minor)
 
@@ -178,9 +178,9 @@ FIEMAP, FIEMAP_SYNC = 0xC020660B, 1
 HEADER = struct.Struct("=QQIIII")
 EXTENT = np.dtype([("file", "u8"), ("begin", "u8"), ("bytes", "u8"), ("_", "u8", 2), ("flags", "u4"), ("__", "u4", 3)])
 EXTENTS = 512
-"""Extents that one call returns."""
+"""Most extents that one call returns."""
 NO_ADDRESS = 0x2 | 0x4 | 0x200
-"""Flags of extents without an address of their own: unknown, delayed, or inside the inode."""
+"""Flags of extents without their own address: unknown, delayed, or inside the inode."""
 GEOMETRY, GEOMETRY_BYTES = 0x80705864, 112
 """Number and size of ``XFS_IOC_FSGEOMETRY_V1``."""
 
@@ -191,12 +191,12 @@ class Spans(NamedTuple):
     begin: np.ndarray
     """Starts of the parts, sorted. Parts may overlap."""
     reach: np.ndarray
-    """For each part, the largest end of all parts up to it."""
+    """The largest end among each part and all earlier ones."""
 
     def hold(self, position: np.ndarray) -> np.ndarray:
-        """Return which positions lie in a part."""
+        """Return whether each position lies in a part."""
         place = np.searchsorted(self.begin, position, side="right") - 1
-        reach = np.append(self.reach, np.uint64(0))  # for -1, before the first part
+        reach = np.append(self.reach, np.uint64(0))  # index -1 stands for positions before the first part
         return position < reach[place]
 
 
@@ -207,7 +207,7 @@ def spans_of(directory: Path, device: BlockDevice) -> Spans:
         for name in names:
             with suppress(OSError):
                 descriptor, status = open_file(f"{folder}/{name}", os.O_RDONLY)
-                with os.fdopen(descriptor) as file:  # it may be on another device that is mounted below the directory
+                with os.fdopen(descriptor) as file:  # may be on another device that is mounted below the directory
                     found += _extents(file) if event_number(status.st_dev) == device.number else ()
     extents = np.concatenate(found)
     extents = np.sort(extents[extents["flags"] & NO_ADDRESS == 0], order="begin")
@@ -216,7 +216,7 @@ def spans_of(directory: Path, device: BlockDevice) -> Spans:
 
 
 def within(requests: np.ndarray, spans: list[Spans]) -> np.ndarray:
-    """Return the `requests` that start in one of `spans`, and all of the application's, which have no address."""
+    """Return the `requests` that start in one of `spans`, and the application's, which have no address."""
     kept = requests["layer"] == IoLayer.APPLICATION
     for each in spans:
         kept |= each.hold(requests["position"])
@@ -224,7 +224,7 @@ def within(requests: np.ndarray, spans: list[Spans]) -> np.ndarray:
 
 
 def allocation_groups(disk: str) -> dict[str, list[dict[str, int]]]:
-    """Return number, size and start of the allocation groups of each XFS on a disk, if any."""
+    """Return the number, the size and the start of the allocation groups of each XFS on a disk, if any."""
     found: dict[int, dict[str, int]] = {}
     for mount in read_mounts():
         device = find_number(os.makedev(*map(int, mount.device.split(":")))) if mount.kind == "xfs" else None

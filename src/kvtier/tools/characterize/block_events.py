@@ -1,4 +1,4 @@
-"""Records the block layer's events of one capture, and joins them to requests."""
+"""Records the block layer's events in one capture, and joins them into requests."""
 
 from collections import Counter
 
@@ -25,7 +25,7 @@ SEEN = np.dtype(
         ("is_write", "?"), ("kind", "u1"),
     ]
 )  # fmt: skip
-"""What is kept of one event. `process` and `thread` queued a bio, and are 0 for other events."""
+"""The stored form of an event. `process` and `thread` queued a bio, and are 0 for other events."""
 
 BIO_QUEUE, BIO_END = "block_bio_queue", "block_bio_complete"
 ISSUE, END, REQUEUE = "block_rq_issue", "block_rq_complete", "block_rq_requeue"
@@ -33,11 +33,11 @@ BIO_MERGES = ("block_bio_backmerge", "block_bio_frontmerge")
 NEW_TASK = "task/task_newtask"
 _WHERE = ("common_pid", "dev", "sector", "nr_sector", "rwbs")
 _DEVICE_SHIFT = np.uint64(48)
-"""Bits of a sector's number; the device's number is above them."""
+"""Bits of a sector's number. The device's number is above them."""
 _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
 """An odd factor that spreads sizes over all bits of a key."""
 _WRITE_SHIFT = np.uint64(47)
-"""The bit is above the sectors of 64 PiB."""
+"""Bit for writes in a key, above the sector numbers of 64 PiB."""
 
 
 class BlockEvents:
@@ -46,7 +46,7 @@ class BlockEvents:
     Args:
         instance: the instance of tracefs.
         devices: devices whose events are recorded.
-        tree: learns of new processes, and names the process of each bio.
+        tree: process tree. It learns of new processes, and knows the process of each bio.
     """
 
     def __init__(self, instance: TraceInstance, devices: list[BlockDevice], tree: ProcessTree) -> None:
@@ -54,7 +54,7 @@ class BlockEvents:
         self._disk_of = {number: it.disk_number for it in devices for number in (it.number, *it.partitions)}
         self._kept: dict[str, list[np.ndarray]] = {name: [] for name in (BIO_QUEUE, BIO_END, ISSUE, END, REQUEUE)}
         self.count = 0
-        """Number of events kept."""
+        """Number of events that were kept."""
         self._counts: Counter[str] = Counter()
         self._gaps: list[np.ndarray] = []
         of_request = " || ".join(_request_condition(it) for it in devices)
@@ -102,7 +102,7 @@ class BlockEvents:
         return seen
 
     def requests(self, began_ns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, int]]:
-        """Join the events to requests. `began_ns` is time 0.
+        """Join the events into requests. `began_ns` is time 0.
 
         Returns:
             The requests that the driver issued, and the bios that the file system or the application submitted, both
@@ -123,7 +123,7 @@ class BlockEvents:
         return device, file_system, seen[BIO_QUEUE]["thread"], counts
 
     def _sorted(self, name: str) -> np.ndarray:
-        """Return all events of this name by time. A partition's events count as its disk's."""
+        """Return all events of this name in order of time. Events of a partition count as those of its disk."""
         seen = np.concatenate([np.zeros(0, SEEN), *self._kept[name]])
         self._kept[name] = []
         for number, disk in self._disk_of.items():
@@ -133,7 +133,7 @@ class BlockEvents:
 
 
 def _request_condition(device: BlockDevice) -> str:
-    """Return a condition on requests. They name the whole disk only, so sectors select a partition."""
+    """Return a condition on requests. Requests name only the whole disk, so sectors select a partition."""
     if device.sectors is None:
         return f"dev == {device.disk_number}"
     end = device.first_sector + device.sectors
@@ -149,21 +149,21 @@ def join(
     gaps: np.ndarray,
     began_ns: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Join events to requests of the device and to bios.
+    """Join events into requests of the device and into bios.
 
     Args:
         bios: bios that were queued, as rows of `SEEN` in order of time, like all events here.
         bio_ends: completions of bios. Only devices without requests (dm, md, zram) have them.
-        issues: requests that the driver got. If no bio covers a request, it keeps its own `process`.
+        issues: requests that the driver got. A request that no bio covers keeps its own `process`.
         ends: completions of requests.
         requeues: requests that the driver handed back.
-        gaps: rows of start and end in ns, between which events may be lost.
+        gaps: rows of start and end in ns. Events in between may be lost.
         began_ns: time 0.
 
     Returns:
         Rows of `events.REQUEST`, for requests in the order of their last issue, and for `bios`.
     """
-    # By the time a bio ends its first sector may have advanced, but not its last.
+    # At the end of a bio its first sector may have advanced, but not its last.
     file_system = _rows(bios, bio_ends, _pair(bios, bio_ends, gaps, is_end=True), began_ns, IoLayer.FILE_SYSTEM)
     file_system["process"] = bios["process"]
     issues, first_ns = _issued_again(issues, requeues, 1 if len(gaps) else NESTED_MAX)
@@ -191,7 +191,7 @@ def join(
 def _pair(issues: np.ndarray, ends: np.ndarray, gaps: np.ndarray, *, is_end: bool = False) -> np.ndarray:
     """Return for each issue the index of its completion, or -1.
 
-    Gaps are rows of start and end, between which events may be lost. A completion after a gap may belong to another
+    Gaps are rows of start and end. Events in between may be lost, so a completion after a gap may belong to another
     issue.
     """
     keys = _key(issues, is_end=is_end), _key(ends, is_end=is_end)
@@ -206,29 +206,29 @@ def _pair(issues: np.ndarray, ends: np.ndarray, gaps: np.ndarray, *, is_end: boo
 
 
 def _key(seen: np.ndarray, *, is_end: bool = False) -> np.ndarray:
-    """Return a number for the device, the first (or last) sector, and what is done there."""
+    """Return a number for the device, the first (or last) sector, and the kind of operation."""
     sector = seen["sector"] + (seen["bytes"] // np.uint32(SECTOR_BYTES) if is_end else np.uint64(0))
     what = np.where(seen["kind"] <= IoKind.METADATA, seen["is_write"], seen["kind"]).astype(np.uint64)
     return _place(seen, sector) << np.uint64(2) | what
 
 
 def _place(seen: np.ndarray, sector: np.ndarray) -> np.ndarray:
-    """Return a number for device and sector. Device numbers are folded, so two disks may share one, but rarely do."""
+    """Return a number for device and sector. Device numbers are folded, so in rare cases two disks share one."""
     device = seen["device"].astype(np.uint64)
     return ((device >> np.uint64(20)) * np.uint64(31) + device & np.uint64(0x3FFF)) << _DEVICE_SHIFT | sector
 
 
 def way_of(seen: np.ndarray, sector: np.ndarray) -> np.ndarray:
-    """Return a number for device, direction and sector. A write carries no data of a read of the same sectors."""
+    """Return a number for device, direction and sector. The direction separates reads and writes of a sector."""
     return _place(seen, sector) | seen["is_write"].astype(np.uint64) << _WRITE_SHIFT
 
 
 def _issued_again(issues: np.ndarray, requeues: np.ndarray, nested: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last issue of each request, and when the driver first got the request, in ns.
+    """Return the last issue of each request, and the time in ns at which the driver first got the request.
 
     A driver with a full queue hands a request back, and the block layer issues it again.
     """
-    # Sizes distinguish two requests that start at one sector, such as the second parts of two splits.
+    # Sizes distinguish two requests with the same first sector, such as the second parts of two splits.
     key, back = (_key(it) ^ it["bytes"] * _MIX for it in (issues, requeues))
     handed_back = pair(issues["time_ns"], key, requeues["time_ns"], back, nested_max=nested) >= 0
     order = np.lexsort((issues["time_ns"], key))
@@ -269,7 +269,7 @@ def _maker(bios: np.ndarray, issues: np.ndarray, began_ns: int) -> np.ndarray:
 
 
 def _carrier(bios: np.ndarray, issues: np.ndarray, began_ns: int) -> np.ndarray:
-    """Return for each bio the first device request issued after it that transfers its last sector, or -1."""
+    """Return for each bio the first later device request that transfers the bio's last sector, or -1."""
     start = way_of(issues, issues["sector"])
     last = np.uint64((1 << TIME_BITS) - 1)  # reversed times put the newest first
     end = bios["sector"] + bios["bytes"] // np.uint32(SECTOR_BYTES)

@@ -1,8 +1,8 @@
-"""Records system calls that read or write files: what an application asks for above page cache and file system.
+"""Records system calls that read or write files: the requests of an application above page cache and file system.
 
-The kernel's events name a descriptor, and its file is looked up soon after. A descriptor that is closed by then counts
-as a file, because sockets and pipes live longer. Sizes are what the calls returned. The events of `io_submit` have no
-sizes, so its requests are only counted. kvtier's own log has the sizes for its tiers.
+The kernel's events name a descriptor, and this module looks up its file soon after. A descriptor that is closed by then
+counts as a file, because sockets and pipes live longer. Sizes are the results of the calls. The events of `io_submit`
+have no sizes, so its requests are only counted. kvtier's own log has the sizes for its tiers.
 
 If the bios that a thread queues in one call follow each other on the device, they are parts of one request. A bio
 holds at most 256 pieces of memory, so large direct I/O needs several.
@@ -25,7 +25,7 @@ READS = {"read": "", "readv": "", "pread64": "pos", "preadv": "pos_l", "preadv2"
 WRITES = {"write": "", "writev": "", "pwrite64": "pos", "pwritev": "pos_l", "pwritev2": "pos_l"}
 """System calls, with the field for the position in the file."""
 URING_READS, URING_WRITES = (1, 4, 22), (2, 5, 23)
-"""`IORING_OP_READV`, `READ_FIXED` and `READ`, and the same for writes."""
+"""Numbers of `IORING_OP_READV`, `READ_FIXED` and `READ`, and of the same operations for writes."""
 NO_STORAGE = {"tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "tracefs", "cgroup", "cgroup2", "hugetlbfs", "mqueue"}
 
 _BEGUN = np.dtype(
@@ -43,10 +43,10 @@ class CallEvents:
 
     Args:
         instance: the instance of tracefs.
-        tree: knows the process of each thread.
+        tree: process tree, which knows the process of each thread.
         threads: threads whose calls are recorded, with all threads and processes that they start.
         disks: numbers of the disks whose files count.
-        directory: only files below it count; None means all files. It has no symbolic links.
+        directory: only files below this path without symbolic links count; None means all files.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CallEvents:
         self._ended: list[np.ndarray] = []
         self._submits: list[np.ndarray] = []
         self.count = 0
-        """Number of events kept."""
+        """Number of events that were kept."""
         self._counts: Counter[str] = Counter()
         self._files = _Files(disks, directory)
         instance.write("options/event-fork", "1")
@@ -143,10 +143,10 @@ class CallEvents:
             self.count += len(rows)
 
     def whole_requests(self, bios: np.ndarray, thread: np.ndarray, began_ns: int) -> np.ndarray:
-        """Return the requests that bios are parts of; see `joined`. `thread` queued each, and `began_ns` is time 0.
+        """Return the requests whose parts are `bios`; see `joined`. `thread` queued each bio, and `began_ns` is time 0.
 
-        The bios of an `io_submit` with several requests stay apart, because its event does not say where a request
-        ends.
+        The bios of an `io_submit` with several requests stay separate, because its event does not show the ends of
+        requests.
         """
         begun = np.concatenate([np.zeros(0, _BEGUN), *self._begun])
         ended = np.concatenate([np.zeros(0, _ENDED), *self._ended])
@@ -185,21 +185,21 @@ class CallEvents:
 def joined(
     bios: np.ndarray, thread: np.ndarray, bound_s: np.ndarray, bound_thread: np.ndarray, is_begin: np.ndarray
 ) -> np.ndarray:
-    """Join the adjacent bios that a thread queued in one call to one request.
+    """Join the adjacent bios that a thread queued in one call into one request.
 
     Args:
         bios: rows of `events.REQUEST` in order of time.
-        thread: the thread that queued each.
+        thread: the thread that queued each bio.
         bound_s: times at which a call of one request began, or any call began or ended.
-        bound_thread: the thread at each of these times.
-        is_begin: whether a call of one request began then.
+        bound_thread: the thread of each call.
+        is_begin: whether a call of one request began at each time.
 
     Returns:
         Rows with the first part's start, the last part's driver and completion times, and all bytes.
     """
     bounds = len(bound_s)
     owner = np.concatenate([bound_thread, thread])
-    order = np.lexsort((np.concatenate([bound_s, bios["issued_s"]]), owner))  # stable: a call comes before its bios
+    order = np.lexsort((np.concatenate([bound_s, bios["issued_s"]]), owner))  # stable, so a call comes before its bios
     newest = np.maximum.accumulate(np.where(order < bounds, np.arange(len(order)), -1))
     of_bio = order >= bounds
     at, call = order[of_bio] - bounds, order[newest[of_bio]]
@@ -221,7 +221,7 @@ def joined(
 
 
 class _Files:
-    """Decides whether a thread's descriptor is a file on one of the disks, looking each up once per batch."""
+    """Decides whether a thread's descriptor is a file on one of the disks. Looks up each once per batch."""
 
     def __init__(self, disks: set[int], directory: Path | None) -> None:
         self._disks = disks
@@ -232,7 +232,7 @@ class _Files:
             if mount.kind in NO_STORAGE
         }
         self.closed = 0
-        """Calls whose descriptor was closed before it could be looked up."""
+        """Number of calls whose descriptor was closed before the look-up."""
 
     def count(
         self, thread: np.ndarray, descriptor: np.ndarray, *, is_positioned: bool
@@ -265,6 +265,6 @@ class _Files:
         number = event_number(device)
         if number not in self._known:
             found = find_number(device)
-            # A file system over several devices, such as btrfs, has a number of its own.
+            # A file system over several devices, such as btrfs, has a separate number.
             self._known[number] = found is None or any(it.disk_number in self._disks for it in (found, *lowest(found)))
         return self._known[number]

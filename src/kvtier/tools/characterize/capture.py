@@ -1,4 +1,4 @@
-"""Captures the block layer's events of devices and the file calls of processes, for as long as something runs."""
+"""Captures the block layer's events of devices and the file calls of processes, while a command or processes run."""
 
 import os
 import subprocess
@@ -29,19 +29,19 @@ from kvtier.tools.characterize.tracefs import PageEvents, TraceInstance, mounted
 
 POLL_S = 0.05
 BUFFER_BYTES = 16 << 20
-"""Size of each processor's ring buffer, which holds half a second of 100,000 requests a second."""
+"""Size of each processor's ring buffer. It holds the events of half a second at 100,000 requests per second."""
 BUFFERS_BYTES_MAX = 512 << 20
-"""Largest size of all ring buffers together."""
+"""Largest total size of all ring buffers."""
 EVENTS_MAX = 8_000_000
-"""A capture ends at this many events of 39 bytes. A request has three, so this is 2.6 million requests."""
+"""Number of events, of 39 bytes each, that ends a capture. A request has three, so this is 2.6 million requests."""
 END_S = 10.0
-"""How long a command has to end after a signal."""
+"""Seconds that a command has to end after a signal."""
 CHILDREN_END_S = 1.0
-"""How long children that the command leaves behind then have to end."""
+"""Further seconds that remaining children of the command have to end."""
 
 
 class Captured(NamedTuple):
-    """What a capture returns."""
+    """The result of a capture."""
 
     trace: IoTrace
     exit_code: int | None
@@ -50,16 +50,16 @@ class Captured(NamedTuple):
 
 @dataclass
 class CaptureSettings:
-    """What to capture, and for how long.
+    """Settings of a capture: its subjects and its length.
 
     Raises:
         ConfigError: (from `run`) there is no such device or process.
     """
 
     device: str | None = None
-    """A device, or a path on one; None means all disks that are not stacked on another."""
+    """A device, or a path on a device; None means all disks that are not stacked on another device."""
     directory: Path | None = None
-    """If given, only requests for files below it count, and the device is the one that it is on."""
+    """Directory of the files whose requests count, and which determines the device; None means all files."""
     pids: Sequence[int] = ()
     """Processes to capture, with their children."""
     command: Sequence[str] = ()
@@ -73,7 +73,7 @@ class CaptureSettings:
     devices: list[BlockDevice] = field(default_factory=list[BlockDevice], init=False)
 
     def find(self) -> Self:
-        """Look up the devices and processes before anything is set up.
+        """Look up the devices and processes before tracing is set up.
 
         Raises:
             ConfigError: one of them does not exist.
@@ -108,7 +108,7 @@ def run(settings: CaptureSettings, should_stop: Callable[[], bool] = lambda: Fal
             instance = stack.enter_context(TraceInstance(tracefs, "calls", buffer_bytes))
             # Processes that have ended stay in the list, because an empty list would mean every process.
             roots = sorted({*settings.pids, *tree.threads_of(tree.with_children(settings.pids))})
-            if settings.command:  # the child inherits tracing from this thread, which is removed afterwards
+            if settings.command:  # the child inherits tracing from this thread, which then leaves the list
                 roots.append(os.getpid())
             calls = CallEvents(instance, tree, roots, {it.disk_number for it in settings.devices}, settings.directory)
             sources.append((instance, calls))
@@ -131,7 +131,7 @@ class _Run:
         self._tree = tree
         self._remarks: list[str] = []
         self._spans: list[Spans] = []
-        """Where the directory's files are on the disk, at the start and at the end."""
+        """Places of the directory's files on the disk, at the start and at the end."""
         self._read_ns: dict[TraceInstance, int] = {}
         """Time until which all events have been read."""
 
@@ -169,7 +169,7 @@ class _Run:
         return process
 
     def _watch(self, process: "subprocess.Popen[bytes] | None", began_ns: int, should_stop: Callable[[], bool]) -> None:
-        """Read events until something ends the capture."""
+        """Read events until one of the conditions of `run` ends the capture."""
         limit = self._settings.seconds
         while True:
             is_over = limit is not None and time.monotonic_ns() - began_ns >= limit * 1e9
@@ -193,7 +193,7 @@ class _Run:
             time.sleep(POLL_S if limit is None else min(POLL_S, max(0.0, limit - (time.monotonic_ns() - began_ns) / 1e9)))  # fmt: skip  # noqa: E501
 
     def _add(self) -> bool:
-        """Read what is ready. Return whether there may be more."""
+        """Read the available events. Return whether there may be more."""
         is_full = False
         for instance, events in self._sources:
             now_ns = time.monotonic_ns()
@@ -207,7 +207,7 @@ class _Run:
         return is_full
 
     def _end(self, process: "subprocess.Popen[bytes]") -> int | None:
-        """End the command and its children if it still runs. Return its exit code."""
+        """End the command and its children if it still runs. Return the command's exit code."""
         if process.poll() is not None:
             return process.returncode
         children = opened(self._tree.with_children([process.pid]) - {process.pid})

@@ -1,4 +1,4 @@
-"""`kvtier characterize`: shows what storage sees of a command, of processes or of a whole device."""
+"""`kvtier characterize`: shows the storage requests of a command, of processes or of a whole device."""
 
 import signal
 from dataclasses import asdict
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvtier.tools.characterize.io_trace import IoTrace
 
 SECONDS = 10.0
-"""Length of a capture without a command."""
+"""Length of a capture without a command, in seconds."""
 STDERR = 2
 
 

@@ -3,7 +3,7 @@
 One row is one request at one layer. The same bytes appear once per layer: as a system call, as a bio from the file
 system, and as a request that the driver issues to the device. `IoTrace.at` selects a layer.
 
-`pair` joins an issue with its completion, and `covering` a device request with the bio that caused it.
+`pair` joins an issue with its completion, and `covering` joins a device request with the bio that caused it.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from kvtier.errors import BadCallError
 
 SECTOR_BYTES = 512
 NO_PROCESS = 0
-"""`process` of a request that came from a kernel thread or an unknown issuer. Writeback belongs to no process."""
+"""`process` of a request from a kernel thread or an unknown issuer. Writeback belongs to no process."""
 Source = Literal["block", "file", "log"]
-"""The kernel's block layer, a file that another tool wrote, or kvtier's own log of objects."""
+"""Source of requests: the kernel's block layer, a file from another tool, or kvtier's own log of objects."""
 
 
 class IoLayer(IntEnum):
-    """The layer at which a request was seen, from the application down."""
+    """The layer at which a request was seen, from the application downwards."""
 
     APPLICATION = 0
     FILE_SYSTEM = 1
@@ -31,7 +31,7 @@ class IoLayer(IntEnum):
 
 
 class IoKind(IntEnum):
-    """What a request carries. Only `DATA` and `METADATA` transfer bytes."""
+    """The kind of a request. Only `DATA` and `METADATA` transfer bytes."""
 
     DATA = 0
     METADATA = 1
@@ -57,12 +57,12 @@ REQUEST = np.dtype(
 
 Fields:
     issued_s, completed_s: seconds after `IoTrace.began_s`. `completed_s` is NaN if no completion was seen.
-    driver_s: when the driver first got it. For a bio, when it got the request with its last sector. NaN if not seen.
+    driver_s: when the driver first got the request, or for a bio the request with its last sector. NaN if not seen.
     position: first byte on the device, or in the file for `IoLayer.APPLICATION`.
     bytes: length.
     place: a key of `IoTrace.places`, for a device or a file.
     process: id of the process (not the thread) that issued it, or `NO_PROCESS`.
-    is_write: True for a write, False for a read. It means nothing for flushes and discards.
+    is_write: True for a write, False for a read. It has no meaning for flushes and discards.
     kind: an `IoKind`.
     layer: an `IoLayer`.
 """
@@ -70,7 +70,7 @@ Fields:
 
 @dataclass
 class IoTrace:
-    """Requests and what is known about them.
+    """Requests, and facts about their recording.
 
     Raises:
         BadCallError: `requests` is not an array of `REQUEST`.
@@ -80,7 +80,7 @@ class IoTrace:
     requests: np.ndarray
     """Rows of `REQUEST`, in the order of `issued_s`."""
     seconds: float
-    """Length of the observation."""
+    """Length of the observation, in seconds."""
     began_s: float = 0.0
     """Unix time at which `issued_s` is 0, or 0 if the source has no calendar time."""
     processes: Mapping[int, str] = field(default_factory=dict[int, str])
@@ -88,7 +88,7 @@ class IoTrace:
     places: Mapping[int, str] = field(default_factory=dict[int, str])
     """Names of devices or files."""
     device_facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
-    """What each device's queue allows, such as `max_sectors_kb`."""
+    """Limits of each device's queue, such as `max_sectors_kb`."""
     lost_events: int = 0
     """Number of events that the source dropped. Each makes a request incomplete or invisible."""
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -96,7 +96,7 @@ class IoTrace:
     chosen: frozenset[int] | None = None
     """Processes whose requests are measured; None means all requests of the device."""
     remarks: list[str] = field(default_factory=list[str])
-    """Sentences about what was counted, what was not, and why."""
+    """Sentences that explain which requests were counted, which were not, and why."""
 
     def __post_init__(self) -> None:
         if self.requests.dtype != REQUEST:
@@ -104,13 +104,13 @@ class IoTrace:
 
     @property
     def layers(self) -> list[IoLayer]:
-        """Return the layers with requests, from the application down."""
+        """Return the layers with requests, from the application downwards."""
         present = np.bincount(self.requests["layer"], minlength=len(IoLayer))
         return [layer for layer in IoLayer if present[layer]]
 
     @property
     def lowest(self) -> IoLayer:
-        """Return the lowest layer, whose figures come first. This is the device if it was seen."""
+        """Return the lowest layer, whose figures come first. It is the device if the device was seen."""
         return self.layers[-1] if self.layers else IoLayer.DEVICE
 
     def at(self, layer: IoLayer) -> np.ndarray:
@@ -118,7 +118,7 @@ class IoTrace:
         return self.requests[self.requests["layer"] == layer]
 
     def of_chosen(self, rows: np.ndarray) -> np.ndarray:
-        """Return the requests of `rows` that the chosen processes issued, or all if none is chosen."""
+        """Return the requests of `rows` that the chosen processes issued, or all requests if none is chosen."""
         return rows if self.chosen is None else rows[np.isin(rows["process"], sorted(self.chosen))]
 
 
@@ -147,7 +147,7 @@ def transfers(rows: np.ndarray) -> np.ndarray:
 
 
 def rows_of(count: int, **columns: Any) -> np.ndarray:  # noqa: ANN401 - arrays and scalars of the columns' types
-    """Make `count` rows of `REQUEST`. Other columns are 0, but `driver_s` and `completed_s` are NaN."""
+    """Make `count` rows of `REQUEST`. Columns that are not given are 0, but `driver_s` and `completed_s` are NaN."""
     rows = np.zeros(count, REQUEST)
     rows["driver_s"] = rows["completed_s"] = np.nan
     for name, values in columns.items():
@@ -162,11 +162,11 @@ def by_time(*parts: np.ndarray) -> np.ndarray:
 
 
 NESTED_MAX = 256
-"""Maximum number of requests in flight for the same bytes. Further issues stay without a completion."""
+"""Most requests in flight for the same bytes. Further issues stay without a completion."""
 TIME_BITS = 40
-"""Bits of a time in microseconds, which hold twelve days."""
+"""Bits of a time in microseconds, enough for twelve days."""
 STARTS_TRIED = 64
-"""For each position `covering` tries this many intervals of similar length, the nearest start first."""
+"""Intervals of similar length that `covering` tries for each position, the nearest start first."""
 
 
 def pair(
@@ -179,16 +179,16 @@ def pair(
 ) -> np.ndarray:
     """Pair each issue with the completion that has the same key.
 
-    A completion belongs to the newest issue of its key that has none. Two requests for the same bytes may exchange
-    their latencies if they are in flight at once. The sum of the latencies and the queue depth are still exact.
+    A completion belongs to the newest issue of its key without a completion. Two requests for the same bytes may
+    exchange latencies if they are in flight together. The sum of the latencies and the queue depth are still exact.
 
     Args:
         issued_s: times of the issues.
         issued_key: keys of the issues, as integers.
         ended_s: times of the completions.
         ended_key: keys of the completions.
-        nested_max: how many requests of one key may be in flight. Pass 1 after lost events, so that an issue with a
-            lost completion does not get another's.
+        nested_max: most requests of one key in flight. Pass 1 after lost events, so that an issue with a lost
+            completion does not get that of another issue.
 
     Returns:
         For each issue the index of its completion, or -1.
@@ -213,12 +213,12 @@ def pair(
 def covering(
     start: np.ndarray, end: np.ndarray, since_us: np.ndarray, wanted: np.ndarray, when_us: np.ndarray
 ) -> np.ndarray:
-    """Find for each wanted position the newest interval that covers it and had begun by its time.
+    """Find for each wanted position the newest interval that covers it and had begun by the position's time.
 
     Args:
         start: first positions of the intervals.
         end: positions after the last of each interval.
-        since_us: when each began, in whole microseconds of at most `TIME_BITS` bits.
+        since_us: start time of each interval, in whole microseconds of at most `TIME_BITS` bits.
         wanted: positions to look up.
         when_us: the time of each position, in whole microseconds.
 
@@ -231,7 +231,7 @@ def covering(
     newest_us = np.zeros(len(wanted), np.uint64)
     since_us, when_us = since_us.astype(np.uint64), when_us.astype(np.uint64)
     length = end - start
-    # If lengths differ by less than a factor of two, few intervals start near a position without covering it.
+    # With lengths within a factor of two, few intervals start near a position without covering it.
     magnitude = np.frexp(length.astype(np.float64))[1]
     for each in np.unique(magnitude[length > 0]).tolist():
         own = np.flatnonzero((magnitude == each) & (length > 0))

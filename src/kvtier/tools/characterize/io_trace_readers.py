@@ -1,8 +1,8 @@
 """Reads files of other tools as one `IoTrace`. The content shows which tool wrote a file.
 
-kvtier's journal is the application's layer: objects that tiers read and wrote, beside the device's requests. FORMAT.md
-lists its fields. An object has no address, so each name gets a position of its own. A repeated read is then
-recognized, and no two objects follow each other.
+kvtier's journal is the application's layer: the objects that tiers read and wrote. FORMAT.md lists its fields. An
+object has no address, so each name gets its own position. This way, repeated reads are recognized, and no object
+follows another.
 """
 
 import json
@@ -23,13 +23,13 @@ from kvtier.tools.trace.trace_files import LineErrors, number, short, text_lines
 
 LINE_CHARACTERS_MAX = 1 << 16
 OBJECTS_MAX = 20_000_000
-"""Maximum number of objects in all journals together; they take about 3 GiB of memory."""
+"""Most objects in all journals together. They take about 3 GiB of memory."""
 NAMES_MAX = 1 << 22
-"""Maximum number of different names."""
+"""Most different names."""
 TIERS_MAX = 1 << 10
 TEXT_CHARACTERS_MAX = 256
 GAP_BYTES = 1 << 20
-"""Distance between the positions of two names. It is too large for one to follow the other."""
+"""Distance between the positions of two names, too large for one object to follow the other."""
 OBJECT_BYTES_MAX = 1 << 40
 POSITION_MAX = 1 << 52
 VERSION = 1
@@ -40,7 +40,7 @@ _PROCESS = re.compile(r"journal-[^-]+-(\d{1,9})-\d+(-[0-9a-f]+)?\.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class ObjectLog:
-    """Objects that tiers read or wrote."""
+    """The objects that tiers read or wrote."""
 
     trace: IoTrace
     """Requests of source ``log``. `bytes` count the frames of all ranks, and `place` is a tier."""
@@ -50,11 +50,11 @@ class ObjectLog:
 
 @dataclass(frozen=True, slots=True)
 class WriteAmplification:
-    """How the payload of objects grew on its way to the device, in the time that both recordings share."""
+    """Growth of the payload of objects on the way to the device, in the time that both recordings share."""
 
     seconds: float
     objects: int
-    """Number of objects whose writes began and ended in that time."""
+    """Number of objects whose writes began and ended in the shared time."""
     payload_bytes: int
     framed_bytes: int
     device_bytes: int
@@ -75,7 +75,7 @@ class WriteAmplification:
 
 
 def looks_like_journal(line: str) -> bool:
-    """Return whether `line` may be the first of a journal."""
+    """Return whether `line` may be the first line of a journal."""
     try:
         value: object = json.loads(line) if line.startswith("{") else None
     except (ValueError, RecursionError):
@@ -102,11 +102,11 @@ def read_objects(paths: Sequence[Path]) -> ObjectLog:
 
 
 def write_amplification(log: ObjectLog, blocks: IoTrace) -> WriteAmplification:
-    """Join a journal with what the kernel saw.
+    """Join a journal with the requests that the kernel saw.
 
     Args:
         log: the journal.
-        blocks: a capture of the same time, on the same machine.
+        blocks: a capture from the same time and machine.
 
     Raises:
         ConfigError: the recordings have no time in common.
@@ -141,13 +141,13 @@ _OBJECT = np.dtype(
         ("place", "<u4"), ("process", "<i4"), ("is_write", "?"),
     ]
 )  # fmt: skip
-"""What is kept of one object."""
+"""The stored form of an object."""
 _PACKED = struct.Struct("<ddQQQIi?")
-"""The same layout, for one line."""
+"""The same layout for a single line."""
 
 
 class _JournalObjects:
-    """The objects of all journals."""
+    """Collects the objects of all journals."""
 
     def __init__(self) -> None:
         self.rows = bytearray()

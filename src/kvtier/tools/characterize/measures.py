@@ -11,22 +11,22 @@ import numpy as np
 from kvtier.tools.characterize.io_trace import NO_PROCESS, IoKind, IoLayer, IoTrace, transfers
 
 INSTANT_S = 1e-6
-"""Duration of a request whose source gives none or a shorter one."""
+"""Duration of a request whose source gives no duration or a shorter one."""
 
 
 class Steps:
     """A quantity that is constant between moments of change.
 
     Args:
-        begin: when each contribution begins, in seconds.
-        end: when each ends.
-        weight: how much each adds in between.
+        begin: start of each contribution, in seconds.
+        end: end of each contribution, in seconds.
+        weight: amount that each contribution adds in between.
     """
 
     def __init__(self, begin: np.ndarray, end: np.ndarray, weight: np.ndarray) -> None:
         times = np.concatenate([begin, end])
         change = np.concatenate([weight, -weight]).astype(np.float64)
-        # Ends come before starts at the same moment: a request issued when another completes does not overlap it.
+        # Ends come before simultaneous starts: a request that is issued when another completes does not overlap it.
         order = np.lexsort((change, times))
         self._times = times[order]
         self._values = np.cumsum(change[order])
@@ -53,7 +53,7 @@ class Steps:
 
     @property
     def busy_s(self) -> float:
-        """Return how long the quantity was above 0, in seconds."""
+        """Return the seconds for which the quantity was above 0."""
         return float(self._spans[self._values[:-1] > 0.5].sum()) if len(self._values) else 0.0
 
     @property
@@ -62,7 +62,7 @@ class Steps:
         return float(self._integral[-1]) if len(self._integral) else 0.0
 
     def means(self, edges: np.ndarray) -> np.ndarray:
-        """Return the mean value between neighbouring `edges`, which are in seconds."""
+        """Return the mean value between adjacent `edges`, which are in seconds."""
         if not len(self._times):
             return np.zeros(len(edges) - 1)
         return np.diff(np.interp(edges, self._times, self._integral)) / np.diff(edges)
@@ -75,11 +75,11 @@ def _end(rows: np.ndarray) -> np.ndarray:
 
 MB = 1_000_000
 WITHIN_BYTES = 64 << 10
-"""W: how far after the end of an earlier request a sequential one may start."""
+"""W: most bytes between the end of an earlier request and the start of a sequential one."""
 LAST = 8
-"""N: how many earlier requests are considered."""
+"""N: number of earlier requests that are considered."""
 LASTS = (1, 8, 32)
-"""Values of N that are shown side by side."""
+"""Values of N whose results are shown together."""
 WINDOWS_S = {"1ms": 1e-3, "100ms": 0.1, "1s": 1.0}
 """Lengths of the windows for peak throughput. Windows do not overlap."""
 PEAK = "100ms"
@@ -88,14 +88,14 @@ BINS = 120
 """Number of points in figures over time."""
 WINDOWS_MAX = 20_000_000
 DOUBTFUL_SHARE = 0.01
-"""If a larger share of the written bytes went to what may not be files, the write amplification is unknown."""
+"""Largest doubtful share of written bytes, possibly not in files. Above it the write amplification is unknown."""
 SEQUENTIAL = (
     f"A request is sequential if it begins at most {WITHIN_BYTES >> 10} KiB after the end of one of the last N "
     f"requests of its process (or of its device), in the same direction. N is {LAST}. The first is not."
 )
 NO_TIMES = "All requests have the same time: throughput, depth and shares of time are unknown, and shown as 0."
 _PLACE_SHIFT = 52
-"""Bits of a position in bytes; the number of its place is above them."""
+"""Bits of a position in bytes. The number of the place is above them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class LayerMeasures:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMeasures:
-    """The requests of one process, as it submitted them."""
+    """The requests of one process at submission."""
 
     process: int
     name: str
@@ -125,7 +125,7 @@ class ProcessMeasures:
 
 @dataclass(frozen=True, slots=True)
 class OverTime:
-    """Means over equal intervals. The depth counts submitted requests if these were seen."""
+    """Means over equal intervals. The depth counts submitted requests if they were seen."""
 
     interval_s: float
     queue_depth: list[float]
@@ -135,11 +135,11 @@ class OverTime:
 
 @dataclass(frozen=True)
 class IoMeasures:
-    """All measures. The fields are the keys of the command's JSON. Shares are from 0 to 1, or None without requests.
+    """All measures. The fields are the keys of the command's JSON. Shares are 0 to 1, or None without requests.
 
-    Unless a name says otherwise, they measure the chosen processes' requests at the lowest layer that was seen. If
-    bios were seen, the number of requests, their sizes and the sequential shares are as submitted, because the block
-    layer splits and merges requests on their way to the device.
+    Unless a name says otherwise, fields measure the chosen processes' requests at the lowest layer that was seen. The
+    block layer splits and merges requests on their way to the device. So the number and sizes of requests and the
+    sequential shares are those at submission, if bios were seen.
     """
 
     source: str
@@ -150,12 +150,12 @@ class IoMeasures:
     read_share_bytes: float | None
     read_share_requests: float | None
     sequential_share: dict[str, float | None]
-    """``device`` compares a request with all of its device, ``per_process`` only with those of its process."""
+    """``device`` compares a request with all requests of the device, ``per_process`` only with those of its process."""
     sequential_by_last: dict[str, dict[str, float | None]]
-    """The same for other numbers N of earlier requests."""
+    """`sequential_share` for other numbers N of earlier requests."""
     sequential_definition: str
     request_bytes: dict[str, float]
-    """Sizes of requests for data, without requests for metadata."""
+    """Sizes in bytes of requests for data, without requests for metadata."""
     layers: dict[str, LayerMeasures]
     queue_depth: dict[str, float]
     """Depth of the device: ``mean`` over all time, ``peak``, and ``busy_mean`` over the time with a request in flight.
@@ -166,22 +166,22 @@ class IoMeasures:
     busy_share: float
     """Share of the time with at least one request in flight."""
     gb_per_s: dict[str, float]
-    """``mean``, ``peak`` (over 100 ms) and ``busy_mean``."""
+    """Throughput as ``mean``, ``peak`` (over 100 ms) and ``busy_mean``."""
     peak_gb_per_s: dict[str, float | None]
     """Peak throughput in windows of each length; None if less time was observed."""
     burst_factor: float | None
-    """Peak divided by mean throughput."""
+    """Peak throughput divided by mean throughput."""
     queue_to_driver_us: dict[str, float] | None
-    """Time from submission until the driver gets the request, or its last part; None if bios were not seen."""
+    """Time from submission until the driver gets the request or its last part; None if bios were not seen."""
     latency_us: dict[str, float]
-    """Time from the driver to completion. If the driver hands a request back, its first arrival counts."""
+    """Time from arrival at the driver to completion. If the driver hands a request back, the first arrival counts."""
     read_latency_us: dict[str, float]
     write_latency_us: dict[str, float]
     bytes: dict[str, int]
     """``read`` and ``written``, with their parts ``read_again`` and ``written_again`` at addresses moved before."""
     write_amplification: float | None
-    """Bytes that all processes and the kernel wrote to the device, divided by what the application wrote. None if that
-    is unknown, as with `io_submit` or files that are closed at once."""
+    """Bytes that all processes and the kernel wrote to the device, divided by the application's written bytes. None if
+    the latter are unknown, as with `io_submit` or files that are closed immediately."""
     whole_device: dict[str, Any]
     """``read_share_bytes``, ``requests``, ``read_bytes`` and ``written_bytes`` of all processes and the kernel."""
     not_attributed: dict[str, int]
@@ -201,7 +201,7 @@ class IoMeasures:
 
 
 def measure(trace: IoTrace) -> IoMeasures:
-    """Return all measures of a trace. Without requests, counts are 0 and shares are None."""
+    """Compute all measures of a trace. Without requests, counts are 0 and shares are None."""
     lowest = trace.lowest
     every = trace.at(lowest)
     chosen = trace.of_chosen(every)
@@ -274,19 +274,19 @@ def measure(trace: IoTrace) -> IoMeasures:
 def submitted_rows(trace: IoTrace) -> np.ndarray:
     """Return the requests of all processes as submitted, before the block layer split and merged them.
 
-    These are the bios above the device. Without any, they are the requests of the lowest layer.
+    They are the bios above the device, or the requests of the lowest layer if there are no bios.
     """
     bios = transfers(trace.at(IoLayer.FILE_SYSTEM)) if trace.lowest is IoLayer.DEVICE else trace.requests[:0]
     return bios if len(bios) else transfers(trace.at(trace.lowest))
 
 
 def is_sequential(rows: np.ndarray, last: int = LAST, *, per_process: bool, within: int = WITHIN_BYTES) -> np.ndarray:
-    """Return which requests are sequential, as `SEQUENTIAL` defines it.
+    """Return whether each request is sequential, as `SEQUENTIAL` defines it.
 
     Args:
         rows: requests of one layer in the order of their issue.
-        last: how many earlier requests of the same stream are considered.
-        per_process: a stream is a process on a device; otherwise a device.
+        last: number of earlier requests of the same stream to consider.
+        per_process: whether a stream is a process on a device, instead of a whole device.
         within: bytes that may be skipped.
     """
     stream = np.zeros(len(rows), rows["process"].dtype) if not per_process else rows["process"]
@@ -311,7 +311,7 @@ def is_sequential(rows: np.ndarray, last: int = LAST, *, per_process: bool, with
 
 
 def _sequential_shares(all_rows: np.ndarray, rows: np.ndarray, last: int) -> dict[str, float | None]:
-    """Return the shares: for the device over all requests, per process over the measured processes."""
+    """Return the sequential shares: of all requests of the device, and per process of the measured processes."""
     own = rows[rows["process"] != NO_PROCESS]
     return {
         "device": float(is_sequential(all_rows, last, per_process=False).mean()) if len(all_rows) else None,
@@ -320,7 +320,7 @@ def _sequential_shares(all_rows: np.ndarray, rows: np.ndarray, last: int) -> dic
 
 
 def _sizes(rows: np.ndarray) -> dict[str, float]:
-    """Return the sizes of requests for data. Requests for metadata are many and small, and count only without data."""
+    """Return the sizes of requests for data. The many small requests for metadata count only without data."""
     data = rows[rows["kind"] != IoKind.METADATA]
     rows = data if len(data) else rows
     return {
@@ -348,13 +348,13 @@ def _latency(rows: np.ndarray) -> dict[str, float]:
 
 
 def _percentiles(took_s: np.ndarray) -> dict[str, float]:
-    """Return the percentiles of the known times in us."""
+    """Return the percentiles, in us, of the known times."""
     took = took_s[~np.isnan(took_s)] * 1e6
     return {name: _percentile(took, of) for name, of in (("p50", 50), ("p99", 99), ("p999", 99.9), ("max", 100))}
 
 
 def _percentile(values: np.ndarray, percent: float) -> float:
-    """Return a percentile that occurs among the values, or 0 without values."""
+    """Return the percentile as one of the values, or 0 without values."""
     return float(np.percentile(values, percent, method="inverted_cdf")) if len(values) else 0.0
 
 
@@ -374,7 +374,7 @@ def _peak(rate: Steps, window_s: float, seconds: float) -> float | None:
 
 
 def _again(rows: np.ndarray) -> int:
-    """Return how many bytes were moved again, after the first time at their address."""
+    """Return the number of bytes that were moved again at addresses moved before."""
     if not len(rows):
         return 0
     _, place = np.unique(rows["place"], return_inverse=True)

@@ -1,6 +1,6 @@
 """Finds the processes that issue I/O requests, and ends them.
 
-The kernel names threads in its events, while users choose processes. So each thread is mapped to its process.
+The kernel's events name threads, but users choose processes. So each thread is mapped to its process.
 """
 
 import os
@@ -21,10 +21,10 @@ _KTHREADD = 2
 
 
 class ProcessTree:
-    """Knows which process a thread belongs to, and whose child a process is.
+    """Knows the process of each thread, and the parent of each process.
 
-    It starts with what runs now and learns from the kernel's `task_newtask` events, so that it knows short-lived
-    processes too.
+    It starts with the running processes and learns from the kernel's `task_newtask` events, so it also knows
+    short-lived processes.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class ProcessTree:
                         self._process[int(thread.name)] = self._process[process]
 
     def _learn(self, process: int) -> None:
-        text = (PROC / str(process) / "stat").read_text(errors="replace")  # a name may have any bytes
+        text = (PROC / str(process) / "stat").read_text(errors="replace")  # a name may contain any bytes
         name, _, rest = text.partition("(")[2].rpartition(")")
         parent = int(rest.split()[1])
         is_kernel = _KTHREADD in {process, parent}
@@ -66,7 +66,7 @@ class ProcessTree:
         if thread == 0:
             return NO_PROCESS
         found = self._process.get(thread)
-        if found is None:  # it is older than the events, or its event was lost
+        if found is None:  # the thread is older than the events, or its event was lost
             self._process[thread] = thread
             with suppress(OSError):
                 process = _process_id(thread)
@@ -122,7 +122,7 @@ def check_process(process: int) -> None:
 
 
 def opened(processes: Iterable[int]) -> list[int]:
-    """Return descriptors of the processes that run. Unlike ids, they never come to name another process."""
+    """Return descriptors of the running processes. Unlike an id, a descriptor never names another process later."""
     found: list[int] = []
     for process in processes:
         with suppress(OSError):  # it has ended

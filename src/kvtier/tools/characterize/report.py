@@ -1,4 +1,4 @@
-"""Makes the report of `kvtier characterize`."""
+"""Builds the report of `kvtier characterize`."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ LAYER_COLOURS = ("shared", "gpu", "disk")
 
 
 def io_report(trace: IoTrace, measures: IoMeasures) -> Report:
-    """Return the report of what storage saw."""
+    """Build the report of the measures of a trace."""
     it = measures
     return Report(
         command="kvtier characterize",
@@ -123,7 +123,7 @@ def _main_table(it: IoMeasures) -> Table:
 
 
 def _layers_table(it: IoMeasures) -> Table:
-    """Return the table of sizes, from the application down."""
+    """Return the table of sizes, from the application downwards."""
     rows = [
         (
             name.replace("_", " "),
@@ -164,7 +164,7 @@ def _processes_table(it: IoMeasures) -> Table:
 
 
 def notes(it: IoMeasures) -> Iterator[str]:
-    """Yield notes on what limits the figures."""
+    """Yield notes on the limits of the figures."""
     written = it.not_attributed["written_bytes"]
     counts = (
         (
@@ -273,7 +273,7 @@ def _charts(trace: IoTrace, it: IoMeasures) -> Charts:
 
 
 def _group_begins(it: IoMeasures, rows: np.ndarray) -> Iterator[int]:
-    """Yield the start addresses of the allocation groups that requests reach."""
+    """Yield the start addresses of the allocation groups with requests."""
     facts = list(it.device_facts.values())
     for groups in facts[0].get("allocation_groups", ()) if len(facts) == 1 and len(rows) else ():
         size, begin = groups["bytes"], groups["begin"]

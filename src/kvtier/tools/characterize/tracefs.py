@@ -1,9 +1,9 @@
-"""An instance of the kernel's tracing directory, and its binary trace pages as arrays.
+"""Makes an instance of the kernel's tracing directory, and reads binary trace pages as arrays.
 
 The instance has its own buffers and events, and is removed at the end.
 
 A page of `trace_pipe_raw` has a header (time stamp, length) and events of variable length, each with the time since
-the previous one. All pages of a batch are walked at once, one event of each page per step, so an event costs only its
+the previous event. All pages of a batch are walked together, one event of each page per step. So an event costs only a
 share of a few array operations. The kernel's `events/header_page`, `events/header_event` and
 `include/linux/ring_buffer.h` describe the layout.
 """
@@ -24,15 +24,15 @@ from kvtier.tools.machine_facts import read_mounts
 
 PAGE_BYTES = 4096
 HEADER_BYTES = 16
-"""Time stamp (8 bytes), and the number of bytes in use (8 bytes with flags in the upper bits)."""
+"""Bytes of a header: time stamp (8), and number of bytes in use (8, with flags in the upper bits)."""
 LENGTH_MASK = 0x3FFF_FFFF
 MISSED = 1 << 31
 """Flag of a page before which events of its processor were lost."""
 PADDING, TIME_EXTEND, TIME_STAMP = 29, 30, 31
-"""Values of an event's five type bits. 1 to 28 are its length in 4-byte words; 0 means that a word has the length."""
+"""Values of an event's five type bits. 1 to 28 are the length in 4-byte words. 0 means that a word has the length."""
 DELTA_BITS = 27
 EVENT_BYTES_MAX = 512
-"""Larger than any event that is read here."""
+"""Upper bound of the size of events that are read here."""
 
 _FIELD = re.compile(r"field:(?P<text>[^;]+);\s*offset:(?P<at>\d+);\s*size:(?P<size>\d+);\s*signed:(?P<signed>\d);")
 
@@ -45,7 +45,7 @@ class EventFormat(NamedTuple):
 
 
 def event_format(text: str, wanted: tuple[str, ...]) -> EventFormat:
-    """Parse the text of an event's `format` file. Return its format with the fields `wanted`.
+    """Parse the text of an event's `format` file. Return the format with the fields `wanted`.
 
     Raises:
         ValueError: the text has no number, or lacks a wanted field.
@@ -89,10 +89,10 @@ class PageEvents:
         headers = self._bytes[: count * PAGE_BYTES].reshape(count, PAGE_BYTES)[:, :HEADER_BYTES]
         words = np.ascontiguousarray(headers).view("<u8")
         self.lost_ns = words[words[:, 1] & MISSED > 0, 0]
-        """For each page after a gap, the time until which events were lost."""
+        """The time until which events were lost, for each page after a gap."""
 
     def of(self, number: int, layout: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the times in nanoseconds and the fields of all events with this number."""
+        """Return the times, in nanoseconds, and the fields of all events with this number."""
         here = np.flatnonzero(self._number == number)
         if not here.size:
             return np.zeros(0, np.uint64), np.zeros(0, layout)
@@ -117,7 +117,7 @@ def _walk(words: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         kind = (head & 31).astype(np.int64)
         delta = (head >> 5).astype(np.uint64)
         has_length_word = (kind == 0) | (kind == PADDING)
-        # The header is followed by a length word, one word of time, or as many words as the type says.
+        # After the header comes a length word, one word of time, or the number of words that the type gives.
         length = np.where(has_length_word, next_word // 4, np.where(kind >= TIME_EXTEND, 1, kind))
         is_last = (kind == PADDING) & (delta == 0)
         wide = (next_word.astype(np.uint64) << np.uint64(DELTA_BITS)) + delta
@@ -133,13 +133,13 @@ def _walk(words: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 TRACEFS = Path("/sys/kernel/tracing")
 NAME = "kvtier"
 BATCH_PAGES = 2048
-"""Maximum number of pages that one call of `TraceInstance.read` returns."""
+"""Most pages that one call of `TraceInstance.read` returns."""
 _LOST = ("overrun", "commit overrun", "dropped events")
 
 
 @contextmanager
 def mounted() -> Generator[Path]:
-    """Yield the tracing directory, mounted for the duration if it is not mounted.
+    """Yield the tracing directory. If it is not mounted, mount it for the duration.
 
     Raises:
         ConfigError: the kernel has no tracefs, or this process may not mount or write it.
@@ -161,13 +161,13 @@ def mounted() -> Generator[Path]:
             raise ConfigError(f"no right to write in {found / 'instances'}; run as root, or use --input FILE")
         yield found
     finally:
-        if is_ours:  # it stays mounted if another program has opened it
+        if is_ours:  # the directory stays mounted if another program has opened it
             with suppress(OSError, subprocess.SubprocessError):
                 subprocess.run(["umount", str(found)], capture_output=True, timeout=10, check=False)
 
 
 class TraceInstance:
-    """An instance of tracefs, as a context manager that removes it.
+    """An instance of tracefs. As a context manager, it removes itself at the end.
 
     Args:
         tracefs: the tracing directory.
@@ -210,7 +210,7 @@ class TraceInstance:
         self.close()
 
     def close(self) -> None:
-        """Stop tracing and remove the instance. A second call does nothing."""
+        """Stop tracing and remove the instance. A second call has no effect."""
         with suppress(ConfigError):
             self.write("tracing_on", "0")
         for pipe in self._pipes:
@@ -245,7 +245,7 @@ class TraceInstance:
         return (self.folder / "events" / event).exists()
 
     def enable(self, event: str, fields: tuple[str, ...], condition: str = "") -> EventFormat:
-        """Record an event whenever `condition` holds. Return its format with these fields.
+        """Record an event whenever `condition` holds. Return the event's format with `fields`.
 
         Raises:
             ConfigError: the kernel lacks the event or a field, or refuses the condition.
@@ -261,7 +261,7 @@ class TraceInstance:
         return found
 
     def read(self) -> np.ndarray:
-        """Return at most `BATCH_PAGES` ready pages, or an empty array if there are none. This never waits."""
+        """Return at most `BATCH_PAGES` ready pages, or an empty array if there are none. Never wait."""
         count = 0
         view = memoryview(self._pages.data).cast("B")
         self._pipes.append(self._pipes.pop(0))  # another processor comes first, so that a busy one starves none
@@ -278,7 +278,7 @@ class TraceInstance:
         return self._pages[: count * PAGE_BYTES]
 
     def lost(self) -> int:
-        """Return how many events the kernel could not keep, over all processors."""
+        """Return the number of events that the kernel could not keep, over all processors."""
         total = 0
         for path in self._stats:
             for line in path.read_text().splitlines():
@@ -292,7 +292,7 @@ def remove_stale(tracefs: Path) -> list[str]:
     removed: list[str] = []
     for folder in (tracefs / "instances").glob(f"{NAME}-*"):
         hit = re.fullmatch(rf"{NAME}-(\d+)-\w+", folder.name)
-        # A killed capture may have had this process's id, because in a container each may be number 1.
+        # A killed capture may have had this process's id, because each container may use the id 1.
         if hit is None or (int(hit[1]) != os.getpid() and Path(f"/proc/{hit[1]}").exists()):
             continue
         with suppress(OSError):  # in use by this process, or by one in another PID namespace

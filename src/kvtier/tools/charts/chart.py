@@ -1,6 +1,6 @@
-"""Charts as values. matplotlib draws them to a file, or as SVG for a page in the page's colours.
+"""Charts as values. matplotlib draws charts to a file, or as SVG in the colours of a page.
 
-Pages and charts share colours and style, which are readable on light and dark screens and on paper.
+Pages and charts share colours and a style that is readable on light and dark screens and on paper.
 
 matplotlib is imported only when a chart is drawn. `report.output.check_matplotlib` checks that it is installed.
 """
@@ -88,7 +88,7 @@ td.name{overflow-wrap:normal}}
 
 
 MARKED = {name: f"#0a0b{number:02x}" for number, name in enumerate(LIGHT)}
-"""Placeholders that the style sheet's variables replace once matplotlib has drawn."""
+"""Placeholder colours for matplotlib. Variables of the style sheet replace them in the drawn SVG."""
 RC: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -104,37 +104,37 @@ RC: Any = {
     "legend.fontsize": 9,
 }
 SIZE_INCHES = (5.0, 3.7)
-"""Size of a chart in a page. On a phone its letters are still nine pixels high."""
+"""Size of a chart in a page. On a phone the letters are still nine pixels high."""
 FILE_SIZE_INCHES = (6.2, 4.3)
 LEGEND_CHARACTERS = 60
-"""Characters that fit side by side in a legend, lines and gaps included."""
+"""Characters that fit into a row of a legend, including lines and gaps."""
 LEGEND_ROW = 14
 """Height of a row of a legend, in points."""
 FEW_DECADES = 300.0
-"""Up to this ratio a logarithmic axis has labels at 1, 2 and 5 of each power of ten. Above it only powers have one."""
+"""Largest ratio at which a logarithmic axis labels 1, 2 and 5 of each power of ten, instead of only the powers."""
 TICKS_MAX = 7
-"""Maximum number of values that an axis labels."""
+"""Most labels of an axis."""
 END_GAP = 0.065
-"""Least distance between two labels at the ends of curves, as a share of a chart's height."""
+"""Least distance between two labels at the ends of curves, as a share of the chart's height."""
 POINTS_MAX = 2000
-"""A chart draws at most this many points individually. More become pixels, to keep pages small."""
+"""Most points that a chart draws individually. More points become pixels, to keep pages small."""
 DASHED = (0, (5, 3))
 Dash = str | tuple[float, tuple[float, ...]]
 """A line style of matplotlib; an empty one draws no line."""
 LAYERS: "Sequence[tuple[Dash, float]]" = (("-", 4.4), ((0, (5, 3)), 2.6), ((0, (2, 2)), 1.8), ((0, (6, 3, 2, 3)), 1.2))
-"""Style and width of lines that may coincide. The lower ones stay visible beside and between the later ones."""
+"""Style and width of lines that may coincide. Earlier lines stay visible around and between later ones."""
 Colours = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A line through points, or the points alone. Colours are names of `COLOURS`."""
+    """A line through points, or only the points. Colours are names of `COLOURS`."""
 
     x: "Values"
     y: "Values"
     colour: str
     label: str = ""
-    """Text in the legend; empty if the curve is not in it."""
+    """Text in the legend; empty if the legend omits the curve."""
     dash: Dash = "-"
     marker: str = ""
     """matplotlib's marker of each point."""
@@ -179,16 +179,16 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """Horizontal bars, the first on top, or one part of each bar."""
+    """Horizontal bars, or one part of each bar. The first bar is on top."""
 
     names: Sequence[str]
     values: Sequence[float]
     colours: Sequence[str]
     """The colour of each bar."""
     label: str = ""
-    """Text in the legend; empty if the bars are not in it."""
+    """Text in the legend; empty if the legend omits the bars."""
     left: Sequence[float] | None = None
-    """Where the parts start."""
+    """Start of each part."""
     texts: Sequence[str] = ()
     """Texts at the end of each bar, or in the middle of each part."""
     ends: tuple[Sequence[float], Sequence[float]] | None = None
@@ -201,7 +201,7 @@ class Bars:
             self.names, self.values, left=self.left or 0, color=[colours[it] for it in self.colours],
             label=self.label or None, xerr=self.ends, ecolor=colours["ink"],
         )  # fmt: skip
-        # White is legible on every hue but the light one of lines.
+        # White is legible on every hue except the light one of lines.
         ink = "#ffffff" if is_part and "line" not in self.colours else colours["ink"]
         if self.texts:
             place = "center" if is_part else "edge"
@@ -221,10 +221,10 @@ class Axis:
     text: Callable[[float], str] | None = None
     """Returns the label of a value; None means that the label is the number."""
     ticks: Sequence[float] = ()
-    """The values with a label; if empty, round values have one."""
+    """The values with a label. If there are none, round values have labels."""
 
     def set(self, axes: "Axes", name: str) -> None:
-        """Apply this to the axis `name` ("x" or "y") of `axes`."""
+        """Apply these properties to the axis `name` ("x" or "y") of `axes`."""
         from matplotlib.ticker import LogLocator
 
         own = axes.xaxis if name == "x" else axes.yaxis
@@ -245,7 +245,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """What one chart shows."""
+    """The contents of one chart."""
 
     heading: str
     marks: Sequence[Curve | Rule | Bars]
@@ -260,7 +260,7 @@ Charts = Mapping[str, Chart]
 
 
 def few(values: Iterable[float]) -> list[float]:
-    """Return at most `TICKS_MAX` of the values in order, the largest included, so that labels do not touch."""
+    """Return at most `TICKS_MAX` of the values in order, including the largest, so that labels do not touch."""
     found = sorted(values, reverse=True)
     return found[:: -(-len(found) // TICKS_MAX) or 1][::-1]
 
@@ -270,7 +270,7 @@ def stacked(names: Sequence[str], parts: Sequence[tuple[str, str, Sequence[float
 
     Args:
         names: names of the bars.
-        parts: for each part its label, its colour, and a value for each bar.
+        parts: label, colour, and a value for each bar, of each part.
         least: smaller shares have no text.
     """
     left = [0.0] * len(names)
@@ -285,7 +285,7 @@ def stacked(names: Sequence[str], parts: Sequence[tuple[str, str, Sequence[float
 
 
 def told_apart(curves: Sequence[Curve]) -> list[Curve]:
-    """Return the curves, each narrower and with other dashes, so that none hides another where they coincide."""
+    """Return the curves with decreasing widths and different dashes, so that coinciding curves stay visible."""
     return [replace(it, dash=dash, width=width) for it, (dash, width) in zip(curves, LAYERS, strict=False)]
 
 
@@ -311,14 +311,14 @@ def svg(chart: Chart, name: str) -> str:
 def write_charts(
     option: str, path: Path, charts: Charts, size_inches: tuple[float, float] = FILE_SIZE_INCHES, columns: int = 2
 ) -> None:
-    """Write all charts to one file, side by side on a light ground. The suffix decides the format.
+    """Write all charts to one file, in rows on a light ground. The suffix decides the format.
 
     Args:
         option: the command line's option, for error messages.
         path: the file.
-        charts: what to draw.
-        size_inches: width and height of each chart. Letters keep their size.
-        columns: charts in a row.
+        charts: the charts to draw.
+        size_inches: width and height of each chart. The size of letters does not change.
+        columns: number of charts in a row.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -342,7 +342,7 @@ def write_charts(
 def _bytes(figure: "Figure", form: str, dpi: float = 72) -> bytes:
     """Return the figure in format `form`. An SVG at the default `dpi` is transparent."""
     buffer = io.BytesIO()
-    # Without a date the same chart gives the same file.
+    # Without a date, equal charts give equal files.
     metadata = {"Date": None} if form == "svg" else None
     figure.savefig(buffer, format=form, dpi=dpi, metadata=metadata, transparent=form == "svg" and dpi == 72)
     return buffer.getvalue()
@@ -354,7 +354,7 @@ def _write_ends(axes: "Axes", curves: Sequence[Curve], colours: Colours) -> None
     ends = [(float(to_share((it.x[-1], it.y[-1]))[1]), it) for it in curves]
     highest = 1.0 + END_GAP
     for place, (height, curve) in enumerate(sorted(ends, key=lambda it: -it[0]), 1):
-        # Below the previous text, and high enough for those that follow.
+        # Below the previous text, and high enough for the following texts.
         highest = max(min(height, highest - END_GAP), END_GAP * (len(ends) - place))
         axes.annotate(
             curve.end, (1.02, highest), xycoords="axes fraction", va="center", color=colours[curve.colour],
@@ -363,7 +363,7 @@ def _write_ends(axes: "Axes", curves: Sequence[Curve], colours: Colours) -> None
 
 
 def _draw(axes: "Axes", chart: Chart, colours: Colours) -> int:
-    """Draw a chart with its legend above it, where it hides no curve. Return the number of the legend's rows."""
+    """Draw a chart, with the legend above it, where the legend hides no curve. Return the legend's number of rows."""
     for mark in chart.marks:
         mark.draw(axes, colours)
     chart.x.set(axes, "x")

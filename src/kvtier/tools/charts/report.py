@@ -18,7 +18,7 @@ from kvtier.report.table import Table, print_table, print_text
 from kvtier.tools.charts.chart import STYLE, Chart, Charts, svg, write_charts
 
 SHORT_CHARACTERS = 16
-"""Cells of up to this length are not wrapped."""
+"""Longest cell, in characters, that is not wrapped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +32,14 @@ class PageSection:
     charts: Callable[[], Charts] = dict[str, Chart]
     """Makes the charts of a page."""
     notes: Sequence[str] = ()
-    """Sentences about what limits the figures, or what follows from them."""
+    """Sentences about the limits of the figures, or about their consequences."""
     tables: Sequence[Table] = ()
     code: str = ""
     """Text to paste unchanged."""
     is_page_only: bool = False
 
     def print(self) -> None:
-        """Print the section to stdout after an empty line, unless it is for a page only."""
+        """Print the section to stdout after an empty line, unless it is only for a page."""
         if self.is_page_only:
             return
         if self.title or self.texts or self.problems or self.notes:
@@ -58,7 +58,7 @@ class PageSection:
             click.echo(f"\n{self.code}", nl=False)
 
     def html(self, prefix: str) -> str:
-        """Return the section as a part of a page. `prefix` makes the ids of its charts unique there."""
+        """Return the section as a part of a page. `prefix` makes the ids of its charts unique in the page."""
         charts = self.charts()
         missing = f"Charts need matplotlib: {install_hint('plots')}" if charts and not has_matplotlib() else ""
         figures = [
@@ -80,17 +80,17 @@ class PageSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a command found."""
+    """The result of a command."""
 
     command: str
     answer: str
     """The answer in one sentence."""
     sections: Sequence[PageSection]
     remark: str = ""
-    """Says where the figures come from. On a page it follows the date."""
+    """A sentence on the source of the figures. On a page it follows the date."""
 
     def show(self, result: object, *, as_json: bool, page: Path | None = None, picture: Path | None = None) -> None:
-        """Print this, or `result` as JSON. Write the page and a picture of all charts to the given paths.
+        """Print the report, or `result` as JSON. Write the page and a picture of all charts to the given paths.
 
         Raises:
             ConfigError: a file cannot be written.
@@ -109,7 +109,7 @@ class Report:
             section.print()
 
     def html(self, made: datetime | None = None) -> str:
-        """Return the page. `made` is its date, by default the current time."""
+        """Return the page as HTML. `made` is the date on it, by default the current time."""
         made = made or datetime.now(UTC)
         body = "\n".join(section.html(f"s{number}-") for number, section in enumerate(self.sections))
         return (
@@ -122,7 +122,7 @@ class Report:
         )
 
     def write(self, page: Path | None, picture: Path | None = None) -> list[Path]:
-        """Write the page and a picture of all charts to the given paths. Return the paths written.
+        """Write the page and a picture of all charts to the given paths. Return the paths of written files.
 
         Raises:
             ConfigError: a file cannot be written.
@@ -136,7 +136,7 @@ class Report:
 
 
 def table_html(table: Table) -> str:
-    """Return a table with its title and note."""
+    """Return a table with its title and note as HTML."""
     head = "".join(_text("th", it, _class(table, place, "")) or "<th></th>" for place, it in enumerate(table.columns))
     rows = (
         "".join(f'<td class="{_class(table, place, cell)}">{escape(cell)}</td>' for place, cell in enumerate(row))
@@ -157,11 +157,11 @@ def _class(table: Table, place: int, cell: str) -> str:
 
 
 def _text(tag: str, text: str, kind: str = "") -> str:
-    """Return an element with `text`, escaped, or an empty string if `text` is empty."""
+    """Return an element with the escaped `text`, or an empty string if `text` is empty."""
     return _tag(tag, escape(text), kind)
 
 
 def _tag(tag: str, html: str, kind: str = "") -> str:
-    """Return an element around HTML, or an empty string without it. `kind` is a class of the style sheet."""
+    """Return an element around `html`, or an empty string if it is empty. `kind` is a class of the style sheet."""
     start = f'<{tag} class="{kind}">' if kind else f"<{tag}>"
     return f"{start}{html}</{tag}>" if html else ""

@@ -73,7 +73,7 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
     try:
         with ended_by_signals():
             result = run_demo(settings, lambda text: click.echo(f"demo: {text}", err=True))
-    except DemoError as error:  # exit code 2 would mean a wrong call
+    except DemoError as error:  # because exit code 2 means a wrong call
         click.echo(f"kvtier: {error}", err=True)
         context.exit(1)
     if record is not None:

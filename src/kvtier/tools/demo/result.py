@@ -1,4 +1,4 @@
-"""The demo's results: every request of every pass, and the sums for the table, the JSON and the report."""
+"""The results of the demo: every request of every pass, and the sums for the table, the JSON and the report."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 
 RESTORED_SHARE_MIN = 0.9
-"""The warm pass must restore at least this share of the restorable tokens."""
+"""Least share of the restorable tokens that the warm pass must restore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class RequestResult:
     prompt_tokens: int
     answer: tuple[int, ...]
     text: str
-    """The answer in words as the model wrote it, perhaps with control characters."""
+    """The answer as the model wrote it, possibly with control characters."""
     ttft_ms: float
     """Time from the call of `generate` to the first new token."""
     total_ms: float
@@ -30,7 +30,7 @@ class RequestResult:
     restorable_tokens: int
     """Restorable tokens, as `StoredPrefixes` counts them; 0 in the pass without kvtier."""
     margins: tuple[float, ...]
-    """For each new token, the best token's logit minus the second best's."""
+    """The best token's logit minus the second best's, for each new token."""
 
     @property
     def restored_tokens(self) -> int:
@@ -40,14 +40,14 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """All requests, sent once through one process."""
+    """The results of all requests, sent once through one process."""
 
     name: str
     samples: tuple[RequestResult, ...]
     set_up_s: float
     """Time to build the model, warm up with one request, and attach kvtier."""
     wall_s: float
-    """Time from the first request until the last answer has arrived and all stores are on disk."""
+    """Time from the first request until the last answer has arrived and all stores have reached the disk."""
     flush_s: float
     """The part of `wall_s` after the last answer."""
     lost: int = 0
@@ -57,7 +57,7 @@ class PassResult:
     written_bytes: int = 0
     """Growth of `disk_bytes` in this pass."""
     load: float = 0.0
-    """The machine's load average over the minute before the pass, which may include earlier passes."""
+    """The machine's load average over the minute before the pass. The minute may include earlier passes."""
 
     @property
     def input_tokens(self) -> int:
@@ -137,7 +137,7 @@ class AnswerDifference:
     turn: int
     token: int
     margin: float
-    """Margin of that token in the first pass. A margin near float32's rounding error is a tie, not wrong KV."""
+    """Margin of that token in the first pass. A margin near float32's rounding error means a tie, not wrong KV."""
 
     def __str__(self) -> str:
         one, other = self.passes
@@ -149,16 +149,16 @@ class AnswerDifference:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """All passes of a demo and its conditions."""
+    """All passes and the conditions of a demo."""
 
     model: str
-    """The model in one line."""
+    """Description of the model in one line."""
     why: str
     """Why this model was chosen."""
     weights: str
     """``pretrained`` or ``random``."""
     conversations: str
-    """The replayed requests, in one line."""
+    """Description of the replayed requests in one line."""
     questions: tuple[str, ...]
     """For each request, the informative part of the user's message in one line."""
     shape: Mapping[str, int]
@@ -183,18 +183,18 @@ class DemoResult:
     notes: tuple[str, ...] = ()
 
     def find_pass(self, name: str) -> PassResult:
-        """Return the pass of that name."""
+        """Return the pass `name`."""
         return next(it for it in self.passes if it.name == name)
 
     @property
     def difference(self) -> AnswerDifference | None:
-        """The first difference between the answers of the first pass and another's, or None."""
+        """The first difference between the answers of the first pass and those of another pass, or None."""
         first, *others = self.passes
         return next((it for other in others if (it := find_difference(first, other)) is not None), None)
 
     @property
     def problems(self) -> list[str]:
-        """Why the demo failed: different answers, or too few restored tokens."""
+        """The reasons for a failure of the demo: different answers, or too few restored tokens."""
         found = [] if self.difference is None else [f"not identical: {self.difference}"]
         warm = self.find_pass("warm")
         if warm.restored_share < RESTORED_SHARE_MIN:
@@ -211,7 +211,7 @@ class DemoResult:
 
     @property
     def rounding(self) -> float:
-        """The largest change of a margin from the first pass to another, over requests with equal answers."""
+        """The largest change of a margin from the first pass to another pass, over requests with equal answers."""
         first, *others = self.passes
         changes = (
             abs(before - after)
@@ -224,11 +224,11 @@ class DemoResult:
 
     @property
     def miss_cost(self) -> tuple[float, int] | None:
-        """The cost of kvtier for requests that it cannot help.
+        """The cost of kvtier for requests that it cannot accelerate.
 
         Returns:
             The median ratio of the cold pass's TTFT to the TTFT without kvtier, and the number of requests. Only
-            requests for which the cold pass restored nothing count; None if there are none.
+            requests for which the cold pass restored nothing count. None if there are no such requests.
         """
         pairs = zip(self.find_pass("none").samples, self.find_pass("cold").samples, strict=True)
         ratios = [cold.ttft_ms / none.ttft_ms for none, cold in pairs if not cold.restored_tokens]
@@ -239,7 +239,7 @@ class DemoResult:
         return zip(self.questions, zip(*(it.samples for it in self.passes), strict=True), strict=True)
 
     def speed_up(self, name: str, percent: float = 50) -> float:
-        """Return the TTFT without kvtier divided by the TTFT of a pass, at a percentile."""
+        """Return the TTFT without kvtier divided by the TTFT of the pass `name`, at a percentile."""
         return self.find_pass("none").ttft_ms(percent) / self.find_pass(name).ttft_ms(percent)
 
     def as_dict(self) -> dict[str, object]:

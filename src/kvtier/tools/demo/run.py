@@ -1,7 +1,7 @@
 """Runs the passes of the demo, each in its own process.
 
-`none` is the engine alone. `cold` has kvtier with an empty store. `warm` reads in a new process what `cold` stored. A
-run finds nothing that earlier runs stored in the same directory.
+`none` is the engine alone. `cold` has kvtier with an empty store. `warm` reads the chunks of `cold` in a new process. A
+run finds no chunks of earlier runs in the same directory.
 """
 
 import contextlib
@@ -53,8 +53,8 @@ from kvtier.tools.run_record import RecordedSetting, machine, make_record, softw
 
 NEEDED = ("torch", "transformers", "tokenizers")
 
-# Of the seeds 1 to 12 this one has the largest margin. With the small model the best two tokens of every choice are at
-# least 7e-4 logits apart, a hundred times float32's rounding error, so passes do not agree by luck.
+# Of the seeds 1 to 12 this one has the largest margin. With the small model, the best two tokens of every choice are at
+# least 7e-4 logits apart. This is a hundred times float32's rounding error, so passes do not agree by luck.
 SEED = 11
 
 Note = Callable[[str], None]
@@ -88,12 +88,12 @@ def demo_settings(
     new_tokens: int | None,
     threads: int,
 ) -> DemoSettings:
-    """Return the settings. None means a default that depends on the model, for a run of two minutes on two cores.
+    """Return the settings. None means a default that depends on the model. Defaults take two minutes on two cores.
 
-    The default model is the pretrained one if its packages are installed, otherwise one with random weights.
+    The default model is the pretrained one if its packages are installed, or else one with random weights.
 
     Raises:
-        ConfigError: the model is unknown, its packages are missing, or it has no use for a seed.
+        ConfigError: the model is unknown, its packages are missing, or it does not use the seed.
     """
     if model not in (None, *SHAPES):
         raise ConfigError(f"--model must be one of {', '.join(SHAPES)}, got {model!r}")
@@ -122,7 +122,7 @@ def check_libraries() -> None:
     """Refuse to run without a library that the demo needs.
 
     Raises:
-        ConfigError: a library is missing. The message has the command that installs it.
+        ConfigError: a library is missing. The message contains the command that installs it.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -136,7 +136,7 @@ def run_demo(settings: DemoSettings, note: Note) -> DemoResult:
         ConfigError: a setting is wrong.
         DemoError: a pass failed.
     """
-    loaded = load()  # as the passes will read them; secrets are hidden
+    loaded = load()  # as the passes will read them, but with hidden secrets
     cache_settings = {
         setting.name: (setting.kind.show(value_of(loaded.config, setting)), str(loaded.origins[setting.name]))
         for setting in all_settings(loaded.config)
@@ -220,7 +220,7 @@ def _write_checkpoint(work: Path, note: Note) -> Path:
     """Write the checkpoint of the pretrained model.
 
     Raises:
-        ConfigError: a package is missing, or the disk has no room.
+        ConfigError: a package is missing, or the disk lacks room.
     """
     free_bytes = shutil.disk_usage(work).free
     if free_bytes < 2 * PRETRAINED_BYTES:  # for the checkpoint, and for KV that may be as large
@@ -272,7 +272,7 @@ class _Passes:
         return none, cold, warm
 
     def _pass(self, name: str, namespace: str | None, digests: Sequence[str] = ()) -> tuple[PassResult, Sequence[str]]:
-        """Run one pass. Return its result, and the digests of the prefixes that are stored after it."""
+        """Run one pass. Return its result, and the digests of all prefixes that are stored after the pass."""
         job = PassJob(
             shape=self.shape,
             seed=self.settings.seed or 0,
@@ -320,7 +320,7 @@ class _Passes:
         return result, () if prefixes is None else sorted(prefixes.digests)
 
     def _tell(self, name: str, position: int, event: Mapping[str, Any]) -> None:
-        """Print a question and its answer. Answers of random weights are not words."""
+        """Keep the first pass's answers. Print a question and its answer, unless the weights are random."""
         request, answer = self.plan.requests[position], event["answer"]
         if name == "none":
             self.first_answers.append(answer)

@@ -1,4 +1,4 @@
-"""Runs one pass of the demo in its own process, and contains the parent's side of it.
+"""Runs one pass of the demo in its own process, and contains the side of the parent process.
 
 The process is `python -m kvtier.tools.demo.worker JOB.json`. It prints one JSON object per line: `ready`, a `request`
 for each request, then `done`, or else `error`. Passes differ only in whether kvtier is attached to the model.
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 WARM_UP_TOKENS = 256
 
 SILENCE_S = 300.0
-"""A process without output for this long is killed. One request of the largest model takes a few seconds."""
+"""Seconds without output after which a process is killed. A request to the largest model takes a few seconds."""
 
 GRACE_S = 10.0
 """Time that a process may take to exit before it is killed."""
 
 
 class DemoError(KvError):
-    """A pass failed, and no setting is the reason."""
+    """A pass failed for a reason other than a setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassJob:
-    """The work of one pass, which its process gets as JSON."""
+    """The work of one pass. The process of the pass gets it as JSON."""
 
     shape: LlamaShape
     seed: int
@@ -51,7 +51,7 @@ class PassJob:
     directory: str | None
     """Directory of the store; None in the pass without kvtier."""
     namespace: str
-    """Hides the chunks of other namespaces in the store."""
+    """Namespace of the pass, which hides the chunks of other namespaces in the store."""
 
     @classmethod
     def read(cls, path: Path) -> "PassJob":
@@ -75,7 +75,7 @@ class LogitsRecorder:
         """For each new token, the best token's logit minus the second best's."""
 
     def __call__(self, input_ids: "torch.Tensor", scores: "torch.Tensor") -> "torch.Tensor":  # noqa: ARG002  the library's signature
-        """Record one token's logits."""
+        """Record the margin of one token. Return the unchanged scores."""
         best: list[float] = cast("Any", scores[0].topk(2).values).tolist()
         if not self.margins:
             self.first_token_s = time.perf_counter() - self.begin_s
@@ -95,7 +95,7 @@ class PassModel:
         self.parameters = sum(it.numel() for it in model.parameters())
         self.generate: Callable[..., Any] = cast("Any", model).generate
         self.kv = None
-        # The first request of a process pays for allocations and lazy imports, so it is not measured.
+        # The first request of a process includes allocations and lazy imports, so it is not measured.
         self.answer(list(range(WARM_UP_TOKENS)))
         if job.directory is not None:
             from kvtier.connect.transformers import attach  # noqa: PLC0415
@@ -105,7 +105,7 @@ class PassModel:
             self.generate = self.kv.generate
 
     def answer(self, prompt: list[int]) -> dict[str, object]:
-        """Run one request. Return its measurements."""
+        """Run one request. Return the measurements."""
         import torch  # noqa: PLC0415
 
         tokens = torch.tensor([prompt])
@@ -129,7 +129,7 @@ class PassModel:
 
 
 def run_pass(job: PassJob, emit: Callable[[Mapping[str, object]], None]) -> None:
-    """Run all requests of a pass and emit its events."""
+    """Run all requests of a pass, and emit the pass's events."""
     begin_s = time.perf_counter()
     model = PassModel(job)
     emit(
@@ -155,7 +155,7 @@ def run_pass(job: PassJob, emit: Callable[[Mapping[str, object]], None]) -> None
 
 
 def pass_events(name: str, job: PassJob, work: Path) -> Generator[Mapping[str, Any]]:
-    """Start the process of one pass and yield its events. When the generator is done, the process has ended.
+    """Start the process of one pass and yield its events. The process has ended when the generator ends.
 
     Args:
         name: name of the pass.
@@ -197,8 +197,8 @@ def pass_events(name: str, job: PassJob, work: Path) -> Generator[Mapping[str, A
 
 def _environment(threads: int) -> dict[str, str]:
     return {
-        # Spinning threads gain nothing on an idle machine. On a shared one they take the cores that the working thread
-        # needs, which makes a pass up to ten times slower.
+        # Spinning threads gain nothing on an idle machine. On a shared one they take cores from the working thread,
+        # and make a pass up to ten times slower.
         "OMP_WAIT_POLICY": "PASSIVE",
         **os.environ,
         "OMP_NUM_THREADS": str(threads),

@@ -29,7 +29,7 @@ _HARDWARE = ("gpu.", "host.", "disk.", "shared.", "software.")
 def verdict(plan: Plan) -> str:
     """State how many users the given GPUs serve, and which tiers are worth buying for a full server.
 
-    The requested load has no part in it, unless the hosts for this load share given totals of tiers.
+    The verdict depends on the requested load only if the hosts for this load share given totals of tiers.
     """
     gpus = gpus_text(plan, plan.inputs.gpu.count)
     if not plan.serves_any:
@@ -60,9 +60,9 @@ def verdict(plan: Plan) -> str:
 
 
 def _shared_totals(plan: Plan) -> str:
-    """State what one host gets of tiers whose totals are given, if the load needs more hosts than the given GPUs have.
+    """State one host's part of the tiers with given totals, if the load requires more hosts than the given GPUs fill.
 
-    The given GPUs with all of these tiers are then not one of these hosts.
+    In that case the given GPUs with all of these tiers are not one of these hosts.
     """
     hosts = min((it.need.deployment.hosts for it in plan.arms if it.need), default=0)
     totals = {"host": "host.capacity_bytes", "disk": "disk.count", "shared": "shared.capacity_bytes"}
@@ -161,7 +161,7 @@ def with_energy(plan: Plan) -> str:
 
 
 def why_idle(plan: Plan, tier: PlannedTier) -> str:
-    """Explain why a tier is not worth adding to the recommended ones: it brings no users, or they cost too much."""
+    """Explain why a tier is not worth adding to the recommended ones: it adds no users, or they cost too much."""
     before = plan.user_prices.get(plan.tiered.tiers)
     if tier.user_price is None or before is None:
         return tier.why_not
@@ -207,14 +207,14 @@ def request(plan: Plan) -> str:
 
 
 def _time_options(plan: Plan) -> str:
-    """Name the options that give more time: those of the limits that no load meets, or else of all limits of time."""
+    """Name the options that relax the limits of time that no load meets, or else all limits of time."""
     options = {TTFT: "--ttft", TTFT_P95: "--target-p95", TPOT: "target.tpot_s"}
     limits = [it for it in plan.alone.ceiling.serving if it.name in options]
     return _series([options[it.name] for it in [it for it in limits if not it.users] or limits])
 
 
 def _if_totals_grow(plan: Plan) -> str:
-    """State which totals were kept while the hosts grew, if fewer GPUs would do with the same tiers in every host."""
+    """State which totals stayed fixed as hosts were added, if scaling them with the hosts would save GPUs."""
     if plan.grown_gpus is None:
         return ""
     given, inputs = plan.given.deployment, plan.given.deployment.inputs
@@ -245,22 +245,22 @@ def _hosts_text(deployment: Deployment) -> str:
 
 
 def names_text(tiers: Collection[str]) -> str:
-    """Name tiers in words; without any, GPU memory alone."""
+    """Name the tiers in words, or GPU memory alone if there are none."""
     return _series([TIER_NAMES[it] for it in tiers]) if tiers else f"{TIER_NAMES[GPU]} alone"
 
 
 def arm_name(variant: Variant) -> str:
-    """Return the heading of a column: its tiers."""
+    """Return the heading of a variant's column, which names its tiers."""
     return f"with {names_text(variant.tiers)}" if variant.tiers else names_text(())
 
 
 def _series(texts: Sequence[str], word: str = "and") -> str:
-    """Join texts into a list in a sentence."""
+    """Join texts into a list that fits into a sentence."""
     return f" {word} ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 
 def within(plan: Plan) -> str:
-    """Put the limits of times into words."""
+    """Put the limits of time into words."""
     target = plan.inputs.target
     limits = [
         *([f"within {target.ttft_s:g} s on average to the first token"] if target.ttft_s else ()),
@@ -271,7 +271,7 @@ def within(plan: Plan) -> str:
 
 
 def heading(plan: Plan) -> str:
-    """Model, GPUs and sizes in one line."""
+    """Name the model, the GPUs and the sizes in one line."""
     inputs, tiered, alone = plan.inputs, plan.tiered.deployment, plan.alone.deployment
     why = _why_size(plan)
     sizes = f"{size_text(tiered)} {arm_name(plan.tiered)}{why}, {size_text(alone)} with {names_text(())}"
@@ -284,7 +284,7 @@ def heading(plan: Plan) -> str:
 
 
 def _why_size(plan: Plan) -> str:
-    """Explain why the size with tiers is larger than memory requires, with the users of the best smaller size."""
+    """Explain why the size with tiers is larger than memory requires, and state the users of the best smaller size."""
     if plan.inputs.origin("model.tp") != SEARCHED or len(plan.tiered.choice.sizes) == 1:
         return ""
     smaller = [it for it in plan.tiered.choice.sizes if it.tp < plan.inputs.model.tp]
@@ -313,7 +313,7 @@ def size_text(deployment: Deployment) -> str:
 
 
 def circumstances(plan: Plan) -> list[tuple[str, str]]:
-    """Name and text of each line about the model and the workload."""
+    """Return the name and the text of each line about the model and the workload."""
     inputs, deployment, load, model = plan.inputs, plan.deployment, plan.deployment.workload, plan.deployment.model
     chunk_tokens = inputs.software.chunk_tokens
     copies = ""
@@ -376,7 +376,7 @@ def conclusion(plan: Plan) -> list[str]:
     """Explain in sentences what binds with tiers, what raises that limit, what binds next, and how drives wear."""
     binding, following = plan.binding, plan.tiered.ceiling.next
     over = [it.name for it in plan.tiered.ceiling.serving if plan.used[it.name] > 1]
-    # These limits are of the way to a full server. The load may have another.
+    # These limits apply to the tiers for a full server. The tiers for the load may differ.
     beside = (
         f" with {names_text(plan.tiered.tiers or (GPU,))}" if over and plan.tiered.tiers != plan.chosen.tiers else ""
     )
@@ -407,7 +407,7 @@ def conclusion(plan: Plan) -> list[str]:
 
 
 def _idle(plan: Plan, tier: PlannedTier) -> str:
-    """Explain why a tier adds nothing to the recommended ones, and at which interval between queries it would."""
+    """Explain why a tier adds nothing to the recommended ones, and from which interval between queries it would."""
     beside, name = names_text(plan.tiered.tiers or (GPU,)), TIER_NAMES[tier.name]
     adds, are = ("add", "are") if tier.name == "disk" else ("adds", "is")
     pays = tier.pays_from_interval_s
@@ -446,7 +446,7 @@ def wear(plan: Plan) -> list[str]:
 
 
 def without_drives(plan: Plan) -> str:
-    """State the users of the same GPUs without drives, if a write budget leaves little of what drives gain."""
+    """State how many users the GPUs serve without drives, if a write budget leaves little of the drives' gain."""
     deployment = plan.chosen.need.deployment if plan.chosen.need else plan.deployment
     names = {it.name for it in deployment.tiers} - {"disk"}
     users = most_users(deployment.only(names))
@@ -462,7 +462,7 @@ def shown_load(plan: Plan) -> str:
 
 
 def _raised_by(plan: Plan) -> str:
-    """State what an increase of the strongest inputs of hardware and software brings."""
+    """State how many users an increase of the most influential hardware and software inputs adds."""
     changed = [
         (it.users_higher, it)
         for it in plan.sensitivities

@@ -107,7 +107,7 @@ def capacity_curves(plan: Plan) -> list[Curve]:
 
 
 def single_prompt_curves(plan: Plan) -> list[Curve]:
-    """Plot the seconds until an idle machine has the KV of one prompt: computed, or fetched from each tier."""
+    """Plot the seconds that an idle machine takes to compute one prompt's KV, or to fetch it from each tier."""
     deployment = plan.given.deployment
     least, most = 1_000.0, min(deployment.model.tokens_max or CONTEXTS[-1], CONTEXTS[-1])
     tokens = tuple(least * (most / least) ** (step / (POINTS - 1)) for step in range(POINTS))
@@ -126,13 +126,13 @@ def single_prompt_curves(plan: Plan) -> list[Curve]:
 
 
 def crossing(computed: Curve, fetched: Curve) -> int | None:
-    """Find the first point at which `fetched` becomes faster; None if it always or never is."""
+    """Find the first point at which `fetched` becomes faster. Return None if it is always or never faster."""
     faster = [fetch < compute for fetch, compute in zip(fetched.y, computed.y, strict=True)]
     return faster.index(True) if True in faster and not faster[0] else None
 
 
 def ttft_curves(plan: Plan) -> list[Curve]:
-    """Plot TTFT against the load, as mean or limited percentile, up to the load at which queues grow without end."""
+    """Plot the mean TTFT, or its limited percentile, against the load, until queues grow without end."""
 
     def of(_: Variant, point: OperatingPoint) -> float:
         return point.ttft_s if plan.inputs.target.ttft_s else point.ttft_within_s(0.95)

@@ -29,7 +29,7 @@ class Cost:
     tokens_per_s_per_price: float | None
     """Output tokens per second for each unit of money over the years, including energy."""
     missing: tuple[str, ...]
-    """Price inputs that are needed but not given."""
+    """Price inputs that are required but not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class BreakEven:
 
     tier: str
     instead_of: str
-    """The alternative to keeping it: computing it again, or reading it from a drive."""
+    """The alternative to keeping KV: computing it again, or reading it from a drive."""
     per_price_ratio_s: float
     """T if the tier and the alternative had equal unit prices; multiplied by the ratio of their prices, it is T."""
     saved_unit: str
@@ -54,7 +54,7 @@ class BreakEven:
 
 
 def cost(deployment: Deployment, point: OperatingPoint, *, life_years: float | None = None) -> Cost:
-    """Compute the cost of a deployment at one load. Given the life of its drives, include those that replace them."""
+    """Compute the cost of a deployment at one load. Include replacement drives if the life of drives is given."""
     price, load = deployment.inputs.price, deployment.workload
     watts = _watts(deployment, point)
     bills = _bills(deployment)
@@ -102,7 +102,7 @@ def worn(deployment: Deployment, life_years: float | None) -> float:
 
 
 def _bills(deployment: Deployment) -> dict[str, tuple[float, bool]]:
-    """Map each price input to a total, and to whether the total is required."""
+    """Map each price input to its total and to a flag that tells whether the total is required."""
     inputs, price = deployment.inputs, deployment.inputs.price
     bills = {
         "price.gpu": (inputs.gpu.count * price.gpu, not price.server),
@@ -112,7 +112,7 @@ def _bills(deployment: Deployment) -> dict[str, tuple[float, bool]]:
 
 
 def break_evens(deployment: Deployment) -> list[BreakEven]:
-    """Compute for each tier below the GPU how long KV is worth keeping there."""
+    """Compute how long KV is worth keeping in each tier below the GPU."""
     inputs, price = deployment.inputs, deployment.inputs.price
     tokens = deployment.workload.reusable_tokens
     if not tokens:

@@ -84,7 +84,7 @@ def find(kind: str, name: str, origin: str) -> HardwareItem:
 
 
 def split_count(text: str, origin: str) -> tuple[int | None, str]:
-    """Split ``8xh100-sxm``, ``h100-sxmx8`` or ``h100-sxm`` into number and name, by the grammar of all commands.
+    """Split ``8xh100-sxm``, ``h100-sxmx8`` or ``h100-sxm`` into number and name. All commands use this grammar.
 
     Raises:
         ConfigError: the number is zero or too large.
@@ -187,12 +187,12 @@ def read_links(path: Path, origin: str) -> Links:
 
 
 def fastest(links: Links, name: str, op: str) -> float | None:
-    """Highest bandwidth of `op` on the link `name`, in bytes per second; None without a measurement."""
+    """Return the highest bandwidth of `op` on the link `name`, in bytes per second; None without a measurement."""
     return max((it.bytes_per_s for it in links.get(name, ()) if it.op == op), default=None)
 
 
 def round_trip(links: Links, name: str) -> float | None:
-    """Return the seconds that one answer about a name takes in the tier `name`; None without a measurement."""
+    """Return the seconds that the tier `name` takes for one `ROUND_TRIP`; None without a measurement."""
     return next((it.first_s for it in links.get(name, ()) if it.op == ROUND_TRIP), None)
 
 

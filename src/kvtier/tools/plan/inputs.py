@@ -456,7 +456,7 @@ class Inputs:
         return getattr(getattr(self, section), key)
 
     def origin(self, name: str) -> str:
-        """Origin of the value of ``section.key``."""
+        """Return the origin of the value of ``section.key``."""
         source = SETTINGS[name].source
         return self.origins.get(name) or (f"default ({source})" if source else "default")
 

@@ -1,17 +1,17 @@
 """Find which limit of a deployment binds and which is next, the best size, and the number of GPUs for a load.
 
-The limits of latency and throughput determine how many users a deployment serves. Bandwidth is only a reserve. Bursts
-that exceed it slow down loads, and a prompt that would load more slowly than it computes is computed. The time to first
-token includes both. Wear is not a limit.
+The limits of latency and throughput determine how many users a deployment serves. Bandwidth is only a reserve: bursts
+that exceed it slow down loads. A prompt is computed if that is faster than loading it. The time to first token includes
+both effects. Wear is not a limit.
 
 A limit is met at the lowest load that uses up its budget. The limit that is met first binds, and the deployment serves
 no more than that load. Only raising the binding limit changes the answer. Once it is raised, the limit with the next
 higher load binds.
 
 A larger size reads weights and computes prompts faster, and has room for more KV. It also exchanges more, and fewer
-copies share the load. A size larger than memory requires is taken only if it serves more users.
+copies share the load. The plan takes a size larger than memory requires only if that size serves more users.
 
-How the number of users depends on an input is found by planning again with the input a fifth lower and a fifth higher.
+Sensitivities come from plans with one input a fifth lower and a fifth higher.
 """
 
 import math
@@ -56,13 +56,13 @@ class Limit:
     name: str
     meaning: str
     raised_by: str
-    """Inputs that raise it."""
+    """Inputs that raise the limit."""
     requests_per_s: float
-    """The load at which this limit alone is met; infinite if it is not met in the searched range."""
+    """The load at which this limit alone is met; infinite if no load in the searched range meets it."""
     users: float
     """The same load in users; with a trace's own pauses, in queries per second."""
     is_reserve: bool
-    """Whether it is a bandwidth, beyond which loads get slower but requests are still served."""
+    """Whether the limit is a bandwidth. Beyond it loads get slower, but requests are still served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Ceiling:
     limits: tuple[Limit, ...]
     """The tightest first."""
     point: OperatingPoint
-    """Operating point at the ceiling; at almost no load if even that exceeds a limit."""
+    """Operating point at the ceiling, or at almost no load if even almost no load exceeds a limit."""
 
     @property
     def binding(self) -> Limit:
@@ -170,7 +170,7 @@ def _tier_used(deployment: Deployment, point: OperatingPoint, tier: TierHardware
 
 
 def ceiling(deployment: Deployment) -> Ceiling:
-    """Find the highest load within all limits, and sort the limits by the load at which they are met."""
+    """Find the highest load within all limits, and sort the limits by the load that meets them."""
     points = _points(deployment)
     limits: list[Limit] = []
     for rule in rules(deployment):
@@ -216,7 +216,7 @@ def most_users(deployment: Deployment, near: float = 0.0) -> float:
 
 
 def throughput(deployment: Deployment) -> float:
-    """Most requests per second that the GPUs and their pipes complete, however long requests wait."""
+    """Compute the most requests per second that the GPUs and their pipes complete, however long requests wait."""
     return _met(_pipes_used, deployment, _points(deployment)) or _LEAST * _decoding_alone(deployment)
 
 
@@ -226,27 +226,27 @@ def _pipes_used(deployment: Deployment, point: OperatingPoint) -> float:
 
 
 def in_users(deployment: Deployment, requests_per_s: float) -> float:
-    """Convert a load to users; with a trace's own pauses it stays in queries per second."""
+    """Convert a load to users. With a trace's own pauses the load stays in queries per second."""
     return requests_per_s * deployment.workload.interval_s
 
 
 def _decoding_alone(deployment: Deployment) -> float:
-    """Requests per second at which decoding alone fills the GPUs."""
+    """Compute the requests per second at which decoding alone fills the GPUs."""
     return deployment.replicas / (deployment.workload.answer_tokens * decode_token_s(deployment))
 
 
 def _points(deployment: Deployment) -> Callable[[float], OperatingPoint]:
-    """Return a function from load to operating point that computes each load only once."""
+    """Return a function that maps a load to its operating point, and computes each load only once."""
     return cache(partial(operate, deployment))
 
 
 def _met(
     used: Use, deployment: Deployment, points: Callable[[float], OperatingPoint], near: float = 0.0, step: float = _STEP
 ) -> float:
-    """Find the load that uses up the budget; 0 or infinite if it is outside the searched range.
+    """Find the load that uses up the budget. Return 0 or infinity if that load is outside the searched range.
 
-    Steps from `near` bracket it, and false position (the Illinois rule) narrows the bracket. It works on
-    ``1 - 1 / used``, which is finite where queues grow without end, and nearly straight before that.
+    Steps from `near` bracket the load, and false position (the Illinois rule) narrows the bracket. The function to
+    solve is ``1 - 1 / used``: finite where queues grow without end, and nearly straight before that.
     """
 
     def over(load: float) -> float:
@@ -288,7 +288,7 @@ def _met(
 
 
 def used_shares(deployment: Deployment, point: OperatingPoint) -> dict[str, float]:
-    """Compute the used share of each limit's budget at one load, by name of the limit."""
+    """Compute the used share of each limit's budget at one load, by the name of the limit."""
     return {rule.name: rule.used(deployment, point) for rule in rules(deployment)}
 
 
@@ -297,7 +297,7 @@ CLOSE = 1e-9
 
 
 def best(sizes: Sequence[Deployment], users: Sequence[float]) -> Deployment:
-    """Find the smallest size that serves the most whole users; if none serves any, the one with the lowest TTFT.
+    """Find the smallest size that serves the most whole users, or the size with the lowest TTFT if none serves any.
 
     Args:
         sizes: deployments with the tiers to count, the smallest size first.
@@ -316,7 +316,7 @@ def is_served(requested: float, users: float) -> bool:
 
 
 def sizes_of_a_host(inputs: Inputs, basis: Basis) -> list[tuple[int, bool]]:
-    """List the sizes to search for any number of GPUs: those of the given GPUs, and of a whole host."""
+    """List the sizes to search for any number of GPUs: the sizes of the given GPUs and of a whole host."""
     hosts = inputs.change({"gpu.count": max(inputs.gpu.count, inputs.host.gpus)})
     found = (it.inputs.model for each in (inputs, hosts) for it in deployments(each, basis))
     return sorted({(it.tp, it.dp_attention) for it in found})
@@ -335,10 +335,10 @@ def gpus_for(
 ) -> Fewest | None:
     """Find the fewest GPUs, in whole copies of any size of one host, that serve `load`; None if no number does.
 
-    Each number is checked as a plan of that many GPUs, with the tiers of its hosts. Copies share tiers whose total is
-    given, so the search can only start from the users of one copy. It steps by the users of a copy, and then halves its
-    last step, because a copy serves more where a host with few of them brings tiers of its own. Of sizes that need as
-    many, that of `deployment` is taken, or else the largest.
+    The search checks each number as a plan of that many GPUs, with the tiers of their hosts. Copies share tiers whose
+    total is given, so the users of one copy are only a first estimate. The search steps by the users of a copy, and
+    then halves its last step. A copy serves more if its host has its own tiers but few copies. If several sizes need
+    equally many GPUs, the result has the size of `deployment`, or else the largest.
 
     Args:
         inputs: the inputs as given, so that totals follow the number of hosts.
@@ -377,7 +377,7 @@ STEP = 0.2
 _SIZE = ("model.tp", "model.dp_attention")
 """Inputs that the search found; they stay fixed."""
 _LOAD = frozenset((*_SIZE, "host.gpus", "traffic.users", "traffic.load", "target.gpu_used", "traffic.trace_window_s"))
-"""Inputs left out: the size, the hosts, and those of the requested load, which do not change the most users."""
+"""Inputs without sensitivities: size, hosts, and the requested load, which does not change the most users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,7 +405,7 @@ class InputSensitivity:
 def sensitivities(inputs: Inputs, deployment: Deployment) -> list[InputSensitivity]:
     """Compute the sensitivity to every numeric input in use, the strongest first, at the size that the plan found.
 
-    Only the number of GPUs changes that size.
+    Another number of GPUs is planned at its own best size.
 
     Args:
         inputs: the inputs as given, so that values from the catalogue follow a changed name.

@@ -1,4 +1,4 @@
-"""What the lossy classes of engines would change in a plan: the same drives and shared storage hold more KV."""
+"""Compute how the lossy classes of engines change a plan: the same drives and shared storage hold more KV."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -23,7 +23,7 @@ QUALITY: Mapping[Loss, str] = MappingProxyType({"none": "exact", "k8v4": "KL up 
 
 
 class ClassPlan(NamedTuple):
-    """The figures of one class. Host memory keeps raw KV; drives and shared storage keep what the class codes."""
+    """The figures of one class. Host memory keeps raw KV; drives and shared storage keep coded KV."""
 
     loss: Loss
     share: float
@@ -37,11 +37,11 @@ class ClassPlan(NamedTuple):
     life_years: float | None
     """Life of the drives at the requested load; None without drives."""
     enough_bytes: float | None
-    """Stored bytes of the slowest tier that are enough for the requested load; None if it is beyond the limits."""
+    """Stored bytes of the slowest tier that suffice for the requested load; None if the load exceeds the limits."""
 
 
 def class_plans(deployment: Deployment, loss: str) -> list[ClassPlan]:
-    """Compute a deployment without a class and with `loss`, or with each one, at the same size and with the same tiers.
+    """Compute a deployment without a class, and with `loss` or with every class, at the same size and tiers.
 
     Raises:
         ConfigError: no class has this name.
@@ -79,7 +79,7 @@ def class_plans(deployment: Deployment, loss: str) -> list[ClassPlan]:
 
 
 def loss_table(plan: Plan, plans: Sequence[ClassPlan]) -> Table:
-    """Show the classes of the hardware that the load needs with all given tiers, or of the given hardware."""
+    """Show the classes on the hardware that the load requires with all given tiers, or else on the given hardware."""
     deployment = (plan.given.need or plan.given).deployment
     tiers = deployment.tiers
     hardware = f"{gpus_text(plan, deployment.inputs.gpu.count)} with {names_text([it.name for it in tiers])}"
@@ -121,12 +121,12 @@ def loss_table(plan: Plan, plans: Sequence[ClassPlan]) -> Table:
 
 
 def _scaled(deployment: Deployment, share: float) -> Deployment:
-    """Return the deployment with the tiers below host memory as they are in raw bytes: larger and faster."""
+    """Return the deployment with the tiers below host memory counted in raw bytes, so they are larger and faster."""
     values: dict[str, object] = {}
     names = [it.name for it in deployment.tiers]
     for tier in deployment.tiers:
         if tier.name != "host":
-            # The inputs are those of one drive, and of the whole shared storage.
+            # The disk inputs describe one drive; the tier describes the whole shared storage.
             it = deployment.inputs.disk if tier.name == "disk" else tier
             values[f"{tier.name}.capacity_bytes"] = int(it.capacity_bytes / share)
             values[f"{tier.name}.read_bytes_per_s"] = it.read_bytes_per_s / share

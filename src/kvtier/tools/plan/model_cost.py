@@ -13,7 +13,7 @@ from kvtier.tools.size import KvSize
 from kvtier.tools.size.caches import LayerCache
 
 _ATTENDING = {"full", "window", "chunked", "mla"}
-"""Kinds of layers whose work grows with the earlier tokens. Work of recurrent layers is in their parameters."""
+"""Kinds of layers whose work grows with the earlier tokens. Recurrent layers do their work with parameters."""
 
 
 class Experts(NamedTuple):
@@ -26,7 +26,8 @@ class Experts(NamedTuple):
     def bytes_of(self, weight_bytes: float, total: float, active: float) -> float:
         """Return the bytes of all routed experts among `weight_bytes` of `total` parameters.
 
-        A token skips ``1 - used / count`` of them and nothing else, so they hold ``(total - active)`` over that.
+        A token skips only ``1 - used / count`` of the experts, so all of them hold ``(total - active)`` over that
+        share.
         """
         if self.routed <= self.used or active >= total:
             return 0.0
@@ -53,14 +54,14 @@ class AttentionCost:
 
 
 class LayerRun(NamedTuple):
-    """Bytes per token of a run of layers, and how many of the last tokens a load of them needs."""
+    """Bytes per token of a run of layers, and how many of the last tokens a load requires."""
 
     minimum: float
-    """Bytes of one copy. Of a window shorter than a chunk, only the part that a chunk keeps counts."""
+    """Bytes of one copy. If a window is shorter than a chunk, only the part that a chunk keeps counts."""
     stored: float
-    """Bytes of as many copies as are stored."""
+    """Bytes of all stored copies."""
     delivered: float
-    """Bytes of as many copies as ranks receive."""
+    """Bytes of all copies that ranks receive."""
     last_tokens: float
     """Tokens that a load reads, in whole chunks; infinite without a window."""
 
@@ -80,7 +81,7 @@ class ModelCost:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of stored KV per token: all layers, in as many copies as are stored."""
+        """Bytes of stored KV per token, for all layers and all stored copies."""
         return sum(it.stored for it in self.spans)
 
     @property
@@ -95,23 +96,23 @@ class ModelCost:
         return sum(it.delivered for it in self.spans) / self.token_bytes if self.token_bytes else 1.0
 
     def stored_bytes(self, tokens: float) -> float:
-        """Return the bytes of a prefix of `tokens` on a tier: every layer of every token, and a snapshot."""
+        """Return the bytes of a prefix of `tokens` in a tier: every layer of every token, and a snapshot."""
         return self.token_bytes * tokens + (self.state_bytes if tokens else 0.0)
 
     def loaded_bytes(self, tokens: float) -> float:
-        """Stored bytes that a load of a prefix of `tokens` reads: only the last tokens of a layer with a window."""
+        """Return the stored bytes that a load of `tokens` reads: only the last tokens of a layer with a window."""
         read = sum(it.stored * min(tokens, it.last_tokens) for it in self.spans)
         return read + (self.state_bytes if tokens else 0.0)
 
     def delivered_bytes(self, tokens: float) -> float:
-        """Return the bytes that all ranks receive in such a load. A decode step reads as many."""
+        """Return the bytes that all ranks receive in a load of `tokens`. A decode step reads the same number."""
         read = sum(it.delivered * min(tokens, it.last_tokens) for it in self.spans)
         return read + (self.state_bytes if tokens else 0.0)
 
     def attention_flop(self, new_tokens: float, tokens: float) -> float:
-        """Attention work for the last `new_tokens` of a prompt of `tokens`.
+        """Compute the attention work for the last `new_tokens` of a prompt of `tokens`, in FLOP.
 
-        A token at position i attends to i earlier tokens, or to its window: over the new tokens that is
+        A token at position i attends to i earlier tokens, or to its window. All new tokens together have
         ``new (tokens - new / 2)`` pairs. Each pair costs a product with K and one with V (Kaplan et al., 2020,
         "Scaling Laws for Neural Language Models", table 1, but without the non-causal half of the pairs).
         """
@@ -128,7 +129,7 @@ def model_cost(kv: KvSize, copies: int = 0) -> ModelCost:
 
     Args:
         kv: sizes in one format on its ranks.
-        copies: stored copies of KV that several ranks need; 0 means one per rank.
+        copies: stored copies of KV that several ranks share; 0 means one per rank.
     """
     model = kv.model
     heads = model.attention_heads or 0
@@ -163,7 +164,7 @@ def model_cost(kv: KvSize, copies: int = 0) -> ModelCost:
 
 
 def _dimensions(cache: LayerCache, fields: Mapping[str, object]) -> float:
-    """Dimensions of K and V together, for one head and one pair of tokens.
+    """Return the dimensions of K and V together, for one head and one pair of tokens.
 
     MLA computes prefill on the expanded heads (DeepSeek-V2, section 2.1). A key has nope and rope parts.
     """

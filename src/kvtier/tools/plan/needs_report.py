@@ -1,4 +1,4 @@
-"""Build the tables of what the requested load needs: hardware, tiers and drives."""
+"""Build the tables of the hardware, tiers and drives that the requested load requires."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ from kvtier.tools.plan.tier_selection import LEAST_GAIN, TIER_NAMES, PlannedSize
 
 
 def needs_table(plan: Plan) -> Table:
-    """Build the table of what a buyer needs for the requested load: a column for GPU memory alone, one for each way."""
+    """Build the table of hardware for the requested load, with one column per arm: GPU memory alone and each way."""
     inputs, target, used = plan.inputs, plan.inputs.target, plan.inputs.target.gpu_used
     needs = [it.need for it in plan.arms]
     reuses = inputs.software.gpu_reuse
@@ -106,7 +106,7 @@ def needs_table(plan: Plan) -> Table:
 
 
 def _reserve(arm: Variant) -> str:
-    """Return the GPUs with a reserve as a cell, with the size of their copies where the line of GPUs has another."""
+    """Return the GPUs with a reserve as a cell, with the size of their copies if it differs from that without one."""
     found, need = arm.reserve, arm.need
     if found is None or need is None:
         return NONE
@@ -115,7 +115,7 @@ def _reserve(arm: Variant) -> str:
 
 
 def _needs_note(plan: Plan, names: Sequence[str]) -> str:
-    """Return the note under the table: the hardware it assumes, and what its lines contain."""
+    """Return the note under the table, which states the hardware it assumes and what its lines contain."""
     inputs, needs = plan.inputs, [it.need for it in plan.arms]
     has_drives = any(it and it.life_years for it in needs)
     worn_ones = f"the drives that replace worn ones in {counted(inputs.price.years, 'year')}, and " * has_drives
@@ -166,7 +166,7 @@ def _needs_note(plan: Plan, names: Sequence[str]) -> str:
 
 
 def _reads_with_reserve(plan: Plan) -> str:
-    """State how much tiers read with the GPUs of a reserve, if that is more than with those of the need."""
+    """State how much tiers read with the GPUs of a reserve, if that is more than without a reserve."""
     texts = [
         f"{rate_text(reads)} {arm_name(it)}"
         for it in plan.arms
@@ -178,7 +178,7 @@ def _reads_with_reserve(plan: Plan) -> str:
 
 
 def _windows(plan: Plan) -> str:
-    """State how many bytes a found token reads where layers have a window, which is less than it stores."""
+    """State how many bytes a hit reads per token if layers have a window: fewer than a token stores."""
     model, tokens = plan.deployment.model, plan.deployment.workload.reusable_tokens
     read = (model.loaded_bytes(tokens) - model.state_bytes) / tokens if tokens else 0.0
     return (
@@ -188,7 +188,7 @@ def _windows(plan: Plan) -> str:
 
 
 def _snapshots(plan: Plan) -> str:
-    """State that a conversation leaves a snapshot of its recurrent states in a tier with each query, for one pause."""
+    """State that each query leaves a snapshot of its recurrent states in a tier for one pause."""
     count, size = plan.inputs.software.snapshots, plan.deployment.model.state_bytes
     each = counted(count, "snapshot")
     return (
@@ -275,7 +275,7 @@ def drives_table(plan: Plan, drives: DriveLoad) -> Table:
 
 
 def _lasting_writes(plan: Plan, drives: DriveLoad, *, at: bool = False) -> str:
-    """State with which share of writes drives last, `at` which load if that is below the planned one."""
+    """State the share of writes with which drives last, and with `at` also the load, if it is below the planned one."""
     users = in_words(plan, drives.users)
     if drives.write_share is None:
         return f"serve at most {users}"

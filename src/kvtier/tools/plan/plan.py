@@ -1,4 +1,4 @@
-"""Make a plan: compare a deployment with GPU memory alone to the same with tiers, and find the demands on the tiers."""
+"""Make a plan: compare a deployment with and without tiers, and find what the load demands of the tiers."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,12 +41,12 @@ from kvtier.tools.plan.tier_selection import (
 
 HIT_SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 _SPARSE = frozenset({"indexer", "compressed"})
-"""Kinds of layers whose KV `connect.vllm.support` refuses, because vLLM gives it another role or a model version."""
+"""Kinds of layers whose KV `connect.vllm.support` refuses, because vLLM gives it a special role or a model version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Hardware that serves the requested load, with the tiers of its hosts, and what it costs."""
+    """Hardware that serves the requested load, with the tiers and the cost of its hosts."""
 
     deployment: Deployment
     point: OperatingPoint
@@ -55,7 +55,7 @@ class Machine:
     user_price: float | None
     """Price of all the hardware and its energy, per requested user; None if a price is missing."""
     life_years: float | None
-    """Life of its drives; None without drives."""
+    """Life of the drives, in years; None without drives."""
     price: float | None
     """Price of all the hardware, with drives that replace worn ones; None if a price is missing."""
 
@@ -74,13 +74,13 @@ class Need(Machine):
     enough_bytes: dict[str, float]
     """Size of each tier, as `--tier` takes it, that is enough for this load on these GPUs.
 
-    It has copies of what faster tiers hold, and the share of drives that stays free. Drives keep their planned rates.
+    The size includes copies of KV in faster tiers, and the free share of drives. Drives keep their planned rates.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A choice of tiers, with its limits and the hardware that the requested load needs."""
+    """A choice of tiers, with its limits and the hardware that the requested load requires."""
 
     choice: Choice
     ceiling: Ceiling
@@ -96,12 +96,12 @@ class Variant:
     gpus_least: int | None
     """Fewest GPUs that serve the requested load within the limits, at any size; None if no number is enough."""
     reserve: Machine | None
-    """Hardware that serves it at `target.gpu_used` of its most users: that of the need, or else the fewest GPUs.
+    """Hardware whose most users, times `target.gpu_used`, cover the requested load. None if no number is enough.
 
-    None if no number is enough.
+    It is the hardware of the need if that suffices, or else has the fewest GPUs.
     """
     need: Need | None
-    """The hardware that the requested load needs; None if no number of GPUs is enough."""
+    """The hardware that the requested load requires; None if no number of GPUs is enough."""
     cost: Cost
     """Cost at the served load, without drives that replace worn ones."""
 
@@ -117,7 +117,7 @@ class Variant:
 
     @property
     def need_gpus(self) -> float:
-        """Number of GPUs that the requested load needs; infinite if no number is enough."""
+        """Number of GPUs that the requested load requires; infinite if no number is enough."""
         return self.need.gpus if self.need else math.inf
 
     @property
@@ -142,15 +142,15 @@ class PlannedTier:
 
     name: str
     capacity_bytes: float
-    """Capacity on the hardware that the requested load needs, or else on the given hardware."""
+    """Capacity on the hardware that the requested load requires, or else on the given hardware."""
     worth_it: bool = True
     """Whether the plan recommends it. GPU memory is always there."""
     why_not: str = ""
-    """Why it brings no users beside the recommended tiers; empty if it brings some, or is one of them."""
+    """Why the tier adds no users to the recommended tiers; empty if it adds some, or is recommended."""
     user_price: float | None = None
-    """The price per user with it, if it brings users who cost too much; else None."""
+    """The price per user with this tier, if it adds users who cost too much; else None."""
     pays_from_interval_s: float | None = None
-    """Shortest interval between a user's queries at which it brings users beside them; None if none was found."""
+    """Shortest interval, in seconds, between a user's queries at which the tier adds users; None if none was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,32 +165,32 @@ class Plan:
     given: Variant
     """The choice of all tiers of the inputs."""
     arms: tuple[Variant, ...]
-    """What to compare for the requested load: GPU memory alone, each way, and then what is worth buying for this load.
+    """Variants to compare for the requested load: GPU memory alone, each way, and then those worth buying for it.
 
-    If no way needs nearly as few GPUs, or as little money, as another choice, that choice follows.
+    A choice follows that needs clearly fewer GPUs, or less money, than every way.
     """
     bought: tuple[Variant, ...]
     """Alternatives worth buying for the requested load, the recommended one first; empty if no tier saves enough.
 
-    All choices of tiers compete: these save enough of the GPUs with a reserve, or with all prices enough of the price
-    of that hardware.
+    All choices of tiers compete. Savings count in GPUs with a reserve, or, if all prices are given, in the price of
+    that hardware.
     """
     saves_gpus: bool
     """Whether any choice of tiers needs fewer GPUs with a reserve than GPU memory alone."""
     chosen: Variant
     """The variant planned for the requested load: the first one worth buying for it.
 
-    Otherwise it is the one for a full server if the load fits on the given GPUs, or else GPU memory alone.
+    If none is, the plan takes the variant for a full server if the load fits on the given GPUs, else GPU memory alone.
     """
     grown_gpus: int | None
-    """Fewest GPUs for the requested load with all tiers, if each host had what a given host has of the given totals.
+    """Fewest GPUs for the requested load with all tiers, if the given totals grew with the hosts.
 
-    None if that saves no GPUs, no such totals are given, or the load needs no more hosts than the given ones.
+    None if that saves no GPUs, no totals are given, or the load requires no more hosts than the given ones.
     """
     user_prices: dict[tuple[str, ...], float]
-    """Price per user of each choice of tiers, which decides what is worth buying; empty if prices are missing."""
+    """Price per user of each choice of tiers; empty if prices are missing. It decides what is worth buying."""
     prices_load: bool
-    """Whether prices are for the GPUs that the requested load needs with a reserve, instead of the given ones."""
+    """Whether prices are for the GPUs that the requested load requires with a reserve, instead of the given GPUs."""
     tiers: tuple[PlannedTier, ...]
     """GPU memory and all tiers of the inputs."""
     capacities: tuple[CapacityNeed, ...]
@@ -203,12 +203,12 @@ class Plan:
 
     @property
     def tiered(self) -> Variant:
-        """The recommended configuration, with only the tiers that are worth it."""
+        """The recommended variant, with only the tiers that are worth buying."""
         return self.ways[0]
 
     @property
     def with_drives(self) -> "Plan":
-        """This plan, with the first alternative that has drives if the one planned for the requested load has none."""
+        """This plan, but with the first alternative that has drives if the planned variant has none."""
         if self.drives is not None:
             return self
         arm = next((it for it in (*self.bought, *self.ways) if "disk" in it.tiers and it.need), None)
@@ -219,7 +219,7 @@ class Plan:
 
     @property
     def refused(self) -> str:
-        """Why kvtier refuses the model, or its engines, on the planned GPUs; empty if it does not."""
+        """Why kvtier or its engines refuse the model on the planned GPUs; empty if they accept it."""
         deployment = self.chosen.need.deployment if self.chosen.need else self.deployment
         if deployment.server_gpus > deployment.inputs.host.gpus:
             return "kvtier refuses engines of several nodes"
@@ -234,12 +234,12 @@ class Plan:
 
     @property
     def deployment(self) -> Deployment:
-        """The deployment with the tiers that are worth it."""
+        """The deployment with the tiers that are worth buying."""
         return self.tiered.deployment
 
     @property
     def idle_tiers(self) -> list[PlannedTier]:
-        """The tiers that bring nothing beside the recommended ones."""
+        """The tiers that add nothing to the recommended ones."""
         return [it for it in self.tiers if not it.worth_it]
 
     @property
@@ -259,12 +259,12 @@ class Plan:
 
     @property
     def planned_users(self) -> float:
-        """The load that the GPUs and drives are planned for: the requested one, or else the most that GPUs complete."""
+        """The load for which GPUs and drives are planned: the requested one, or else the most that GPUs complete."""
         return self.requested_users if self.chosen.need else in_users(self.deployment, self.chosen.point.requests_per_s)
 
     @property
     def is_overloaded(self) -> bool:
-        """Whether the requested load exceeds the limits, both with the tiers that are worth it and without tiers."""
+        """Whether the requested load exceeds the limits, both with the tiers worth buying and without tiers."""
         return not any(it.need and it.need.gpus <= self.inputs.gpu.count for it in self.arms)
 
 
@@ -273,7 +273,7 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
 
     Args:
         inputs: from `kvtier.tools.plan.read_inputs`.
-        basis: the model and the trace that they name, if they have been read already.
+        basis: the model and the trace that the inputs name, if they have been read already.
         with_sensitivities: whether to compute how users depend on each input, which takes most of the time.
 
     Raises:
@@ -329,7 +329,7 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
 
 
 def _grown_gpus(inputs: Inputs, given: Variant, least: float) -> int | None:
-    """Find the GPUs with all tiers if given totals grew with the hosts; None if that saves none of the `least` ones."""
+    """Find the GPUs with all tiers if given totals grew with the hosts; None if these are no fewer than `least`."""
     deployment = given.deployment
     if least <= deployment.hosts * deployment.inputs.host.gpus or not given_totals(inputs):
         return None
@@ -340,7 +340,7 @@ def _grown_gpus(inputs: Inputs, given: Variant, least: float) -> int | None:
 
 
 def _amounts(arms: Sequence[Variant], *, by_price: bool) -> dict[tuple[str, ...], float]:
-    """Return what decides for the requested load: the GPUs with a reserve, or the price of them and their hosts."""
+    """Return the amounts to compare for the requested load: GPUs with a reserve, or the price of that hardware."""
     if not by_price:
         return {it.tiers: it.reserve_gpus for it in arms}
     return {it.tiers: (it.reserve.user_price if it.reserve else None) or math.inf for it in arms}
@@ -350,9 +350,9 @@ def _better(ways: Sequence[Variant], amounts: Mapping[tuple[str, ...], float], g
     """Find the smallest choices among those with the least of `amounts`, if no way has nearly as little.
 
     Args:
-        ways: what is worth buying for a full server.
-        amounts: what each choice of tiers needs.
-        gain: a ratio that counts. If the given GPUs serve no user, no way is recommended, and even one GPU fewer does.
+        ways: variants worth buying for a full server.
+        amounts: GPUs or money that each choice of tiers requires.
+        gain: smallest ratio that counts. If the given GPUs serve no user, even one GPU fewer counts.
     """
     least = min(amounts.values())
     if math.isinf(least) or any(amounts[it.tiers] <= least * gain for it in ways):
@@ -388,7 +388,7 @@ def _variant(
 
 
 def _reserve(inputs: Inputs, choice: Choice, need: Need, searched: Sequence[tuple[int, bool]]) -> Machine | None:
-    """Find hardware on which the requested load is `target.gpu_used` of the most users, at least that of the need."""
+    """Find hardware whose most users, times `target.gpu_used`, cover the load, with no fewer GPUs than the need."""
     deployment, requested = need.deployment, need.point.requests_per_s
     load = requested / inputs.target.gpu_used
     if is_served(in_users(deployment, load), need.users):
@@ -402,7 +402,7 @@ def _reserve(inputs: Inputs, choice: Choice, need: Need, searched: Sequence[tupl
 
 
 def _costs(deployment: Deployment, point: OperatingPoint) -> dict[str, Any]:
-    """Compute the fields of a machine: what it costs at the load of `point`, and the life of its drives there."""
+    """Compute the cost and price fields of a machine, and the life of its drives, at the load of `point`."""
     has_drives = any(it.name == "disk" for it in deployment.tiers)
     years = life_years(deployment, point.write_bytes_per_s["disk"]) if has_drives else None
     at_load = cost(deployment, point, life_years=years)
@@ -420,7 +420,7 @@ def _costs(deployment: Deployment, point: OperatingPoint) -> dict[str, Any]:
 def _sizes_of(
     inputs: Inputs, deployment: Deployment, gpus: int, searched: Sequence[tuple[int, bool]]
 ) -> list[Deployment]:
-    """List the deployments of that many GPUs at each size of `searched`."""
+    """List the deployments of `gpus` GPUs at each size of `searched`."""
     changed = inputs.change({"gpu.count": gpus}, "the GPUs for the requested load")
     found = deployments(changed, deployment.basis)
     return [it for it in found if (it.inputs.model.tp, it.inputs.model.dp_attention) in searched]
@@ -442,7 +442,7 @@ def _need(choice: Choice, sizes: Sequence[Deployment], requested: float) -> Need
 def _tiers(
     given: Variant, found: list[Choice], best: Choice, prices: dict[tuple[str, ...], float]
 ) -> Iterator[PlannedTier]:
-    """Yield GPU memory and all tiers of the inputs. `best` is the recommended choice, perhaps by prices per user."""
+    """Yield GPU memory and all tiers of the inputs. `best` is the recommended choice, by price per user if known."""
     deployment = given.need.deployment if given.need else given.deployment
     yield PlannedTier(name=GPU, capacity_bytes=deployment.kv_bytes * deployment.replicas)
     by_tiers, in_prices = {frozenset(it.tiers): it for it in found}, bool(prices)
@@ -535,7 +535,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _need_json(arm: Variant) -> dict[str, Any]:
-    """Return what the requested load needs with the tiers of one arm; only the tiers if no number of GPUs is enough."""
+    """Return the hardware for the requested load with an arm's tiers; only the tiers if no number of GPUs is enough."""
     need = arm.need
     if need is None:
         return {"tiers": arm.tiers}
@@ -607,7 +607,7 @@ def _variant_json(variant: Variant) -> dict[str, Any]:
 
 
 def _finite(value: object) -> object:
-    """Replace infinities, which JSON lacks, in `value`."""
+    """Replace the infinities in `value`, because JSON has none."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,19 +1,19 @@
 """Compute a deployment at a given load: hits, GPU time, and mean time to first token.
 
-The model has one server for each replica, its GPU, and pipes between it and the tiers.
+The model has one server for each replica (its GPUs), and pipes between that server and the tiers.
 
 - Reuse: capacity determines residence time, which determines the hits (`plan.workload`). Tiers are inclusive:
   each holds the KV of those above it, so a tier adds the hits of its longer residence.
 - Prefill: ``2 P n`` for n computed tokens and P active parameters, and the attention (`ModelCost.attention_flop`);
-  then what its GPUs exchange.
+  then the exchange among GPUs.
 - Decoding: a step launches its kernels, exchanges results between GPUs, and reads the weights once and every request's
   KV (Pope et al., "Efficiently Scaling Transformer Inference", 2022, section 2). It reads the routed experts that its
   tokens use (`Experts`). The requests of a full batch share its time.
 - Waiting: ``W = rho / (1 - rho) (ca2 + cs2) / 2 s`` (Kingman, 1961; for independent users it is Pollaczek and
-  Khinchine's exact formula). Decoding continues meanwhile, so it takes its share of the GPU from the prefills.
-- Loading: a pipe serves loads of about equal size one after another. A load of x seconds alone takes
-  ``x (1 + ca2 / 2 rho / (1 - rho))`` (the same formula with cs2 = 0). A prompt that loads more slowly than it computes
-  is computed, so the use of a pipe ends where its loads become that slow.
+  Khinchine's exact formula). Decoding continues meanwhile and takes a share of the GPU from the prefills.
+- Loading: a pipe serves loads of about equal size one after another. A load that takes x seconds alone takes
+  ``x (1 + ca2 / 2 rho / (1 - rho))`` (the same formula with cs2 = 0). A prompt is computed if that is faster than
+  loading, so a pipe gets no further loads once they would be slower.
 """
 
 import math
@@ -28,11 +28,11 @@ _STORE_CLOSE = 1e-4
 _CHUNK_TOKENS = 8192
 """Tokens of a prompt that one step computes, by vLLM's default on these GPUs."""
 _FULL = 1e-9
-"""A server whose GPU has less time than this share left is full: the rest is rounding."""
+"""A server counts as full if a smaller share of its GPU's time is left. Smaller shares are rounding errors."""
 _USE_MAX = 0.99
-"""Highest use of a pipe that the planner admits. At its whole bandwidth a queue would grow without end."""
+"""Highest use of a pipe that the planner admits. At full bandwidth the queue would grow without end."""
 PipeUse = tuple[float, float]
-"""How much of a pipe's time loading requests use, and the most at which all of them load faster than they compute."""
+"""The share of a pipe's time that loads use, and the largest share at which every load is faster than computing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class RequestClass:
     computed_tokens: float
     prompt_tokens: float
     loaded_from: str
-    """Name of a tier; empty if nothing is loaded."""
+    """Name of the tier; empty if nothing is loaded."""
     loaded_tokens: float
     wanted_share: float
     """Share of requests that would be in this class if no load were too slow."""
@@ -78,14 +78,14 @@ class OperatingPoint:
     new_bytes_per_s: float
     """Rate of new KV and snapshots, which a tier that stores all of it writes."""
     given_bytes_per_s: dict[str, float]
-    """What each tier would write if none were too slow."""
+    """Writes to each tier if none were too slow."""
     write_bytes_per_s: dict[str, float]
     link_used: float
     """Used share of a replica's load bandwidth."""
     loading: dict[str, float]
-    """Mean number of requests loading from each tier, by Little's law with that tier's own time."""
+    """Mean number of requests that load from each tier, by Little's law with the tier's own time."""
     served_s: tuple[tuple[float, float], ...]
-    """Share of each class of requests, and its time to first token without waiting."""
+    """Share of each class of requests, and the time to first token of that class without waiting."""
     server_busy: float
     """Probability that a request waits."""
 
@@ -95,11 +95,11 @@ class OperatingPoint:
         return sum(self.found.values())
 
     def ttft_within_s(self, share: float) -> float:
-        """Time to first token that a share of the requests, such as 0.95, does not exceed.
+        """Return the seconds within which a share of the requests, such as 0.95, gets its first token.
 
         The waiting time has an exponential tail, ``P(W > t) = rho exp(-rho t / E[W])``: exact for M/M/1, and an
         approximation otherwise (Abate, Choudhury, Whitt, "Exponential approximations for tail probabilities in queues,
-        I: waiting times", 1995). The prefill and load of each class of requests are added.
+        I: waiting times", 1995). The function adds the prefill and load of each class of requests.
         """
         if not math.isfinite(self.ttft_s):
             return math.inf
@@ -195,7 +195,7 @@ def operate(deployment: Deployment, requests_per_s: float) -> OperatingPoint:
 def prefill_s(deployment: Deployment, computed_tokens: float, prompt_tokens: float) -> float:
     """Return the seconds that one idle replica takes to compute the last tokens of a prompt.
 
-    Kernel launches overlap with computing. Exchanges wait for it.
+    Kernel launches overlap with computing. Exchanges wait until computing ends.
     """
     linear = 2.0 * deployment.inputs.model.active_parameters * computed_tokens
     attention = deployment.model.attention_flop(computed_tokens, prompt_tokens)
@@ -218,8 +218,8 @@ def decode_token_s(deployment: Deployment) -> float:
 def _step_parts(deployment: Deployment, batch: float, session_tokens: float) -> list[tuple[float, float]]:
     """Return the seconds of a step that its requests share, and the seconds per request.
 
-    The first pair is bounded by reading, the second by computing. Reading covers launches, the weights that such a
-    batch uses, and every request's KV. The exchange waits for either.
+    The first pair is bounded by reading, the second by computing. Reading covers launches, the weights that the
+    batch uses, and every request's KV. The exchange waits for whichever takes longer.
     """
     reading_s = deployment.launch_s + deployment.step_weight_bytes(batch) / deployment.memory_bytes_per_s
     kv_s = deployment.model.delivered_bytes(session_tokens) / deployment.memory_bytes_per_s
@@ -236,7 +236,7 @@ def fetch_s(deployment: Deployment, tier: str, tokens: float) -> float:
 
 
 def _residences(deployment: Deployment, requests_per_s: float) -> dict[str, float]:
-    """Residence times in seconds, the fastest place first."""
+    """Return residence times in seconds, the fastest place first."""
     load = deployment.workload
     # Users stay with their replica, so GPU memories add up; each has its own copy of the common prefix.
     held = deployment.replicas * max(deployment.gpu_tokens - load.prefix_tokens, 0.0)
@@ -251,12 +251,12 @@ def _residences(deployment: Deployment, requests_per_s: float) -> dict[str, floa
 def _stored(
     deployment: Deployment, requests_per_s: float, residence_s: dict[str, float]
 ) -> tuple[list[RequestClass], float, dict[str, float]]:
-    """Compute the classes of requests, the new KV in bytes per second, and how much of it each tier is given to write.
+    """Compute the classes of requests, and the rates of new KV and of each tier's intended writes, in bytes per second.
 
     All computed KV in whole chunks, of prompt and answer, and the snapshots of recurrent states are written to every
-    tier. A tier that writes more slowly drops the rest. That share of its hits is computed, which makes more new KV,
-    so the calculation is repeated until it converges. Admission (``software.write_share``) takes KV that is reused
-    first, so hits are lost only if it admits less than the reused share.
+    tier. A tier that writes more slowly drops the rest. The lost hits are computed, which makes more new KV, so the
+    calculation repeats until it converges. Admission (``software.write_share``) prefers KV that is reused, so hits are
+    lost only if it admits less than the reused share.
     """
     load, software = deployment.workload, deployment.inputs.software
     reused = load.kept_share or 1.0
@@ -329,8 +329,8 @@ def _worth_loading(
 ) -> float:
     """Return the share of the requests that can load before a pipe becomes slower than the GPU.
 
-    The pipe may become slower for them or for earlier classes. `pipes` has the use by earlier classes of each tier, and
-    of the link under an empty name. It is updated.
+    The pipe may become slower for these requests or for earlier classes. `pipes` maps each tier, and an empty name for
+    the link, to its use by earlier classes. The function updates `pipes`.
     """
     loaded_bytes = deployment.model.loaded_bytes(each.loaded_tokens)
     tier = next(it for it in deployment.tiers if it.name == each.loaded_from)
@@ -387,7 +387,7 @@ def _stretch(deployment: Deployment, used: float) -> float:
 
 
 def _use_at_most(deployment: Deployment, stretch: float) -> float:
-    """Use of a pipe at which loads take `stretch` times as long: the inverse of `_stretch`."""
+    """Return the use of a pipe at which loads take `stretch` times as long: the inverse of `_stretch`."""
     spread = deployment.inputs.traffic.arrivals_cv2 / 2
     return min((stretch - 1) / (stretch - 1 + spread), _USE_MAX) if stretch > 1 else 0.0
 
@@ -396,8 +396,8 @@ def _tpot_s(deployment: Deployment, rate: float, service_s: float) -> float:
     """Return the seconds per output token, at a load of `rate` requests per second on one server.
 
     A step takes the longer ``F(B) + B e`` (`step_s`) of the time that prefills leave. By Little's law, B is the rate
-    times the tokens of an answer times the result itself. For a constant F the equation is solved directly. Weights of
-    experts grow with B, so the solution is repeated, starting from the full weights, and falls to the fixed point.
+    times the tokens of an answer times the result itself. For a constant F the equation has a direct solution. Weights
+    of experts grow with B, so the solution is repeated: it starts from the full weights and falls to the fixed point.
     """
     load = deployment.workload
     batch, tpot_s = math.inf, math.inf

@@ -75,7 +75,7 @@ def load(
     Raises:
         ConfigError: an unknown example, section or input, a value that is not allowed, or a file that is not TOML.
 
-    A limit of the 95th percentile alone replaces the default limit of the mean. If both are given, both hold.
+    A limit of only the 95th percentile replaces the default limit of the mean. If both are given, both apply.
     """
     given = [
         *_from_tables(example_tables(example) if example else {}, f"example {example}"),
@@ -119,7 +119,7 @@ def _from_tables(tables: Mapping[str, Any], origin: str) -> Iterator[_Value]:
 
 
 def _from_probe(path: Path) -> Iterator[_Value]:
-    """Yield measured speeds. They need no share of the data sheet, so that share becomes 1."""
+    """Yield measured speeds. The share of the data sheet becomes 1, because measured speeds need no correction."""
     links = read_links(path, "--probe")
     drive = "disk" if "disk" in links else "directory"
     for rate, shares in (
@@ -137,7 +137,7 @@ def _from_probe(path: Path) -> Iterator[_Value]:
 
 
 def gpu_options(text: str) -> dict[str, object]:
-    """Return the inputs of ``--gpu 8xh100-sxm``, or of ``--gpu h100-sxm``, which means one.
+    """Return the inputs of ``--gpu 8xh100-sxm``, or of ``--gpu h100-sxm``, which means one GPU.
 
     Raises:
         ConfigError: the number is not allowed.
@@ -147,7 +147,7 @@ def gpu_options(text: str) -> dict[str, object]:
 
 
 def weight_options(text: str) -> dict[str, object]:
-    """Return the inputs of ``--weights fp8``, or of a size: ``141GB`` means as many parameters as fill it in bf16."""
+    """Return the inputs of ``--weights fp8``, or of a size: ``141GB`` means the parameters that fill 141 GB in bf16."""
     if text in WEIGHT_BYTES:
         return {"model.weights": "bf16" if text == "fp16" else text}
     try:
@@ -160,7 +160,7 @@ def weight_options(text: str) -> dict[str, object]:
 def tier_options(texts: Sequence[str]) -> dict[str, object]:
     """Return the inputs of all `--tier` options together, such as ``host=1TiB``, ``disk=4x7.68TB``, ``s3=1000TB``.
 
-    A tier that no text names has no capacity. A size after a number of drives is that of one drive. A remote kind
+    A tier that no text names has no capacity. A size after a number of drives is the size of one drive. A remote kind
     becomes the plan's ``shared``, any other kind its ``disk``.
 
     Raises:
@@ -184,7 +184,7 @@ def tier_options(texts: Sequence[str]) -> dict[str, object]:
 def _drives(tier: DescribedTier, source: str) -> dict[str, object]:
     """Return the inputs of drives; None means not given.
 
-    Rates are of all drives in `tier`, and of one drive in the inputs.
+    Rates in `tier` are for all drives; rates in the inputs are for one drive.
     """
     if None not in (tier.capacity_bytes, tier.drives):
         raise ConfigError(f"{source}: a capacity and drives; allowed: one of them, and --set disk.filled")
@@ -203,14 +203,14 @@ def _drives(tier: DescribedTier, source: str) -> dict[str, object]:
 
 
 def _host(tier: DescribedTier, _: str) -> dict[str, object]:
-    """Return the inputs of host memory; None means not given. A rate is that of one channel with its full share."""
+    """Return the inputs of host memory; None means not given. A rate means one channel with its full share."""
     one = None if tier.read_bytes_per_s is None else 1
     inputs = {"channel_bytes_per_s": tier.read_bytes_per_s, "channels": one, "share": one}
     return {"host.capacity_bytes": tier.capacity_bytes, **{f"host.{key}": value for key, value in inputs.items()}}
 
 
 def _shared(tier: DescribedTier, _: str) -> dict[str, object]:
-    """Return the inputs of shared storage; None means not given. Rates are those of the whole store."""
+    """Return the inputs of shared storage; None means not given. Rates are for the whole store."""
     keys = ("capacity_bytes", "read_bytes_per_s", "write_bytes_per_s")
     return {f"shared.{key}": getattr(tier, key) for key in keys}
 

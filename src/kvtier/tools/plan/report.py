@@ -1,4 +1,4 @@
-"""Build what `kvtier plan` shows: the plan's tables, and its charts with their curves."""
+"""Build the report of `kvtier plan`: the plan's tables, and its charts with their curves."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +70,7 @@ def plan_report(plan: Plan, more: Sequence[Table] = (), *, shows_inputs: bool = 
 
     Args:
         plan: the plan.
-        more: tables that were asked for, which come before the others.
+        more: tables that the user asked for; they precede the others.
         shows_inputs: whether a terminal also shows every input in use; a page always does.
     """
     inputs = _assumptions(plan)
@@ -161,7 +161,7 @@ def _choices(plan: Plan) -> Table:
 
 
 def _marks(plan: Plan) -> str:
-    """State which choices the table marks as worth buying, or why it marks none."""
+    """State which choices the table marks as worth buying, or why no choice is marked."""
     unit, one, by_price = load_unit(plan), load_unit(plan, one=True), bool(plan.user_prices)
     if why := plan.refused:
         return f"No row is marked, because {why}."
@@ -357,7 +357,7 @@ def _sensitivities(plan: Plan) -> Table:
 
 
 def _assumptions(plan: Plan) -> Table:
-    """List name, value, origin and meaning of every input in use."""
+    """List the name, value, origin and meaning of every input in use."""
     rows = [
         (name, setting.kind.show(plan.inputs.value(name)), plan.inputs.origin(name), setting.help)
         for name, setting in SETTINGS.items()

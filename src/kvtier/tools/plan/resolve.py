@@ -1,9 +1,9 @@
-"""Resolve inputs to deployments: add values from the catalogue and the model, and compute what all formulas share.
+"""Resolve inputs to deployments: add values from the catalogue and the model, and compute the terms of all formulas.
 
-A deployment has one size, the number of GPUs that share a copy of the model. They may split every layer (tensor
-parallelism), so that one server computes with all of them. Or they split only the experts, and each GPU is a server
-with the attention and KV of its own requests (data-parallel attention with expert parallelism: DeepSeek-V3 technical
-report, 2024, section 3.4).
+A deployment has one size, the number of GPUs that share a copy of the model. With tensor parallelism, these GPUs split
+every layer, and one server computes with all of them. With data-parallel attention and expert parallelism (DeepSeek-V3
+technical report, 2024, section 3.4), they split only the experts. Each GPU is then a server with the attention and KV
+of its own requests.
 """
 
 import math
@@ -34,20 +34,20 @@ _PER_HOST = ("host.capacity_bytes", "host.channels", "disk.count", "shared.adapt
 _SERVER_GPUS = 8
 """GPUs in the server whose power is the default of `power.server_watts`."""
 _UNKNOWN_EXCHANGE = "pcie5"
-"""Exchange of a GPU that is not in the catalogue: every server has PCIe."""
+"""Exchange that is assumed for a GPU outside the catalogue, because every server has PCIe."""
 _ACTIVATION_BYTES = 2
-"""Bytes per element that GPUs exchange. Experts receive one byte per element (DeepEP) and return this many."""
+"""Bytes per element that GPUs exchange. Experts receive one byte per element (DeepEP) and return two."""
 
 
 @dataclass(slots=True)
 class Basis:
-    """The model and trace that the inputs name, read once while other inputs change."""
+    """The model and trace that the inputs name. They are read once, even if other inputs change."""
 
     model: size.Model
     experts: Experts
     trace: TraceSummary | None
     costs: dict[tuple[object, ...], ModelCost]
-    """Costs of the model, by everything that they depend on."""
+    """Costs of the model. The key contains all values that they depend on."""
 
 
 def read_basis(inputs: Inputs) -> Basis:
@@ -77,14 +77,14 @@ class TierHardware:
 
     name: str
     capacity_bytes: float
-    """Bytes that it has for KV."""
+    """Bytes of the tier for KV."""
     read_bytes_per_s: float
     write_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """One set of inputs at one size, resolved; all formulas start here."""
+    """One set of inputs, resolved at one size. All formulas start from it."""
 
     inputs: Inputs
     model: ModelCost
@@ -93,9 +93,9 @@ class Deployment:
     replicas: int
     """Servers: copies of the model, each on `model.tp` GPUs; with data-parallel attention, every GPU is a server."""
     flops: float
-    """FLOP/s that one server reaches with the weights in prefill."""
+    """FLOP/s that one server reaches in prefill, without attention."""
     attention_flops: float
-    """FLOP/s that it reaches in attention, in the format of the KV."""
+    """FLOP/s that one server reaches in attention, in the format of the KV."""
     memory_bytes_per_s: float
     """Memory bandwidth that one server reaches in decoding."""
     launch_s: float
@@ -111,12 +111,12 @@ class Deployment:
     dense_bytes: float
     """Weights on one server that every decode step reads."""
     expert_bytes: float
-    """Weights of routed experts on one server. A step reads those that its tokens use."""
+    """Weights of routed experts on one server. A step reads the experts that its tokens use."""
     experts: Experts
     kv_bytes: float
     """GPU memory of one server for KV."""
     gpu_tokens: float
-    """Tokens that fit into it, in conversations of the workload's length."""
+    """Tokens that fit into `kv_bytes`, in conversations of the workload's length."""
     batch: int
     """Requests that decode together when the server is full."""
     tiers: tuple[TierHardware, ...]
@@ -143,7 +143,7 @@ class Deployment:
 
     @property
     def gpu_stored_bytes(self) -> float:
-        """GPU memory of all servers for KV, in bytes as tiers store the same conversations: copies count once."""
+        """Bytes that tiers would store of the conversations that fill all servers' KV memory. Copies count once."""
         tokens = self.workload.session_tokens
         return self.replicas * self.gpu_tokens / tokens * self.model.stored_bytes(tokens)
 
@@ -154,11 +154,11 @@ class Deployment:
 
     @property
     def host_engines(self) -> int:
-        """Engines that a full host has room for, at most all of them; 1 if an engine needs several hosts."""
+        """Engines that fit into a full host, at most all engines; 1 if an engine spans several hosts."""
         return min(self.replicas, max(self.inputs.host.gpus // self.server_gpus, 1))
 
     def step_weight_bytes(self, batch: float) -> float:
-        """Weights that one server reads in a decode step of `batch` requests.
+        """Return the bytes of weights that one server reads in a decode step of `batch` requests.
 
         Servers that share experts decode together, each with a batch of this size.
         """
@@ -167,16 +167,16 @@ class Deployment:
         return self.dense_bytes + self.expert_bytes * self.experts.read_share(batch * (self.replicas // self.copies))
 
     def only(self, names: Collection[str]) -> "Deployment":
-        """Keep only the tiers of these names; without any, the deployment has GPU memory alone."""
+        """Keep only the tiers with these names. Without names, the deployment has GPU memory alone."""
         return replace(self, tiers=tuple(it for it in self.tiers if it.name in names))
 
 
 def resolve(inputs: Inputs, basis: Basis | None = None) -> Deployment:
-    """Resolve the inputs at their size, or, if they have none, at the smallest that holds the model.
+    """Resolve the inputs at their size, or at the smallest size that holds the model if they have none.
 
     Args:
         inputs: from `kvtier.tools.plan.read_inputs`.
-        basis: the model and trace that they name, if already read.
+        basis: the model and trace that the inputs name, if already read.
 
     Raises:
         ConfigError: the model or a part is unknown, or no size has room for the model and its longest prompt.
@@ -185,7 +185,7 @@ def resolve(inputs: Inputs, basis: Basis | None = None) -> Deployment:
 
 
 def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployment]:
-    """Yield the deployment at each size that holds the model, the smallest first, or at the size that the inputs give.
+    """Yield the deployment at the size that the inputs give, or else at each size that holds the model, smallest first.
 
     A size divides the number of GPUs, or is a power of two, which may leave some GPUs idle. A size of more than one
     host takes whole hosts, or all GPUs. It is tried only if no smaller size holds the model.
@@ -258,9 +258,9 @@ def _more_gpus(as_given: Inputs, load: Workload, experts: Experts, basis: Basis)
 
 
 def _sizes(inputs: Inputs, experts: Experts) -> Iterator[tuple[int, bool]]:
-    """Yield (size, whether attention is data-parallel) for each deployment to try.
+    """Yield the size of each deployment to try, and whether its attention is data-parallel.
 
-    Data-parallel attention needs experts that GPUs can share.
+    Data-parallel attention requires experts that GPUs can share.
     """
     given, count = inputs.model.tp, inputs.gpu.count
     if given:
@@ -320,14 +320,14 @@ def _deployment(
 
 
 def _step_times(inputs: Inputs, experts: Experts, model: size.Model) -> tuple[float, float, float]:
-    """Return the seconds of a step for launches, for exchanges, and for each token's part of the exchanges.
+    """Return the seconds of a step for launches and for exchanges, and the seconds of exchange per token.
 
     GPUs that split each layer sum its attention and its MLP with an all-reduce each (Shoeybi et al., "Megatron-LM",
-    2019, section 3). GPUs that share only the experts send tokens to them and back (DeepEP, 2025). Between hosts, each
-    GPU uses a network adapter of its own. It sends its part of a sum, or one copy of a token to each host.
+    2019, section 3). GPUs that share only the experts send tokens to the experts and back (DeepEP, 2025). Between
+    hosts, each GPU uses its own network adapter. It sends its part of a sum, or one copy of a token to each host.
     """
     gpu, tp, layers = inputs.gpu, inputs.model.tp, float(len(model.layers))
-    if () in model.layers:  # an MLP is a layer of its own, so two layers count as one
+    if () in model.layers:  # an MLP is a separate layer, so two layers count as one
         layers /= 2
     width = model.hidden_size or 128 * (model.attention_heads or 1)
     launch_s = layers * (gpu.layer_s + (gpu.expert_layer_s if experts.routed > 1 else 0.0))
@@ -393,9 +393,9 @@ def _completed(inputs: Inputs, used_gpus: int, found: size.Model) -> tuple[Input
 
 
 def _with_hosts(inputs: Inputs, used_gpus: int) -> Inputs:
-    """Add default totals for the hosts of `used_gpus`; the memory of an idle host serves no copy.
+    """Add default totals for the hosts of `used_gpus`, because the memory of an idle host serves no copy.
 
-    A given total stays. A probe's figures are for one host, so they are multiplied too.
+    A given total stays unchanged. A probe's figures are for one host, so they are multiplied as well.
     """
     hosts = -(-used_gpus // inputs.host.gpus)
     values: dict[str, object] = {
@@ -414,13 +414,13 @@ def _with_hosts(inputs: Inputs, used_gpus: int) -> Inputs:
 
 
 def given_totals(inputs: Inputs) -> list[str]:
-    """List the totals of host memory and drives that the inputs give; without them, defaults grow with the hosts."""
+    """List the totals of host memory and drives that the inputs give. Totals that are not given grow with the hosts."""
     names = ("host.capacity_bytes", "disk.count")
     return [it for it in names if not inputs.origin(it).startswith(("default", "probe")) and inputs.value(it)]
 
 
 def of_each_host(inputs: Inputs, hosts: int) -> Inputs:
-    """Return the inputs with given totals of `hosts` hosts as figures of one host, which grow with the hosts."""
+    """Return the inputs with the given totals of `hosts` hosts as figures of one host, which grow with the hosts."""
     totals = {name: inputs.value(name) for name in given_totals(inputs)}
     return inputs.change({name: -(-total // hosts) for name, total in totals.items()}, "probe, of one host")  # type: ignore[operator]
 
@@ -488,7 +488,7 @@ def _with_exchange(inputs: Inputs) -> tuple[Inputs, tuple[tuple[str, str, str], 
 
 
 def _of_size(figure: float | dict[str, float], tp: int) -> float:
-    """Return a figure. If it depends on the number of GPUs, the next larger measured number counts."""
+    """Return a figure. If it depends on the number of GPUs, use that of the next larger measured number."""
     if not isinstance(figure, dict):
         return figure
     return figure[min((it for it in figure if int(it) >= tp), default=max(figure, key=int), key=int)]
@@ -500,8 +500,8 @@ def _catalogue_value(inputs: Inputs, item: HardwareItem, key: str) -> float | st
         # KV of fewer than eight bits is widened before it is multiplied.
         return float(value.get("fp8" if inputs.model.kv_dtype.startswith("fp8") else "bf16", value["bf16"]))
     if key == "flops":
-        # Four-bit weights count at the rate of eight bits: kernels widen them, or prefill is not faster.
-        # A GPU without an eight-bit rate widens them to sixteen bits (Marlin).
+        # Four-bit weights count at the eight-bit rate, because kernels widen them or prefill is not faster.
+        # A GPU without an eight-bit rate widens such weights to sixteen bits (Marlin).
         value = value.get("fp8" if inputs.model.weights in {"fp8", "fp4"} else "bf16", value["bf16"])
     if isinstance(value, str):
         return value

@@ -1,7 +1,7 @@
 """Write the kvtier settings that a plan implies, as a file to paste.
 
-A plan counts host memory and drives of all hosts together. kvtier's settings are per engine, so each engine gets its
-share. Paths are examples.
+A plan counts the host memory and drives of all hosts together. kvtier's settings apply to one engine, so each engine
+gets a share. Paths are examples.
 """
 
 from collections.abc import Collection, Iterator
@@ -72,7 +72,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def _budget(plan: Plan, drives: DriveLoad, deployment: Deployment) -> Iterator[str]:
-    """Yield the line that sets a rank's write budget, as a comment if the planned load exceeds a limit under it."""
+    """Yield the line that sets a rank's write budget. It is a comment if the planned load exceeds a limit with it."""
     disk, storing, years = deployment.inputs.disk, _storing_ranks(deployment), plan.inputs.target.life_years
     rated = disk.count * disk.capacity_bytes * disk.drive_writes_per_day / disk.wear
     budget = int(rated * disk.rated_years / years / _parts(deployment) / storing) // _MIB * _MIB
@@ -109,12 +109,12 @@ def _storing_ranks(deployment: Deployment) -> int:
 
 
 def _parts(deployment: Deployment) -> int:
-    """Return the number of parts of all hosts' tiers: one per engine that a full host has room for."""
+    """Return the number of parts into which all hosts' tiers are divided: one per engine that fits into a full host."""
     return -(-deployment.used_gpus // deployment.inputs.host.gpus) * deployment.host_engines
 
 
 def _of_last_host(deployment: Deployment, kept: Collection[str]) -> Iterator[str]:
-    """State how much more an engine of the last host gets, if that host has fewer engines than the others."""
+    """State what an engine of the last host gets instead, if that host has fewer engines than the others."""
     engines, missing = deployment.host_engines, _parts(deployment) - deployment.replicas
     if missing > 0 and {"host", "disk"} & {*kept}:
         last = engines - missing
@@ -123,5 +123,5 @@ def _of_last_host(deployment: Deployment, kept: Collection[str]) -> Iterator[str
 
 
 def _size(count: int) -> str:
-    """Write a size in whole GiB if there are 100 or more, else in MiB."""
+    """Format a size in whole GiB from 100 GiB on, or else in MiB."""
     return f'"{count // 2**30} GiB"' if count >= 100 * 2**30 else f'"{count // _MIB} MiB"'

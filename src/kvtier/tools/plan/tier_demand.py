@@ -11,12 +11,12 @@ from kvtier.tools.plan.resolve import Deployment
 
 _HALVINGS = 24
 _FIGURES = 3
-"""Significant digits to which a sufficient capacity is rounded up, which are those that a table shows."""
+"""Significant digits to which a sufficient capacity is rounded up. Tables show as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityNeed:
-    """Capacity and bandwidth that all tiers together need for a share of the possible hits."""
+    """Capacity and bandwidth that all tiers together require for a share of the possible hits."""
 
     hit_share: float
     hit_rate: float
@@ -24,9 +24,9 @@ class CapacityNeed:
     residence_s: float
     tokens: float
     bytes: float
-    """Size of the KV as tiers store it, or, without tiers, as GPU memory keeps it.
+    """Bytes of the KV as tiers store it, or as GPU memory keeps it if there are no tiers.
 
-    A tier that fills only a share of its capacity needs more.
+    A tier that fills only a share of its capacity requires more.
     """
     read_bytes_per_s: float
     """Average reads if tiers serve all hits."""
@@ -41,9 +41,9 @@ class DriveLoad:
     wanted_bytes_per_s: float
     """Reads if every hit were loaded, even where computing it is faster."""
     used: float
-    """Share of the drives' time that reads in bursts, and writes, take."""
+    """Share of the drives' time that writes, and reads in bursts, take."""
     chunk_bytes: float
-    """Bytes that a load reads of a chunk: layers with a window are read only at the end of a prefix."""
+    """Mean bytes that a load reads per chunk. Layers with a window are read only at the end of a prefix."""
     depth: float
     """Mean number of commands in flight, over all drives."""
     written_bytes_per_day: float
@@ -51,13 +51,13 @@ class DriveLoad:
     """Bytes written per day, divided by the capacity of all drives."""
     life_years: float
     life_selective_years: float
-    """Life if KV is written at its second use, not as soon as it is computed."""
+    """Life in years if KV is written at its second use, not as soon as it is computed."""
     write_policy: Literal["through", "selective", "budget"]
     """Write all new KV, KV at its second use, or a budget: the first with which drives last `target.life_years`."""
     write_share: float | None
-    """Share of new KV that this policy writes at the load; at `users`, if the policy serves fewer.
+    """Share of new KV that this policy writes at the load, or at `users` if the policy serves fewer.
 
-    None if no smaller share lasts within the limits: drives then last only at `users`, with the writes of the inputs.
+    None if no smaller share works within the limits. Drives then last only at `users`, with the writes of the inputs.
     """
     users: float
     """Users within all limits with this policy."""
@@ -67,7 +67,7 @@ class DriveLoad:
 
 
 def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
-    """Compute the capacity and reads that a share of the possible hits needs at the requested load."""
+    """Compute the capacity and reads that a share of the possible hits requires at the requested load."""
     load, model = deployment.workload, deployment.model
     residence_s = load.curve.residence_for(hit_share) if load.has_returns else 0.0
     curve = load.stored_curve if deployment.tiers else load.curve
@@ -94,9 +94,9 @@ def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
 def enough_bytes(deployment: Deployment, sizes: Sequence[Deployment]) -> dict[str, float]:
     """Find the least capacity of each tier with which the GPUs serve the requested load, at any of the sizes.
 
-    Tiers are reduced one after the other, the slowest first; the next one only if the load needs none of the slower.
-    Tiers are inclusive, so this is a whole size: it has copies of what GPU memory and faster tiers hold. Drives are
-    counted before they are filled to `disk.filled`, with the rates that they have in the deployment.
+    Tiers are reduced one after the other, the slowest first. A tier is reduced only if the load needs no slower tier.
+    Tiers are inclusive, so a size includes copies of the KV in GPU memory and faster tiers. The size of drives includes
+    the space that `disk.filled` leaves free. Drives keep the rates of the deployment.
 
     Args:
         deployment: the GPUs and tiers, at a size that serves the load if any does.
@@ -136,7 +136,7 @@ def drive_load(deployment: Deployment, point: OperatingPoint, enough_bytes: floa
     Args:
         deployment: the hardware, with drives.
         point: its operating point.
-        enough_bytes: capacity of drives that is enough for that load.
+        enough_bytes: capacity of drives that is enough for the load of `point`.
     """
     inputs = deployment.inputs
     disk, software, target = inputs.disk, inputs.software, inputs.target
@@ -144,7 +144,7 @@ def drive_load(deployment: Deployment, point: OperatingPoint, enough_bytes: floa
     read, written = point.read_bytes_per_s["disk"], point.write_bytes_per_s["disk"]
     whole = sum(it.stored for it in deployment.model.spans if math.isinf(it.last_tokens))
     chunk_bytes = (whole or deployment.model.token_bytes) * software.chunk_tokens or deployment.model.state_bytes
-    # Little's law twice: the mean number of requests that load from drives, and the commands of each in flight.
+    # Apply Little's law twice: to the requests that load from drives, and to the commands in flight for each.
     depth = point.loading["disk"] * software.chunks_in_flight * max(chunk_bytes / disk.command_bytes, 1.0)
     wanted = point.wanted_bytes_per_s["disk"]
     given = point.given_bytes_per_s["disk"]
@@ -181,15 +181,15 @@ def drive_load(deployment: Deployment, point: OperatingPoint, enough_bytes: floa
 
 
 def _writing(deployment: Deployment, share: float) -> Deployment:
-    """Return the deployment with another share of new KV that is written to the drives."""
+    """Return the deployment with `share` of new KV written to the drives."""
     return replace(deployment, inputs=deployment.inputs.change({"software.write_share": share}))
 
 
 def _budget(deployment: Deployment, requests_per_s: float, users: float) -> tuple[float | None, float]:
-    """Find the largest share of new KV that drives can write and still last, and how many users it serves.
+    """Find the largest share of new KV with which drives last, and how many users that share serves.
 
-    With fewer writes, fewer prompts find their KV, and more new KV is computed. So the share is solved for at each
-    load. It is None if a smaller share costs more users than it saves writes. Then only a lower load helps.
+    With fewer writes, fewer prompts find their KV, and more new KV is computed. So the function solves for the share at
+    each load. The share is None if reducing it costs more users than it saves writes. Then only a lower load helps.
 
     Args:
         deployment: the deployment. Its `software.write_share` is the upper bound of the share.
@@ -212,12 +212,12 @@ def _budget(deployment: Deployment, requests_per_s: float, users: float) -> tupl
     found = share(min(requests_per_s, served))
     if served < requests_per_s and found == deployment.inputs.software.write_share:
         return None, in_users(deployment, served)
-    # Rounded down as it is shown, so that drives last when it is typed.
+    # Round down to the digits shown, so that drives last with the share that a user types.
     return math.floor(found * 1000 + 1e-9) / 1000 or found, in_users(deployment, served)
 
 
 def _most(holds: Callable[[float], bool], high: float) -> float:
-    """Find the most, up to `high`, for which `holds` is true; it is true below that."""
+    """Find the largest value up to `high` for which `holds` is true. `holds` is true for all smaller values."""
     low = 0.0
     if holds(high):
         return high

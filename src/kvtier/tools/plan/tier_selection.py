@@ -1,9 +1,9 @@
-"""Compare choices of tiers: what the given GPUs serve with each, which are worth buying, and why a tier is not.
+"""Compare choices of tiers: how many users each serves on the given GPUs, and which are worth buying.
 
 Users within all limits are counted on the given hardware, with each choice at its own best size. If all prices are
-given, the best choice has the cheapest user; otherwise it has the most users. If the requested load needs other GPUs
-than the given ones, a user's price is for the hardware of this load. The smallest choices among those nearly as good as
-the best are alternatives worth buying.
+given, the best choice has the lowest price per user; otherwise it has the most users. If the requested load does not
+fit on the given GPUs, prices are for the hardware of this load. Among the choices nearly as good as the best, the
+smallest ones are alternatives worth buying.
 """
 
 import math
@@ -18,14 +18,14 @@ from kvtier.tools.plan.queueing import GPU, operate
 from kvtier.tools.plan.resolve import Deployment, resolve
 
 LEAST_GAIN = 1.1
-"""A smaller ratio of users or prices does not count as a gain: the error of a plan is as large."""
+"""A smaller ratio of users or prices does not count as a gain, because the error of a plan is equally large."""
 TIER_NAMES = {"gpu": "GPU memory", "host": "host memory", "disk": "local drives", "shared": "shared storage"}
 _NEARLY_ALL = 0.9
 _INTERVALS = tuple(4.0**step for step in range(1, 9))
 """Multiples of the interval between two queries at which a tier may pay."""
 _INTERVAL_MOST_S = 1e7
 _HALVINGS = 4
-"""Bisections that narrow the ratio of 4, between a multiple at which it pays and the one before, to a tenth."""
+"""Bisections that narrow the ratio of 4 between two adjacent `_INTERVALS` to a tenth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Choice:
     users: float
     """Users within all limits."""
     life_years: float | None
-    """Life of the drives at that load; None without drives."""
+    """Life of the drives in years, at the load of `users`; None without drives."""
     price: float | None
     """Price of the tiers, with drives that replace worn ones; None if a price is missing."""
     cost: Cost | None
@@ -60,12 +60,12 @@ class Choice:
 
     @property
     def whole_users(self) -> float:
-        """The users as they are shown, in whole users. Prices and power are divided by them."""
+        """The users in whole users, as they are shown. Prices and power are divided by this number."""
         return self.deployment.workload.counted(self.users) or self.users
 
     @property
     def user_price(self) -> float | None:
-        """Price per user of all hardware, and of energy over its years; None if a price is missing."""
+        """Price per user of all hardware and its energy over the years of the prices; None if a price is missing."""
         if self.cost is None or self.cost.total is None or self.cost.missing:
             return None
         return self.cost.total / self.whole_users
@@ -115,15 +115,15 @@ def _choice(sizes: Sequence[Deployment], alone: Sequence[float], kept: tuple[str
 def worth_buying(
     found: Sequence[Choice], prices: Mapping[tuple[str, ...], float], *, for_load: bool = False
 ) -> list[Choice]:
-    """Find the choices that are nearly the best while no part of them is: the cheapest first, or else the smallest.
+    """Find the choices nearly as good as the best without a superfluous tier, the cheapest or else the smallest first.
 
-    With prices the best choice has the cheapest user, otherwise it has the most users. The result is GPU memory alone
-    if that is nearly as good, or if no choice serves a user.
+    With prices the best choice has the lowest price per user, otherwise it has the most users. The result is GPU memory
+    alone if that is nearly as good, or if no choice serves a user.
 
     Args:
         found: all choices.
         prices: price per user of each choice of tiers; empty if one is missing.
-        for_load: whether prices are for the hardware that the requested load needs, not for the given hardware.
+        for_load: whether prices are for the hardware that the requested load requires, not for the given hardware.
     """
     load = found[0].deployment.workload
     able = [it for it in found if load.is_any(it.users)]
@@ -145,9 +145,9 @@ def worth_buying(
 
 
 def saving(amounts: Mapping[tuple[str, ...], float]) -> list[tuple[str, ...]]:
-    """Find the choices that need nearly the fewest GPUs, or the least money, for one load; the least first.
+    """Find the choices that need nearly the fewest GPUs, or the least money, for one load, in ascending order of need.
 
-    The result is empty if GPU memory alone needs nearly as little, and has no choice with a superfluous tier.
+    The result is empty if GPU memory alone needs nearly as little. It has no choice with a superfluous tier.
     """
     most = min(amounts.values()) * LEAST_GAIN
     near = [] if math.isinf(most) else [it for it, amount in amounts.items() if amount <= most]
@@ -155,13 +155,13 @@ def saving(amounts: Mapping[tuple[str, ...], float]) -> list[tuple[str, ...]]:
 
 
 def user_prices(found: Sequence[Choice]) -> dict[tuple[str, ...], float]:
-    """Price per user of each choice of tiers; empty unless every choice that serves a user has one."""
+    """Return the price per user of each choice of tiers; empty unless every choice that serves a user has a price."""
     prices = {it.tiers: it.user_price for it in found if it.cost and it.user_price is not None}
     return prices if len(prices) == sum(it.cost is not None for it in found) else {}
 
 
 def _is_as_good(choice: Choice, first: Choice) -> bool:
-    """Return whether it serves as many whole users as `first` for no more money.
+    """Return whether `choice` serves as many whole users as `first` for no more money.
 
     A fraction of a user is no reason to buy.
     """
@@ -171,12 +171,12 @@ def _is_as_good(choice: Choice, first: Choice) -> bool:
 
 
 def smallest(found: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Keep the sets of tiers that contain no other of the sets."""
+    """Keep the sets of tiers that contain none of the other sets."""
     return [it for it in found if not any(set(other) < set(it) for other in found)]
 
 
 def why_not(deployment: Deployment, name: str) -> str:
-    """Explain why the tier `name` brings nothing beside the others of `deployment` at the most users they serve."""
+    """Explain why the tier `name` adds nothing to the other tiers of `deployment` at the most users that they serve."""
     load, names = deployment.workload, [it.name for it in deployment.tiers]
     most, place, gpu_reuse = highest_load(deployment), names.index(name), deployment.inputs.software.gpu_reuse
     tier = deployment.tiers[place]
@@ -221,7 +221,7 @@ def why_not(deployment: Deployment, name: str) -> str:
 
 
 def pays_from(deployment: Deployment, name: str) -> float | None:
-    """Estimate the shortest interval between two queries at which the tier `name` brings users beside the others."""
+    """Estimate the shortest interval between two queries, in seconds, at which `name` adds users to the other tiers."""
     load, inputs = deployment.workload, deployment.inputs
     if not load.has_users or not load.has_returns:
         return None

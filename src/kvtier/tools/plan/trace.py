@@ -1,6 +1,6 @@
 """Measure the workload of a trace: arrivals, lengths, and the reuse curve.
 
-A block id names a whole prefix, so the leading blocks of a prompt that were used before belong to an earlier prompt.
+A block id names a whole prefix, so known leading blocks of a prompt come from an earlier prompt.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ def read_trace(path: Path, window_s: float, time_unit: str = "") -> TraceSummary
     reader = open_trace(path, options)
     has_starts = not isinstance(reader, SessionLines)
     if isinstance(reader, SessionLines):
-        # The file's own blocks show most precisely what a conversation shares with itself.
+        # The file's own block size shows most precisely what requests of a conversation share.
         reader = open_trace(path, replace(options, block_tokens=reader.own_block_tokens))
     trace = read_arrays(reader)
     unused = ["--time-unit has no effect on this format"] if time_unit and "time_unit" not in reader.options else []
@@ -42,12 +42,12 @@ def read_trace(path: Path, window_s: float, time_unit: str = "") -> TraceSummary
     duration_s = float(trace.time_s[-1]) - began_s
     if requests < 2 or duration_s <= 0:
         raise ConfigError(f"trace {path}: {requests} requests; allowed: at least 2, at different times")
-    if not has_starts:  # the rate of requests is that of new conversations, without the tail of the last one
+    if not has_starts:  # the tail of the last conversation would lower the rate
         duration_s = window_s
     arrivals = np.bincount(((trace.time_s - began_s) / BURST_S).astype(np.int64))
     input_tokens = float(trace.input_tokens.sum(dtype=np.int64))
     firsts = 0
-    # By bucket of the pause: reused tokens, and these tokens times their pauses.
+    # For each bucket of pauses: the reused tokens, and the sum of tokens times pause.
     reused, reused_s = np.zeros((2, _BUCKETS.buckets))
     used_s = np.full(trace.block_count, -np.inf)
     is_reused = np.zeros(trace.block_count, np.bool_)
@@ -64,7 +64,7 @@ def read_trace(path: Path, window_s: float, time_unit: str = "") -> TraceSummary
             reused_s += np.bincount(bucket, tokens[seen] * pauses_s[seen], _BUCKETS.buckets)
     times = _BUCKETS.edges_s
     within, within_s = np.cumsum(reused), np.cumsum(reused_s)
-    # Tokens reused within T stay until then. All others stay for T, even if nothing ever reuses them.
+    # Tokens reused within T stay until their reuse. All others stay for T, even if nothing ever reuses them.
     held = (within_s + times * (input_tokens - within)) / requests
     total = float(within[-1])
     curve = ReuseCurve(

@@ -1,13 +1,13 @@
 """Describe the workload of a plan: lengths of requests, their reuse, and how reuse depends on time.
 
-A prompt begins with the shared system prompt and the conversation so far. It can reuse what earlier prompts share with
-it, in whole chunks. First and later requests of a conversation are kept apart: a first one finds the system prompt at
-most, and an average of the two would describe neither.
+A prompt begins with the shared system prompt and the conversation so far. It can reuse, in whole chunks, the tokens
+that earlier prompts begin with too. First and later requests of a conversation are modelled apart. A first request
+finds the system prompt at most, so an average of both kinds would describe neither.
 
 Under LRU a tier keeps unused KV for about the same time T, its residence time (Denning's working set, 1968; Che, Tung,
 Wang, "Hierarchical Web Caching Systems", 2002: the approximation of one characteristic time). A reuse after a pause g
-is a hit when g <= T, and each use occupies the tier for min(g, T), or for T when nothing reuses it. Capacity determines
-T, and T determines the hits: one curve serves all tiers and any number of users.
+is a hit if g <= T. Each use occupies the tier for min(g, T), or for T if no reuse follows. Capacity determines T, and T
+determines the hits, so one curve serves all tiers and any number of users.
 """
 
 import math
@@ -37,7 +37,7 @@ class ReuseCurve:
     residence_s: tuple[float, ...]
     """Residence times of the table, in rising order."""
     found: tuple[float, ...]
-    """Share of reuses within that time, 0 to 1, never falling."""
+    """Share of reuses within each residence time, 0 to 1, never falling."""
     held_token_s: tuple[float, ...]
     """Token-seconds that one request occupies, never falling. Times requests per second, it is the resident tokens."""
 
@@ -50,14 +50,14 @@ class ReuseCurve:
         return requests_per_s * _interpolate(self.residence_s, self.held_token_s, residence_s)
 
     def residence(self, capacity_tokens: float, requests_per_s: float) -> float:
-        """Return the seconds for which a tier of that capacity keeps unused KV."""
+        """Return the seconds for which a tier of `capacity_tokens` keeps unused KV."""
         return _interpolate(self.held_token_s, self.residence_s, capacity_tokens / requests_per_s)
 
     def stored(self, token_bytes: float, snapshot_bytes: float) -> "ReuseCurve":
         """Convert the curve from tokens to bytes; each request also stores a snapshot of states.
 
-        The next request reads the snapshot once, after the pause g, and supersedes it; it then stays for another T. A
-        snapshot that nothing reads within T stays for T.
+        The next request reads the snapshot once, after the pause g, and supersedes it. The old snapshot then stays for
+        another T. A snapshot that nothing reads within T stays for T.
         """
         held: list[float] = []
         read_s = before_s = before = 0.0
@@ -82,7 +82,7 @@ class ReuseCurve:
         return replace(self, held_token_s=tuple(held))
 
     def residence_for(self, share: float) -> float:
-        """Return the shortest residence time, in seconds, within which that share of reuses happens."""
+        """Return the shortest residence time, in seconds, within which `share` of the reuses happens."""
         return _interpolate(self.found, self.residence_s, share)
 
 
@@ -94,7 +94,7 @@ class TraceSummary:
     requests: int
     duration_s: float
     input_tokens: float
-    """Mean tokens of a prompt. All token counts below are means as well, except the longest."""
+    """Mean tokens of a prompt. All token counts below are means as well, except `longest_tokens`."""
     output_tokens: float
     first_share: float
     """Share of requests that reuse nothing, or only their first block."""
@@ -116,8 +116,8 @@ class Workload:
     """The average request, and the rate of requests."""
 
     interval_s: float
-    """Seconds between two queries of a user. A trace with its own pauses has no users: then this is 1, and a "user" is
-    a query per second."""
+    """Seconds between two queries of a user. It is 1 for a trace with its own pauses: it has no users, so a "user"
+    is a query per second."""
     requests_per_s: float
     """The requested load, in requests per second."""
     has_users: bool
@@ -128,18 +128,18 @@ class Workload:
     later_tokens: float
     """Tokens in the prompt of a later request."""
     prefix_tokens: float
-    """Tokens that every request can reuse, so frequently that GPU memory always has them."""
+    """Tokens that every request can reuse. Their use is so frequent that GPU memory always has them."""
     reusable_tokens: float
     """Tokens that a later request can reuse, including the prefix."""
     answer_tokens: float
     partial_tokens: float
     """Tokens after the last whole chunk of a prompt and its answer, which no tier stores."""
     stored_tokens: float
-    """Tokens of a finished conversation that tiers store: whole chunks."""
+    """Tokens in the whole chunks of a finished conversation, which tiers store."""
     longest_tokens: float
     """Tokens of the longest prompt with its answer."""
     kept_share: float
-    """Share of new KV that a later request reuses. A write policy that waits for the second use writes this share."""
+    """Share of new KV that a later request reuses, and that a policy of writing at the second use writes."""
     curve: ReuseCurve
     stored_curve: ReuseCurve
     """The curve in whole chunks, as tiers store them."""
@@ -164,11 +164,11 @@ class Workload:
         return self.first_share < 1 and self.reusable_tokens > self.prefix_tokens
 
     def counted(self, load: float) -> float:
-        """Round a load as people count it: to whole users. Queries per second stay as they are."""
+        """Round a load to whole users. Queries per second stay unchanged."""
         return float(math.floor(load + 1e-6)) if self.has_users and math.isfinite(load) else load
 
     def is_any(self, users: float) -> bool:
-        """Return whether a load is at least one user, or, if there are no users, above zero."""
+        """Return whether a load is at least one user, or above zero if the load is in queries per second."""
         return users >= 1 or (users > 0 and not self.has_users)
 
     @property
@@ -194,7 +194,7 @@ def workload(inputs: Inputs, trace: TraceSummary | None) -> Workload:
     if share > 1 - 1 / max(measured.input_tokens, 2):
         origin = inputs.origin("traffic.reuse")
         raise ConfigError(f"traffic.reuse = {share:g} (from {origin}): some token is always new; allowed: less than 1")
-    # Only later requests reuse. If reusing all of their prompts is not enough, more requests become later ones.
+    # Only later requests reuse KV. If their whole prompts are too few tokens, more requests become later ones.
     first_share = min(measured.first_share, max(1 - share * measured.input_tokens / measured.later_tokens, 0.0))
     later = share * measured.input_tokens / (1 - first_share) if share else 0.0
     reusable = min(later, measured.later_tokens)
@@ -206,7 +206,7 @@ def workload(inputs: Inputs, trace: TraceSummary | None) -> Workload:
 
 
 def without_effect(trace: TraceSummary | None) -> tuple[str, ...]:
-    """Traffic inputs that have no effect: without a trace, those about a trace; with one, those that it measures."""
+    """Return the traffic inputs without effect: those about a trace if there is none, else those that it measures."""
     if trace is None:
         return _OF_TRACE
     return _MEASURED if trace.curve is None else (*_MEASURED, *_PAUSES)
@@ -277,7 +277,7 @@ def _from_trace(inputs: Inputs, trace: TraceSummary) -> Workload:
 
 
 def _lognormal(inputs: Inputs, left: Sequence[float]) -> ReuseCurve:
-    """Build the curve of conversations whose queries leave these tokens, the last query the last ones."""
+    """Build the curve of conversations whose queries leave the tokens in `left`, the last item for the last query."""
     traffic, earlier = inputs.traffic, left[:-1] or left
     return lognormal_curve(
         traffic.interval_s,
@@ -292,15 +292,15 @@ def _lognormal(inputs: Inputs, left: Sequence[float]) -> ReuseCurve:
 def lognormal_curve(mean_s: float, cv: float, *, tokens: float, last_share: float, last_tokens: float) -> ReuseCurve:
     """Build the curve of conversations with log-normal pauses.
 
-    Measured pauses are log-normal: Mooncake's conversation trace has 114, 519 and 1,578 s at 50, 90 and 99 %, a
-    distribution with sigma 1.15 to 1.18, a coefficient of variation of 1.7.
+    Measured pauses are log-normal: Mooncake's conversation trace has 114, 519 and 1,578 s at 50, 90 and 99 %. Sigma is
+    1.15 to 1.18, and the coefficient of variation is 1.7.
 
     Args:
         mean_s: mean pause between two queries of a conversation.
         cv: standard deviation over mean of the pauses; 0 means all are equal.
         tokens: tokens that a request occupies until the next one of its conversation.
         last_share: share of requests that are the last of their conversation.
-        last_tokens: tokens that such a request occupies, which are never reused.
+        last_tokens: tokens that the last request occupies; they are never reused.
     """
     if cv < _CV_LEAST:
         times = [*_grid(mean_s * 1e-3, mean_s * (1 - 1e-9), _STEPS // 2), *_grid(mean_s, mean_s * 1e7, _STEPS // 2)]
@@ -329,7 +329,7 @@ def _grid(least: float, most: float, count: int) -> list[float]:
 
 
 def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Interpolate linearly at `x`. Beyond the ends the value is that of the end; of equal points the first counts."""
+    """Interpolate linearly at `x`, with constant values beyond the ends. Of points with equal `xs` the first counts."""
     index = bisect_left(xs, x)
     if index == 0:
         return ys[0]

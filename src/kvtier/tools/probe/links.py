@@ -1,6 +1,6 @@
 """Measures links: host memory, checksum, codecs and a GPU's link, all with one timed loop.
 
-A measure never runs in the caller's thread, so Ctrl-C is handled at once and ends the loop at the next operation.
+A measure never runs in the caller's thread, so Ctrl-C is handled immediately and ends the loop at the next operation.
 """
 
 import threading
@@ -28,18 +28,18 @@ from kvtier.runtime.codec_choice import object_s
 GRACE_S = 30.0
 """Time for a running operation to return after the end of a measure."""
 COPY_BYTES = 512 << 20
-"""Size of source and target of copies in host memory, together larger than any processor cache."""
+"""Total size of the source and target of copies in host memory, larger than any processor cache."""
 MEMORY_SHARE = 16
-"""Copies use at most this fraction (1/16) of host memory."""
+"""Divisor of host memory: copies use at most a sixteenth of it."""
 GPU_BYTES = 256 << 20
-"""Memory that is copied to and from a GPU."""
+"""Bytes of memory for copies to and from a GPU."""
 
 Act = Callable[[int, int], int]
-"""(worker, number of the operation) -> bytes moved. An operation that moved 0 is not counted."""
+"""Maps (worker, number of the operation) to bytes moved. An operation that moves 0 bytes does not count."""
 Point = tuple[str, int, int, Act]
-"""Name of an operation, its bytes, the depth, and the function that does it."""
+"""Name, bytes, depth and function of an operation."""
 Tick = Callable[[str], None]
-"""Called with the operation's name before each measure."""
+"""A function that is called with the operation's name before each measure."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -51,7 +51,7 @@ class Measure:
     bytes: int
     """Size of one operation."""
     depth: int
-    """Number of concurrent operations, each in a thread of its own."""
+    """Number of concurrent operations, with one thread for each."""
     gb_per_s: float
     latency_us_p50: float
     latency_us_p99: float
@@ -68,7 +68,7 @@ class LinkMeasures:
     round_trip_us: float | None = None
     """Median time to ask a tier for one absent name; None for other links."""
     ratio: float | None = None
-    """Stored bytes of a codec, divided by the raw bytes; None for other links and for raw."""
+    """A codec's stored bytes divided by the raw bytes; None for other links and for raw objects."""
 
     def best(self, op: str) -> Measure | None:
         """Return the fastest measure of `op`, or None if there is none."""
@@ -79,8 +79,8 @@ class LinkMeasures:
 class CodecRead:
     """A tier's reads at the depth that is fastest for raw objects, in GB/s of raw bytes.
 
-    The figure for coded objects is computed from the link, the codec's ratio and its decoding, as the writer does
-    before it has read any (`runtime.codec_choice`). It assumes that decoding threads hinder each other entirely.
+    The figure for coded objects follows from the link, the codec's ratio and its decoding speed. The writer makes the
+    same estimate before its first read of one (`runtime.codec_choice`). Decoding threads count as a single one.
     """
 
     tier: str
@@ -106,10 +106,10 @@ class MeasureLimits:
 
 
 def copies(sizes: tuple[int, ...], depths: tuple[int, ...], limits: MeasureLimits, tick: Tick) -> LinkMeasures:
-    """Measure plain copies in host memory, as the arena makes them. Each byte is read once and written once."""
+    """Measure plain copies in host memory, like the arena's. Each byte is read once and written once."""
     half = max(min(COPY_BYTES, memory_bytes() // MEMORY_SHARE) // 2, *sizes)
     source, target = page_aligned(half), page_aligned(half)
-    source[:], target[:] = 1, 0  # touch every page
+    source[:], target[:] = 1, 0  # touches every page
 
     def point(size: int, depth: int) -> Point:
         def copy(worker: int, number: int) -> int:
@@ -172,7 +172,7 @@ def _codec(codec: Codec) -> tuple[list[Point], float | None]:
 
 
 def codec_reads(links: Sequence[LinkMeasures], cores: int) -> tuple[CodecRead, ...]:
-    """Return for each tier and codec of `links` how fast reads of raw and of coded objects are."""
+    """Return the speed of reads of raw and of coded objects for each tier and codec of `links`."""
     return tuple(
         CodecRead(
             tier.name,
@@ -204,9 +204,9 @@ def gpu_missing(*, has_gpu: bool) -> str | None:
 
 
 def gpu_copies(sizes: tuple[int, ...], limits: MeasureLimits, tick: Tick) -> tuple[LinkMeasures, bool]:
-    """Measure copies between the first GPU and pageable or page-locked memory. Also return whether locking worked.
+    """Measure copies between the first GPU and pageable or page-locked memory. Also return whether page-locking worked.
 
-    Each copy is synchronized, as a mover does before it releases a slot.
+    Each copy is synchronized, because a mover synchronizes before it releases a slot.
     """
     from kvtier.device.page_lock import cuda_page_lock  # noqa: PLC0415 - imports torch
 
@@ -249,7 +249,7 @@ def gpu_points(region: Bytes, device: Any, sizes: tuple[int, ...], suffix: str) 
 
 
 def measures(points: Iterable[Point], limits: MeasureLimits, tick: Tick) -> tuple[Measure, ...]:
-    """Measure each of `points`. Leave out those that moved nothing."""
+    """Measure each of `points`. Leave out the points that moved nothing."""
     found: list[Measure] = []
     for op, size, depth, act in points:
         tick(op)
@@ -266,7 +266,7 @@ def measure(act: Act, *, op: str, size: int, depth: int, limits: MeasureLimits) 
         op: name of the operation.
         size: bytes of one operation, for the limit.
         depth: threads.
-        limits: when to stop.
+        limits: limits at which to stop.
 
     Raises:
         KvError: an operation did not return within `GRACE_S` after the end.
@@ -297,7 +297,7 @@ def timed(act: Act, count: int, depth: int, limit_s: float, what: str) -> tuple[
         count: number of operations. They are numbered from 0.
         depth: threads.
         limit_s: no operation starts later than this, except the first in each thread.
-        what: what is timed, for the message.
+        what: name of the operations in the error message.
 
     Raises:
         KvError: an operation did not return within `GRACE_S` after the end.
@@ -311,7 +311,7 @@ def timed(act: Act, count: int, depth: int, limit_s: float, what: str) -> tuple[
     def next_number() -> int | None:
         nonlocal started
         with lock:
-            # Each thread does one operation, even on a slow link.
+            # Each thread does at least one operation, even on a slow link.
             is_late = started >= depth and time.perf_counter() > until_s
             if stopped.is_set() or is_late or started >= count:
                 return None

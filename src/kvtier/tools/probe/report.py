@@ -1,4 +1,4 @@
-"""Makes the report of `kvtier probe`."""
+"""Builds the report of `kvtier probe`."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,11 +13,11 @@ from kvtier.tools.probe.run import ProbeResult
 from kvtier.tools.probe.tiers import TierFacts
 
 COLOURS = {"host": "host", "gpu": "gpu", "directory": "shared", "disk": "disk"}
-"""The colour of each link. Other tiers share one colour, and other links are not drawn."""
+"""Colours of the links. Other tiers share one colour, and other links are not drawn."""
 
 
 def probe_report(result: ProbeResult) -> Report:
-    """Return the report of a probe."""
+    """Build the report of a probe."""
     best = [
         f"{link.name} {op.replace('_', ' ')} {it.gb_per_s:.2f} GB/s"
         for link in result.links

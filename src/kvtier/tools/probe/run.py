@@ -1,4 +1,4 @@
-"""Runs a whole probe: its bounds, the measurements, and the warnings that follow from them."""
+"""Runs a whole probe: computes bounds, measures, and derives warnings from the measurements."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from kvtier.tools.probe.tiers import Effort, TierFacts
 VERSION = 1
 MEMORY_SIZES = (64 << 10, 1 << 20, 32 << 20)
 UNLIMITED = 1 << 50
-"""Copies in memory cause no wear, so only time limits them."""
+"""Byte limit of copies in memory. They cause no wear, so only time limits them."""
 CODEC_MEASURES = 2
 
 
@@ -53,7 +53,7 @@ class ProbeResult:
     warnings: tuple[str, ...]
     places: tuple[TierFacts, ...]
     skipped: tuple[str, ...]
-    """Measures that were left out, each with the reason."""
+    """Measures that were left out, and the reason for each."""
     bounds: Bounds
     is_complete: bool
     """Whether every tier was measured."""
@@ -69,9 +69,9 @@ class ProbeRun:
 
     Args:
         loaded: the settings and their origins.
-        directory: measure each kind of tier that keeps files here, instead of the configured tiers.
+        directory: measure each kind of tier that keeps files in this directory, instead of the configured tiers.
         effort: sizes, depths and limits.
-        facts: facts of this machine; None means that they are read.
+        facts: facts of this machine; None means to read them.
 
     Raises:
         ConfigError: the effort is too small to write one object of the smallest size.
@@ -200,7 +200,7 @@ class ProbeRun:
 
 
 def where_text(config: Config, directory: Path | None) -> str:
-    """Return text that names the directories that a probe will write to."""
+    """Return a text that names the directories to which a probe will write."""
     named = tiers.targets(config, directory)
     if not named:
         return "writes nothing: no tier is configured and no --dir given"
@@ -212,13 +212,13 @@ def where_text(config: Config, directory: Path | None) -> str:
 
 
 FULL_SHARE = 0.9
-"""Above this share in use, file systems fragment files and SSDs slow down."""
+"""Share of a file system in use, above which it fragments files and SSDs slow down."""
 BUSY = 1.5
-"""With more runnable processes per core than this, figures are too low."""
+"""Runnable processes per core, above which figures are too low."""
 FASTER = 1.25
-"""Ratios below this count as noise."""
+"""Smaller ratios of speeds count as noise."""
 HASH_GB_PER_S_LEAST = 4.0
-"""A core reaches several times this. Less means emulation, throttling or a busy machine."""
+"""A healthy core reaches several times this speed. A lower one means emulation, throttling or a busy machine."""
 
 
 def machine_warnings(config: Config, facts: Facts, *, is_locked: bool | None = None) -> Iterator[str]:
@@ -227,7 +227,7 @@ def machine_warnings(config: Config, facts: Facts, *, is_locked: bool | None = N
     Args:
         config: the settings.
         facts: facts of this machine.
-        is_locked: whether page-locking for the GPU worked; None if not tried.
+        is_locked: whether page-locking for the GPU worked; None if it was not tried.
     """
     wanted = config.host.capacity_bytes
     available = facts.memory_available_bytes
@@ -277,7 +277,7 @@ def tier_warnings(
         mount: mount of the tier, if known.
         facts: facts of this machine.
         wants_direct: whether the settings allow direct I/O.
-        needs_drive: whether the kind needs a drive of this machine.
+        needs_drive: whether the kind requires a local drive.
     """
     where = f"{place.tier} ({place.path})"
     if mount is not None:
@@ -305,7 +305,7 @@ def tier_warnings(
 
 
 def order_warnings(order: Sequence[str], links: Sequence[LinkMeasures]) -> Iterator[str]:
-    """Warn of tiers that come before a faster one, and of tiers faster than host memory.
+    """Warn of tiers that precede a faster tier, and of tiers that are faster than host memory.
 
     Args:
         order: names of the tiers in probe order.
@@ -337,7 +337,7 @@ def sharing_warnings(places: Sequence[TierFacts], mounts: Sequence[Mount | None]
 
 
 def speed_warnings(links: Sequence[LinkMeasures]) -> Iterator[str]:
-    """Warn of medians that no healthy machine has. Other processes affect the median least."""
+    """Warn of medians that no healthy machine has. Other processes affect the median less than other statistics."""
     for it in (it for link in links for it in link.measures if it.op == "hash" and it.depth == 1):
         rate = it.bytes / it.latency_us_p50 / 1e3
         if rate < HASH_GB_PER_S_LEAST:

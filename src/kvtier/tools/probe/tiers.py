@@ -1,4 +1,4 @@
-"""Measures tiers by their own `write` and `read`, in a temporary store on the same file system."""
+"""Measures tiers through their own `write` and `read`, in a temporary store on the same file system."""
 
 import errno
 import fcntl
@@ -31,14 +31,14 @@ PREFIX = ".kvtier-probe-"
 LOCK_NAME = "in-use"
 ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 MEASURES_HELD = 3
-"""The store has room for the objects of this many measures, so that written objects can be read."""
+"""Number of measures whose objects fit into the store, so that written objects can be read."""
 STAMP_BYTES = 16
 ASKED_MAX = 200
-"""Maximum number of names that a tier is asked for, because some servers charge for each."""
+"""Most names that a tier is asked for, because some servers charge for each name."""
 SEGMENT_BYTES = 64 << 20
 SPARE_SEGMENTS = 3
 FREE_SHARE = 4
-"""A store uses at most this fraction (1/4) of the free space."""
+"""Divisor of the free space: a store uses at most a quarter of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Effort:
     seconds: float
     """Time limit of each measurement."""
     write_bytes: int
-    """Limit for all measurements of all tiers together; see `share`."""
+    """Limit of the bytes written by all measurements of all tiers together; see `share`."""
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 4096 or any(size % 4096 for size in self.sizes):
@@ -138,7 +138,7 @@ class Effort:
             raise ConfigError(f"seconds {self.seconds:g}: allowed: 0.001 to 600 for each measurement")
 
     def share(self, tiers: int) -> "Effort":
-        """Return the effort of one measurement: the measurements of all `tiers` share `write_bytes` equally.
+        """Return the effort of one measurement. The measurements of all `tiers` share `write_bytes` equally.
 
         Raises:
             ConfigError: the share is too small to write one object of the smallest size.
@@ -159,12 +159,12 @@ class Effort:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of objects that the store must have room for."""
+        """Bytes of objects that must fit into the store."""
         return MEASURES_HELD * self.write_bytes
 
     @property
     def capacity_bytes(self) -> int:
-        """Upper bound of the store's bytes: its objects and spare segments."""
+        """Upper bound of the store's bytes, including spare segments."""
         segment_bytes = max(min(SEGMENT_BYTES, self.write_bytes), 2 * self.largest + ALIGNMENT)
         return self.held_bytes + SPARE_SEGMENTS * segment_bytes
 
@@ -174,7 +174,7 @@ class Effort:
 
 
 class Trial(NamedTuple):
-    """A tier that is open for measurements, and how it was opened."""
+    """A tier that is open for measurements, and the settings with which it was opened."""
 
     tier: Tier
     settings: TierSettings
@@ -183,7 +183,7 @@ class Trial(NamedTuple):
 
 @contextmanager
 def trial_place(target: ProbeTarget) -> Generator[Path]:
-    """Yield an empty temporary directory on a tier's file system, or the current one if the tier needs none.
+    """Yield an empty temporary directory on a tier's file system, or the current directory if the tier needs none.
 
     Raises:
         ConfigError: the directory cannot be made.
@@ -199,13 +199,13 @@ def trial_place(target: ProbeTarget) -> Generator[Path]:
 def open_trial(target: ProbeTarget, place: Path, held_bytes: int, largest: int) -> Generator[Trial]:
     """Open a new tier like the configured one, and close it at the end.
 
-    It lies in `place`. If its kind has no temporary stores, it lies in the configured store with a random model id,
-    and with a random key id if no secret is configured.
+    The tier lies in `place`. If its kind has no temporary stores, the tier lies in the configured store with a random
+    model id, and with a random key id if no secret is configured.
 
     Args:
         target: the tier.
         place: the directory from `trial_place`.
-        held_bytes: bytes of objects that the tier must have room for.
+        held_bytes: bytes of objects that must fit into the tier.
         largest: bytes of the largest object.
 
     Raises:
@@ -245,7 +245,7 @@ def tier_measures(target: ProbeTarget, place: Path, points: Effort, tick: Tick) 
 
     Raises:
         ConfigError: the store cannot be created.
-        KvError: an operation failed, timed out, or returned different bytes from those written.
+        KvError: an operation failed, timed out, or returned bytes that differ from the written ones.
     """
     found: list[Measure] = []
     with open_trial(target, place, points.held_bytes, points.largest) as (tier, _, _):
@@ -281,7 +281,7 @@ class _Objects:
         self._prefix = os.urandom(24)
         self._buffers = [page_aligned(size).data for _ in range(depth)]
         for worker, buffer in enumerate(self._buffers):
-            # Random, so that no device or file system can compress or deduplicate it.
+            # Random, so that no device or file system can compress or deduplicate the data.
             np.frombuffer(buffer, np.uint8)[:] = np.random.default_rng(worker).integers(0, 256, size, np.uint8)
         self._written: list[int] = []
 
@@ -318,13 +318,13 @@ class _Objects:
 
 
 def free_bytes(place: Path) -> tuple[int, int]:
-    """Return size and free bytes (for this user) of the file system of `place`."""
+    """Return the size of the file system of `place`, and the bytes that are free for this user."""
     found = os.statvfs(place)
     return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
 
 
 def check_room(place: Path, points: Effort) -> None:
-    """Check that the store fits.
+    """Check that the store fits into the free space.
 
     Raises:
         ConfigError: the store needs more than a quarter of the free space.
@@ -338,7 +338,7 @@ def check_room(place: Path, points: Effort) -> None:
 
 
 def choose_parent(path: Path) -> Path:
-    """Choose where to measure a tier at `path`: beside it if that is the same file system, otherwise in it.
+    """Choose where to measure a tier at `path`: next to it if that is on the same file system, otherwise in it.
 
     Raises:
         ConfigError: no directory there is writable.
@@ -366,7 +366,7 @@ def parent_of(target: ProbeTarget) -> Path | None:
 def temporary_store(parent: Path) -> Generator[Path]:
     """Make a temporary directory in `parent`, and remove it at the end. Existing stores are never opened.
 
-    A lock on a file in it marks it as in use. `sweep` removes the directories of killed probes.
+    A lock on a file in the directory marks it as in use. `sweep` removes the directories of killed probes.
 
     Raises:
         ConfigError: the directory cannot be created.
@@ -379,7 +379,7 @@ def temporary_store(parent: Path) -> Generator[Path]:
     try:
         lock = os.open(place / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            with suppress(OSError):  # a file system without locks, where `sweep` fails too
+            with suppress(OSError):  # a file system without locks, where `sweep` fails as well
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield place
         finally:
@@ -393,7 +393,7 @@ def sweep(parent: Path) -> None:
     for place in parent.glob(f"{PREFIX}*"):
         try:
             lock = os.open(place / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # it is not a probe's directory, or is being created
+        except OSError:  # the directory is not a probe's, or is being created
             continue
         try:
             with suppress(OSError):
@@ -434,7 +434,7 @@ def direct_alignment(directory: Path) -> int | None:
 
 
 def _accepts(descriptor: int, into: memoryview, offset: int) -> bool:
-    """Return whether a read succeeds if memory, length and offset are aligned to `offset` and no more."""
+    """Return whether a read succeeds if memory, length and offset are aligned to `offset`, and to nothing larger."""
     try:
         return os.preadv(descriptor, [into], offset) == len(into)
     except OSError as error:

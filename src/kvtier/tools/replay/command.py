@@ -137,7 +137,7 @@ def run(
     lookup hashes, KV events of vLLM or SGLang, and for `describe` CSV with lengths (Azure, BurstGPT). Files are plain,
     gzip, zstd or parquet. A directory of .json, .jsonl and .parquet files is one trace.
     """
-    # numpy is imported here, so that help starts quickly.
+    # Import numpy late, so that help starts quickly.
     from kvtier.tools.replay.command_run import ReplayOutput, read_capacities, read_policies, run_policies, run_tiers
 
     names = read_policies(policies)
@@ -145,13 +145,13 @@ def run(
     output = ReplayOutput(report, picture, as_json=as_json)
     output.refuse_several("traces", len(traces))
     if tiers:
-        chosen = names if is_given("policies") else names[:1]  # the other defaults include a bound
+        chosen = names if is_given("policies") else names[:1]  # because the other defaults include a bound
         return run_tiers(traces, tiers, chosen, others, output)
     return run_policies(traces, names, read_capacities(capacity_tokens), others, output)
 
 
 def _check_given(*, has_tiers: bool) -> None:
-    """Refuse options that would do nothing."""
+    """Refuse options that would have no effect."""
     for name in filter(is_given, click.get_current_context().params):
         option = f"--{name.replace('_', '-')}"
         if has_tiers and name in {"capacity_tokens", "draws"}:
@@ -166,7 +166,7 @@ def _check_given(*, has_tiers: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def describe(trace: Path, as_json: bool, **reading: Any) -> None:  # noqa: ANN401  as above
     """Print statistics of TRACE: requests, tokens, reuse and its intervals, working set, sessions."""
-    from kvtier.tools.replay.report import stats_table  # numpy, as above
+    from kvtier.tools.replay.report import stats_table  # late, as above
     from kvtier.tools.trace.stats import trace_stats
 
     stats = trace_stats(load_trace(trace, reading))

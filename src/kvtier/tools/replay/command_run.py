@@ -1,7 +1,7 @@
 """Runs `kvtier replay`, and shows its progress and results.
 
-Without `--tier` a trace is replayed through one cache, for each policy and capacity. With it the real core runs over
-tiers, in virtual time.
+Without `--tier`, a trace is replayed through one cache for each policy and capacity. With `--tier`, the real core runs
+over tiers in virtual time.
 """
 
 import re
@@ -40,7 +40,7 @@ from kvtier.tools.trace.stats import trace_stats
 
 
 class ReplayOutput:
-    """Collects the results of a command until they are printed.
+    """Collects the results of a command until they can be printed.
 
     Args:
         report: path of the HTML report, if any.
@@ -54,25 +54,25 @@ class ReplayOutput:
         self.as_json = as_json
         self.is_interrupted = False
         self.json: list[dict[str, object]] = []
-        """Objects to print."""
+        """JSON objects to print."""
 
     @contextmanager
     def watch(self, label: str, requests: int) -> Generator[tuple[Callable[[float], None], Callable[[], bool]]]:
-        """Show progress and note Ctrl-C. Yield `advance` and `should_stop`."""
+        """Show progress and record Ctrl-C. Yield `advance` and `should_stop`."""
         with noted_signals(signal.SIGINT) as noted, progress(label, requests) as advance:
             yield advance, lambda: noted() is not None
             self.is_interrupted = noted() is not None
 
     @property
     def is_drawn(self) -> bool:
-        """Whether there will be charts."""
+        """Whether charts will be drawn."""
         return self.report is not None or self.picture is not None
 
     def refuse_several(self, what: str, count: int) -> None:
         """Refuse a picture of more than one replay.
 
         Raises:
-            ConfigError: there is more than one.
+            ConfigError: there is more than one replay.
         """
         if self.picture is not None and count > 1:
             raise ConfigError(f"--picture: {count} {what}; allowed: one, or --report, which has charts of each")
@@ -82,7 +82,7 @@ class ReplayOutput:
 
         Args:
             shown: the report.
-            is_list: whether the JSON is a list, even of one object.
+            is_list: whether the JSON document is a list, even of one object.
         """
         tell_written(*shown.write(self.report, self.picture))
         if self.as_json:
@@ -91,16 +91,16 @@ class ReplayOutput:
 
 
 class Capacity(NamedTuple):
-    """Capacity of a cache, as on the command line. With neither field it is unlimited."""
+    """Capacity of a cache, as on the command line. Without either field it is unlimited."""
 
     tokens: int | None = None
     percent: float | None = None
     """Share of the unique tokens of a trace."""
 
     def tokens_of(self, trace: TraceArrays, stored_share: float) -> int | None:
-        """Return the tokens of this trace that fit, if a cache stores this share of their raw bytes.
+        """Return the tokens of the trace that fit, if a cache stores `stored_share` of their raw bytes.
 
-        A share of the trace is rounded to whole blocks, at least one.
+        A percentage of the trace is rounded to whole blocks, but at least one.
         """
         if self.percent is None:
             return None if self.tokens is None else int(self.tokens / stored_share)
@@ -206,7 +206,7 @@ def _sweep_draws(
     options: dict[str, Any],
     watching: tuple[Callable[[float], None], Callable[[], bool]],
 ) -> dict[Task, list[CacheResult]]:
-    """Return each task's finished replays, one for each draw of the start times. `trace` is the first draw."""
+    """Return the finished replays of each task, one for each draw of the start times. `trace` is the first draw."""
     advance, should_stop = watching
     found: dict[Task, list[CacheResult]] = {}
     for seed in seeds:
@@ -258,7 +258,7 @@ def run_tiers(
     """
     setups = _setups(tiers, policies, options)
     output.refuse_several("combinations of policies, nodes and routers", len(setups))
-    # A single setup is also replayed without the planner, for comparison. For several this would double the time.
+    # A single setup is also replayed without the planner, for comparison. With several this would double the time.
     twin = replace(setups[0], is_planned=False) if len(setups) == 1 and setups[0].is_planned else None
     all_setups = setups if twin is None else [*setups, twin]
     model = str(options["model"])
@@ -340,7 +340,7 @@ def _setups(tiers: tuple[str, ...], policies: list[str], options: dict[str, Any]
     routers = _words(options["router"])
     for policy, nodes, router in product(policies, _counts(options["nodes"]), routers):
         evictor = DEFAULT_EVICTOR if policy == "default" else policy
-        if nodes > 1 or router == routers[0]:  # with one node all routers are the same
+        if nodes > 1 or router == routers[0]:  # with one node all routers are equal
             setups.append(replace(base, nodes=nodes, router=router, evictor=evictor))
     return list(dict.fromkeys(setups))
 

@@ -1,7 +1,7 @@
-"""Replays one engine in virtual time, with the real core and planner above its tiers.
+"""Replays one engine in virtual time, with the real core and planner over the engine's tiers.
 
-For each request the node looks up the prompt, loads what the planner chooses, computes the rest in a prefill, and
-stores the prompt's chunks. The engine's own prefix cache is not modelled, so every hit is a load.
+For each request the node looks up the prompt, loads the chunks that the planner chooses, computes the rest in a
+prefill, and stores the prompt's chunks. The engine's own prefix cache is not modelled, so every hit is a load.
 """
 
 import math
@@ -46,20 +46,20 @@ class NodeRequest:
     prefix: Prefix
     session: str | None
     found: int = 0
-    """Leading tokens that could be loaded."""
+    """Leading tokens that a load could deliver."""
     planner: int = 0
-    """Index of the planner that plans the request."""
+    """Index of the planner for this request."""
     plan: LoadPlan | None = None
     planned_s: float = 0.0
     ahead_s: float = 0.0
-    """Backlog of the engine when the request was planned."""
+    """Backlog of the engine at planning time, in seconds."""
     best_s: float = 0.0
-    """Time of the best split, counted from the planning."""
+    """Seconds of the best split, counted from planning time."""
     sent: int = 0
-    """Chunks of its load that the link to the engine has received."""
+    """Chunks of the request's load that the link to the engine has received."""
     delivered: int = 0
     sources: tuple[tuple[str, int], ...] = ()
-    """(tier, tokens) for the tokens that were delivered."""
+    """Pairs (tier, tokens) of the delivered tokens."""
     first_token_s: float = -1.0
 
 
@@ -69,10 +69,10 @@ class ReplayNode:
     Args:
         events: the clock.
         cache: the core.
-        planners: a planner for each prefill server, as if the servers were engines that share host memory.
+        planners: one planner per prefill server, as if the servers were engines that share host memory.
         object_bytes: size of one chunk.
-        up, down: the links from host memory to the engine and back.
-        tiers: the lower tiers by name.
+        up, down: the links from host memory to the engine, and back.
+        tiers: the lower tiers, by name.
         prefill: speed of each server.
         finished: called with each request at its first token.
     """
@@ -109,7 +109,7 @@ class ReplayNode:
         """Latest time for the next call of `Cache.tick`."""
         self.planning = PlanningStats()
         self.loads_of, self.trials_of = Counter[str](), Counter[str]()
-        """Counts of loads and trials, by the slowest tier that they need."""
+        """Counts of loads and of trials, by the slowest tier of a load."""
         self.convoys = self.dropped_chunks = 0
         self.busy_s = 0.0
 
@@ -183,8 +183,8 @@ class ReplayNode:
     def _arrivals_s(self, prefix: Prefix, chunks: int) -> Iterator[float]:
         """Yield the seconds until each leading chunk would arrive in the engine if all were loaded now.
 
-        The links are FIFO queues. Chunks that running loads have not sent yet come first. The core gives the links a
-        few transfers at a time, so `ReplayLink.free_s` does not include those chunks.
+        The links are FIFO queues. Chunks that running loads have not sent yet come first. The core submits only a few
+        transfers at a time, so `ReplayLink.free_s` does not include these chunks.
         """
         now_s, entries = self._events.now_s, self.cache.host.entries[0]
         up_s = self.up.free_s
@@ -232,7 +232,7 @@ class ReplayNode:
         self.busy_s += took_s
         if request.found:
             taken_s = max(now_s - request.planned_s, request.ahead_s) + took_s
-            # The split that was taken counts too, because the core may interleave loads and cut a running load.
+            # The actual split counts as well, because the core may interleave loads and cut a running load.
             best_s = min(request.best_s, taken_s)
             regret_s = taken_s - best_s
             planning.requests += 1
@@ -290,9 +290,9 @@ class ReplayNode:
 
     def _tick(self, deadline_s: float) -> None:
         if deadline_s != self._tick_s:
-            return  # an earlier one replaced it
+            return  # an earlier tick replaced this one
         self._tick_s = math.inf
-        # A deadline expires after its time, not at its time.
+        # A deadline expires just after its time.
         self.cache.tick(self._events.now_s + 1e-6)
         self._retry_probing()
         self._drain()
@@ -340,7 +340,7 @@ class ReplayNode:
 
 
 def _planned_keys(request: NodeRequest) -> Sequence[ChunkKey]:
-    """Return the chunks that the request's load delivers."""
+    """Return the keys of the chunks that the request's load delivers."""
     return request.prefix.keys[: request.plan.tokens // request.prefix.chunk_tokens] if request.plan else ()
 
 

@@ -1,4 +1,4 @@
-"""Makes the reports of `kvtier replay` and `kvtier replay describe`: a trace, and its replays through one cache."""
+"""Builds the reports of `kvtier replay` and `kvtier replay describe` on a trace and its replays through one cache."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -26,7 +26,7 @@ _OWN: dict[str, tuple[str, Dash]] = {
     "lru": ("gpu", (0, (6, 2, 1, 2))),
     "min": ("ink", DASHED),
 }
-"""Colour and dash of policies that are often compared. Each is visible even where their lines coincide."""
+"""Colours and dashes of common policies. Each line stays visible where lines coincide."""
 _INTERVAL_LEAST_S = 0.1
 
 
@@ -36,7 +36,7 @@ def cache_sections(
     """Yield the sections on the replays of one trace through one cache.
 
     Args:
-        trace: the trace as it was replayed.
+        trace: the replayed trace.
         bound: hit rate of an infinite cache.
         results: a row for each policy and capacity.
         seeds: seeds of the draws of start times.
@@ -61,7 +61,7 @@ def results_table(bound: float, unique_tokens: int | None, results: Sequence[Cac
 
     Args:
         bound: hit rate of an infinite cache.
-        unique_tokens: what an infinite cache holds at the end.
+        unique_tokens: tokens in an infinite cache at the end.
         results: the rows.
     """
     is_drawn = any(it.hit_rates for it in results)

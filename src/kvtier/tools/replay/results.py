@@ -1,4 +1,4 @@
-"""Tiers of a replay, the time of a prefill, and the results, as plain values."""
+"""Plain values of a replay: tiers, prefill times and results."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -33,7 +33,7 @@ class TierSpec:
     is_remote: bool = False
     """Whether a lookup asks for few names at a time, in rounds of `latency_s` each."""
     drive_bytes: int | None = None
-    """Capacity of the drives, of which KV uses `capacity_bytes`; None means that KV uses all of it."""
+    """Capacity of the drives, of which KV uses `capacity_bytes`; None means that KV uses the whole tier."""
     rated_writes_per_day: float | None = None
     """Rated endurance of the drives, in drive writes per day."""
     sources: dict[str, str] = field(default_factory=dict[str, str], compare=False)
@@ -66,7 +66,7 @@ class TierSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkStats:
-    """How a link, or the same link of several nodes, is used."""
+    """The use of a link, or of the corresponding links of several nodes."""
 
     transfers: int
     total_bytes: int
@@ -77,9 +77,9 @@ class LinkStats:
     peak_together_bytes_per_s: float
     """Bandwidth in the busiest second of all links together."""
     used_share: float
-    """Share of the bandwidth in use."""
+    """Share of the bandwidth that is in use."""
     mean_depth: float
-    """Mean number of active and queued transfers of one link, over time."""
+    """Mean number of active and queued transfers per link over time."""
     peak_depth: int
 
 
@@ -104,19 +104,19 @@ class TtftStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierResult:
-    """One tier, or the sum over nodes if each has one."""
+    """One tier, or the sum of the nodes' tiers of one name."""
 
     name: str
     capacity_bytes: int
     """Capacity of one tier of this name."""
     count: int
-    """Number of nodes with such a tier; 1 if it is shared."""
+    """Number of nodes with a tier of this name; 1 if the tier is shared."""
     hit_tokens: int
     """Tokens that engines loaded from this tier."""
     hit_rate: float
     """Hit tokens as a share of all input tokens."""
     reads: LinkStats
-    """Promotions; for host memory, transfers to the engine from any tier."""
+    """Promotions; for host memory, transfers from any tier to the engine."""
     writes: LinkStats
     """Demotions; for host memory, transfers from the engine."""
     evictions: int
@@ -129,22 +129,23 @@ class TierResult:
     loads: int
     """Number of loads whose slowest tier is this one."""
     trials: int
-    """How many of the loads try the tier although that is not expected to pay off."""
+    """Number of loads that try the tier although they are not expected to pay off."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PlanningStats:
     """The planner's decisions, and their cost compared with the best split of each request.
 
-    To find the best split, every number of leading chunks is tried with the true speeds and queues of the links. A
-    load waits for what running loads still have to move, and later requests are ignored. A split takes as long as its
-    load, or the prompts before it if these take longer, plus computing the rest. Only requests with a hit count.
+    The best split is the best of all numbers of leading chunks with the true speeds and queues of the links. A load
+    waits for the remaining transfers of running loads, and later requests are ignored. The time of a split is that of
+    its load, or of the earlier prompts if they take longer, plus that of computing the rest. Only requests with a hit
+    count.
     """
 
     requests: int = 0
     loads: int = 0
     trials: int = 0
-    """Loads that were not expected to pay off, but tried a slow tier again."""
+    """Loads that tried a slow tier again although they were not expected to pay off."""
     cut_loads: int = 0
     """Loads that delivered less than planned, mostly because they no longer paid off."""
     loaded_tokens: int = 0
@@ -153,31 +154,31 @@ class PlanningStats:
     cut_tokens: int = 0
     """Tokens that were planned but not delivered in time."""
     predicted_load_s: float = 0.0
-    """Expected time of all loads beyond the engine's backlog."""
+    """Expected seconds of all loads in addition to the engine's backlog."""
     load_s: float = 0.0
-    """Actual time of all loads beyond the backlog."""
+    """Actual seconds of all loads in addition to the backlog."""
     recompute_s: float = 0.0
-    """Time to compute everything."""
+    """Seconds to compute everything."""
     taken_s: float = 0.0
-    """Time of loads and of computing the rest."""
+    """Seconds of loads and of computing the rest."""
     best_s: float = 0.0
-    """Time of loads and of computing the rest, with the best splits."""
+    """Seconds of loads and of computing the rest, with the best splits."""
     regret_s: float = 0.0
-    """Time beyond the best split, summed over requests."""
+    """Seconds in addition to the best splits, summed over requests."""
     regret_most_s: float = 0.0
     """Largest regret of one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSeries:
-    """A tier over time, or the sum over nodes if each has one."""
+    """A tier over time, or the sum of the nodes' tiers of one name."""
 
     hit_tokens_per_s: tuple[float, ...]
     """Hit tokens by arrival time of the requests."""
     read_bytes_per_s: tuple[float, ...]
     written_bytes_per_s: tuple[float, ...]
     read_depth: tuple[float, ...]
-    """Active and queued transfers."""
+    """Number of active and queued transfers."""
     write_depth: tuple[float, ...]
     held_bytes: tuple[float, ...]
 
@@ -199,29 +200,29 @@ class TieredResult:
 
     requests: int
     is_complete: bool
-    """False if the replay was stopped after these requests."""
+    """Whether the replay covers the whole trace. False if it was stopped early."""
     nodes: int
     servers: int
-    """Prefill servers of each node."""
+    """Number of prefill servers in each node."""
     duration_s: float
     """Time until the last request's first token."""
     input_tokens: int
     hit_rate: float
     ttft: TtftStats
     ttft_without: TtftStats
-    """TTFT of the same requests on the same nodes if everything is computed."""
+    """TTFT of the same requests on the same nodes if they compute everything."""
     tiers: tuple[TierResult, ...]
     planning: PlanningStats
     loads: int
     cut_loads: int
     convoys: int
-    """Number of loads that found a chunk in transfer for another request."""
+    """Number of loads with a chunk that was already in transfer for another request."""
     skipped_tokens: int
     """Cached tokens that were computed, because computing was expected to be faster."""
     dropped_chunks: int
     """Chunks that were not stored, because no slot was free in time."""
     dropped_demotions: int
-    """Objects that were not written to a lower tier, because the slot was needed or the tier failed."""
+    """Objects that were not written to a lower tier, because their slot was needed or the tier failed."""
     busy_share: float
     """Share of the time in which the prefill servers were busy."""
     busy_share_without: float
@@ -232,7 +233,7 @@ class TieredResult:
         """Invert `dataclasses.asdict`, even after a round trip through JSON.
 
         Raises:
-            KeyError, TypeError: `plain` is something else.
+            KeyError, TypeError: `plain` has another form.
         """
         over_time = _read(TieredSeries, plain["over_time"])
         whole: dict[str, Any] = {
@@ -267,11 +268,11 @@ class PrefillSpeed:
     tokens_per_s: float = 10_000.0
     """Speed at the beginning of a prompt."""
     attention_tokens: float = 53_000.0
-    """Position at which a token costs twice the first: 2 x parameters / (4 x layers x hidden units)."""
+    """Position at which a token costs twice as much as the first: 2 x parameters / (4 x layers x hidden units)."""
     windows: tuple[tuple[int, float], ...] = ()
-    """(window in tokens, its own `attention_tokens`) for layers with sliding windows."""
+    """Pairs (window in tokens, `attention_tokens`) of layers with sliding windows."""
     source: str = field(default="default: near a 70B dense model on 8 H100", compare=False)
-    """Where the figures come from."""
+    """Source of the figures."""
 
     def __post_init__(self) -> None:
         if not 0 < self.tokens_per_s < float("inf"):
@@ -280,7 +281,7 @@ class PrefillSpeed:
             raise ConfigError(f"prefill attention_tokens {self.attention_tokens:g}; allowed: above 0, or inf")
 
     def seconds(self, start: int, stop: int) -> float:
-        """Return the seconds to compute the tokens from position `start` to `stop`."""
+        """Return the seconds to compute the tokens at positions from `start` to `stop`."""
         before = (stop + start) / 2
         cost = 1.0 + before / self.attention_tokens
         for window, attention_tokens in self.windows:
@@ -291,10 +292,10 @@ class PrefillSpeed:
 def best_split(
     arrivals_s: Iterable[float], *, chunk_tokens: int, input_tokens: int, ahead_s: float, prefill: PrefillSpeed
 ) -> tuple[int, float]:
-    """Return how many leading chunks to load for the earliest end of the prefill, and the seconds until that end.
+    """Return the number of leading chunks whose load gives the earliest end of the prefill, and the seconds until then.
 
     Args:
-        arrivals_s: for each leading chunk that can be loaded, seconds until it and all before it have arrived.
+        arrivals_s: seconds until each loadable leading chunk and all earlier chunks have arrived.
         chunk_tokens: number of tokens per chunk.
         input_tokens: tokens of the prompt.
         ahead_s: seconds until the engine can start this prompt.

@@ -1,7 +1,7 @@
-"""Replays a whole trace through one cache, without warm-up, and runs many replays of a trace in several processes.
+"""Replays a whole trace through one cache without warm-up, and runs many replays of a trace in several processes.
 
-A request's hit is its longest leading run of cached blocks in tokens, but at most the prompt's tokens. Then all blocks
-of the request are accessed from the last to the first. Hits are touched, and misses are inserted. Capacity and written
+A request's hit is the longest leading run of cached blocks, in tokens, but at most the prompt's tokens. Then all blocks
+of the request are accessed from the last to the first: hits are touched, and misses are inserted. Capacity and written
 tokens count whole blocks. A journal keeps the finished replays.
 """
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _STEP, _STEP_BLOCKS = 1024, 1 << 15
-"""`should_stop` is called after this many requests or about this many accesses: 0.3 s with the slowest policy."""
+"""Requests, and approximate accesses, between calls of `should_stop`: at most 0.3 s with the slowest policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheResult:
-    """Counts of one policy and capacity."""
+    """The counts of one policy and capacity."""
 
     policy: str
     capacity_tokens: int | None
@@ -44,10 +44,10 @@ class CacheResult:
     """Hit tokens divided by input tokens."""
     hit_tokens: int
     block_hits: int
-    """Accesses to cached blocks, whether in a leading run or not."""
+    """Accesses to cached blocks, inside and outside leading runs."""
     evictions: int
     written_tokens: int
-    """Tokens of inserted blocks, where each block counts whole."""
+    """Tokens of inserted blocks. Each block counts as a whole one."""
     peak_tokens: int
     """Largest number of tokens cached at the start of a request."""
     mean_tokens: float
@@ -55,11 +55,11 @@ class CacheResult:
     cpu_s: float = field(default=0.0, compare=False)
     """Processor time of the replay, in seconds."""
     hit_rates: tuple[float, ...] = field(default=(), compare=False)
-    """Hit rate of each draw of start times, if this is the mean of several replays."""
+    """Hit rate of each draw of start times, if this result is the mean of several replays."""
 
 
 def mean_of(results: Sequence[CacheResult]) -> CacheResult:
-    """Return the mean of one task's replays, each with another draw of start times. Counts are rounded."""
+    """Return the mean of the replays of one task with different draws of start times. Counts are rounded."""
     if len(results) == 1:
         return results[0]
     names = (*_COUNTS, "hit_rate", "mean_tokens", "cpu_s")
@@ -73,7 +73,7 @@ _COUNTS = ("hit_tokens", "block_hits", "evictions", "written_tokens", "peak_toke
 
 
 class Task(NamedTuple):
-    """One replay."""
+    """The policy and capacity of one replay."""
 
     policy: str
     """Name of the policy, as in `make_policy`."""
@@ -82,7 +82,7 @@ class Task(NamedTuple):
 
 
 def capacity_blocks(trace: TraceArrays, capacity_tokens: int | None) -> int:
-    """Return the number of whole blocks in a capacity, or of all blocks in the trace if it is None.
+    """Return the number of whole blocks in a capacity, or of all blocks in the trace if the capacity is None.
 
     Raises:
         ConfigError: no block fits.
@@ -99,7 +99,7 @@ def capacity_blocks(trace: TraceArrays, capacity_tokens: int | None) -> int:
 def replay_task(
     trace: TraceArrays, task: Task, advance: Callable[[int], None], should_stop: Callable[[], bool]
 ) -> CacheResult | None:
-    """Replay a trace. Return None if it was stopped.
+    """Replay a trace. Return None if the replay was stopped.
 
     Args:
         trace: the trace.
@@ -108,7 +108,7 @@ def replay_task(
         should_stop: polled during the replay.
 
     Raises:
-        ConfigError: the trace has no blocks, or the policy or capacity is not possible.
+        ConfigError: the trace has no blocks, or the policy or capacity is invalid.
     """
     if not trace.has_blocks:
         raise ConfigError(f"trace {trace.name} has no blocks, so it has no hits; use `kvtier replay describe`")
@@ -153,7 +153,7 @@ def replay_task(
 
 
 def _requests(trace: TraceArrays, start: int, stop: int) -> Iterator[tuple[float, int, list[int]]]:
-    """Yield time, input tokens and blocks of the requests from `start` to `stop`."""
+    """Yield the time, the input tokens and the blocks of each request from `start` to `stop`."""
     edges = trace.starts[start : stop + 1].tolist()
     ids: list[int] = trace.ids[edges[0] : edges[-1]].tolist()
     times, inputs = trace.time_s[start:stop].tolist(), trace.input_tokens[start:stop].tolist()
@@ -168,8 +168,8 @@ _POLL_S = 0.25
 TaskT = TypeVar("TaskT", bound=Hashable)
 ResultT = TypeVar("ResultT", bound="DataclassInstance")
 Replayer = Callable[[TraceArrays, TaskT, Callable[[int], None], Callable[[], bool]], ResultT | None]
-"""Replays a trace for one task. It calls `advance` with finished requests and polls `should_stop`. When stopped, it
-returns a partial result or None. It must be picklable."""
+"""A picklable function that replays a trace for one task. It calls `advance` with the number of finished requests, and
+polls `should_stop`. If stopped, it returns a partial result or None."""
 
 
 def sweep(
@@ -185,17 +185,17 @@ def sweep(
 
     Args:
         trace: the trace.
-        tasks: checked before any replay starts.
+        tasks: policies and capacities, which are checked before any replay starts.
         jobs: largest number of processes; None means one for each core.
         keep: file of the journal.
         advance: called with the number of requests done since the last call.
         should_stop: polled several times a second; once true, no replay starts.
 
     Returns:
-        The results in the order of the tasks; when stopped, only those of finished replays.
+        The results in the order of the tasks. If stopped, only those of finished replays.
 
     Raises:
-        ConfigError: a task is not possible, or the journal cannot be read.
+        ConfigError: a task is invalid, or the journal cannot be read.
     """
     for task in tasks:
         capacity_blocks(trace, task.capacity_tokens)
@@ -230,17 +230,17 @@ def replay_all(
 
     Args:
         trace: the trace.
-        tasks: what to replay.
+        tasks: the tasks to replay.
         replayer: runs one task.
         read: makes a result from the output of `asdict`.
-        is_complete: whether a result covers the whole trace. Only such results go to the journal.
+        is_complete: tells whether a result covers the whole trace. Only complete results go to the journal.
         jobs: largest number of processes; None means one for each core.
         keep: file of the journal.
         advance: called with the number of requests done since the last call.
         should_stop: polled several times a second; once true, no replay starts.
 
     Returns:
-        The results in the order of the tasks; when stopped, only those of replays that started.
+        The results in the order of the tasks. If stopped, only those of replays that started.
 
     Raises:
         ConfigError: the journal cannot be read or written.
@@ -286,7 +286,7 @@ def _in_pool(
     advance: Callable[[int], None],
     should_stop: Callable[[], bool],
 ) -> Iterator[tuple[TaskT, ResultT]]:
-    # The caller may have threads, so workers are spawned, not forked. They map the trace's columns from files.
+    # The caller may have threads, so workers are spawned, not forked. Workers map the trace's columns from files.
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="kvtier-replay-") as folder:
         trace.save(Path(folder))
@@ -348,7 +348,7 @@ class FinishedReplays(Generic[ResultT]):
             text = path.read_text(encoding="utf-8") if path.exists() else ""
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--keep {str(path)!r} cannot be read: {error}") from error
-        # An interrupt cut what follows the last line end. That replay runs again.
+        # An interrupt cut off the text after the last line end. That replay runs again.
         whole, newline, cut = text.rpartition("\n")
         for number, line in enumerate(whole.splitlines(), 1):
             try:
@@ -362,7 +362,7 @@ class FinishedReplays(Generic[ResultT]):
         self._whole_bytes = len((whole + newline).encode()) if cut else None
 
     def find(self, task: Hashable) -> ResultT | None:
-        """Return the result of `task`, which its `repr` identifies."""
+        """Return the result of `task`. The `repr` of a task identifies it."""
         return self._done.get(repr(task))
 
     def add(self, task: Hashable, result: ResultT) -> None:

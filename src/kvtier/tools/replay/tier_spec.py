@@ -1,6 +1,6 @@
 """Reads tiers and prefill speeds from the command line. Each figure keeps its source.
 
-A figure comes from the option itself, else from a part of the hardware catalogue, a probe's record, or a default.
+A figure comes from the option itself, or else from a part of the hardware catalogue, a probe's record, or a default.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from kvtier.tools.plan.model_cost import model_cost
 from kvtier.tools.replay.results import PrefillSpeed, TierSpec
 
 _FILLED = DiskInputs().filled
-"""Share of drives that a tier fills, as in `kvtier plan`."""
+"""Share of its drives that a tier fills, as in `kvtier plan`."""
 _FLOPS_SHARE = GpuInputs().flops_share
 _LINK_SHARE = SoftwareInputs().link_share
 """Usable share of the bandwidth that a data sheet gives for a GPU's link, as in `kvtier plan`."""
@@ -31,8 +31,8 @@ _PROBED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "disk": (("disk", "read", "write"), ("directory", "read", "write")),
     "directory": (("directory", "read", "write"),),
 }
-"""For each tier the links of a probe, best first: link, operation to read, operation to write. Any other tier's link
-has the tier's name."""
+"""The links of a probe for each tier, best first, as (link, operation to read, operation to write). The link of any
+other tier has the tier's name."""
 
 
 class TierSpeed(NamedTuple):
@@ -44,7 +44,7 @@ class TierSpeed(NamedTuple):
     source: str
 
     def times(self, drives: int) -> "TierSpeed":
-        """Return the speed of several drives together. The latency is that of one drive."""
+        """Return the speed of `drives` drives together. The latency is that of one drive."""
         if drives == 1:
             return self
         read, write = (None if it is None else drives * it for it in (self.read_bytes_per_s, self.write_bytes_per_s))
@@ -86,7 +86,7 @@ class Parts(NamedTuple):
 
 
 def find_parts(text: str, option: str, kind: str) -> Parts:
-    """Find the parts of ``pm1753`` or ``4xpm1753``. Case and underscores do not matter.
+    """Find the parts that ``pm1753`` or ``4xpm1753`` names. Case is ignored, and underscores count as hyphens.
 
     Args:
         text: number and name.
@@ -112,11 +112,11 @@ class ProbedSpeeds:
         self._links = read_links(path, "--probe")
 
     def speed(self, tier: str, *, is_remote: bool = False) -> TierSpeed:
-        """Return a tier's speed, unknown if its link was not measured. A remote tier's latency is its round trip."""
+        """Return a tier's speed, unknown if its link was not measured. The latency of a remote tier is a round trip."""
         for link, read, write in _PROBED.get(tier, ((tier, "read", "write"),)):
             read_bytes_per_s = fastest(self._links, link, read)
             if read_bytes_per_s is not None:
-                # The latency is the time of the smallest single operation without that of its bytes at full speed.
+                # The latency is the time of the smallest single operation minus the time of its bytes at full speed.
                 least = min((it for it in self._links[link] if it.op == read), key=lambda it: (it.depth, it.size_bytes))
                 latency_s = max(0.0, least.first_s - least.size_bytes / read_bytes_per_s)
                 if is_remote:
@@ -127,9 +127,9 @@ class ProbedSpeeds:
 
 
 def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | None = None) -> TierSpec:
-    """Parse a tier as every `--tier` takes it (`config.tier_list`), such as ``disk=4TiB?read=12GB/s``.
+    """Parse a tier in the form of every `--tier` option (`config.tier_list`), such as ``disk=4TiB?read=12GB/s``.
 
-    Drives are ``disk=4xpm1753`` from the catalogue, with their speed, or ``disk=4x7.68TB`` of any make. A measured or
+    Drives are ``disk=4xpm1753`` from the catalogue with its speed, or ``disk=4x7.68TB`` of any make. A measured or
     default speed applies to each drive, unless the tier is remote. All nodes share a tier of a remote kind.
 
     Args:
@@ -138,7 +138,7 @@ def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | Non
         gpu: the GPUs of a node, for the speed of host memory.
 
     Raises:
-        ConfigError: the text is malformed, or names a part that the catalogue does not have.
+        ConfigError: the text is malformed, or names a part that is not in the catalogue.
     """
     tier = describe(text, SettingOrigin("", "--tier"))
     source = f"--tier {shown_place(text)!r}"
@@ -185,12 +185,12 @@ def _bytes(option: str, text: str) -> int:
 
 
 def prefill_of(model: str, *, tokens_per_s: float | None = None, gpu: Parts | None = None) -> PrefillSpeed:
-    """Return the prefill speed of one prompt.
+    """Return the prefill speed of a single prompt.
 
     Args:
         model: as in `kvtier size`. Its attention determines how the cost grows with the position of a token.
-        tokens_per_s: speed for the first tokens; None means that of the GPUs, or the default.
-        gpu: GPUs that compute one prompt together. They reach a plan's share of their bf16 peak; exchanges are free.
+        tokens_per_s: speed for the first tokens; None means the speed of the GPUs, or the default.
+        gpu: GPUs that compute one prompt together. They reach a plan's share of their bf16 peak. Exchanges are free.
 
     Raises:
         ConfigError: GPUs are given, and the model's number of parameters is unknown.

@@ -1,4 +1,4 @@
-"""Replays a trace through tiers in virtual time, with the real core on each node, and on the same nodes without it.
+"""Replays a trace through tiers in virtual time, on nodes with the real core, and on the same nodes without it.
 
 A router chooses the node of each request.
 """
@@ -40,9 +40,9 @@ from kvtier.tools.trace.arrays import TraceArrays
 from kvtier.types import Prefix, RequestId
 
 BUSY_SHARE = 0.8
-"""By default there are as many servers as are busy for this share of the time without a cache."""
+"""Share of the time for which the default number of servers would be busy without a cache."""
 COUNT_MAX = 65_536
-"""Maximum number of nodes in a replay, and of servers in a node. Each takes memory before the first request."""
+"""Most nodes in a replay, and most servers in a node. Each takes memory before the first request."""
 _DAY_S = 86_400.0
 
 
@@ -56,14 +56,14 @@ class TieredSetup:
     """Bytes of a token's KV, over all ranks of a node."""
     prefill: PrefillSpeed = field(default_factory=PrefillSpeed)
     servers: int | None = None
-    """Number of prompts that a node computes at the same time; None means as `BUSY_SHARE` says."""
+    """Number of prompts that a node computes at the same time; None means a number that follows from `BUSY_SHARE`."""
     nodes: int = 1
     router: str = "round-robin"
     seed: int = 1
     evictor: str = "lru"
     write_policy: WritePolicy = WritePolicy.THROUGH
     is_planned: bool = True
-    """If false, everything that is cached is loaded, whatever it costs."""
+    """Whether the planner chooses the loads. Otherwise every cached chunk is loaded at any cost."""
 
     def __post_init__(self) -> None:
         if not self.tiers or self.tiers[0].name != HOST:
@@ -100,18 +100,18 @@ def sweep_tiers(
 
     Args:
         trace: the trace.
-        setups: checked before any replay starts.
+        setups: setups, which are checked before any replay starts.
         jobs: largest number of processes; None means one for each core.
         keep: file of the journal.
         advance: called with the number of requests done since the last call.
         should_stop: polled several times a second; once true, no replay starts.
 
     Returns:
-        The results in the order of the setups. When stopped, some are partial, and replays that did not start have
-        none.
+        The results in the order of the setups. If stopped, some results are partial, and replays that did not start
+        have none.
 
     Raises:
-        ConfigError: the trace has no blocks, a setup is not possible, or the journal cannot be read.
+        ConfigError: the trace has no blocks, a setup is invalid, or the journal cannot be read.
     """
     for setup in setups:
         make_evictor(setup.evictor)
@@ -140,10 +140,10 @@ def replay_tiers(
         trace: the trace.
         setup: nodes, tiers and policies.
         advance: called with 1 at each first token.
-        should_stop: polled before each request but the first. Once true, the result covers the requests so far.
+        should_stop: polled before each request except the first. Once true, the result covers the requests so far.
 
     Raises:
-        ConfigError: the trace has no blocks, or host memory has room for fewer than two.
+        ConfigError: the trace has no blocks, or host memory has room for fewer than two blocks.
     """
     if not trace.has_blocks:
         raise ConfigError(f"trace {trace.name} has no blocks, so nothing can be stored; allowed: one with blocks")
@@ -224,7 +224,7 @@ class _TieredReplay:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def _schedule(self, number: int) -> None:
-        """Start request `number` at its time, and then schedule the next one."""
+        """Start request `number` at its time, and then schedule the next request."""
         if number == len(self._trace) or (number and self._should_stop()):
             return
 
@@ -364,7 +364,7 @@ class _TieredReplay:
         )
 
     def _without_tiers(self) -> tuple[npt.NDArray[np.float64], float]:
-        """Return times to first token, and server time, if everything is computed in FIFO order."""
+        """Return the times to first token and the total server time if everything is computed in FIFO order."""
         free_s = [[0.0] * self._servers for _ in self._nodes]
         out, busy_s = np.zeros(self._arrived), 0.0
         times = (np.asarray(self._trace.time_s[: self._arrived]) - self._first_s).tolist()
@@ -385,14 +385,14 @@ def _planning(nodes: Sequence[PlanningStats]) -> PlanningStats:
 
 
 BUSY_S = 2.0
-"""load-and-prefix skips a node whose backlog exceeds the smallest by more than this."""
+"""The router load-and-prefix skips a node whose backlog exceeds the smallest backlog by more than this."""
 _SAMPLES = 4
-"""Number of nodes whose backlogs are compared. Few are nearly as good as all (Mitzenmacher, 2001), at constant cost."""
+"""Nodes whose backlogs are compared. A few are nearly as good as all (Mitzenmacher, 2001), at constant cost."""
 ROUTERS = ("random", "round-robin", "session", "prefix", "load-and-prefix")
 
 
 class Router:
-    """A router for all nodes, which remembers where each block was last served."""
+    """A router for all nodes. It remembers the node that last served each block."""
 
     def __init__(self, name: str, trace: TraceArrays, nodes: Sequence[ReplayNode], seed: int) -> None:
         self._name = name
@@ -429,7 +429,7 @@ class Router:
         return chosen
 
     def _by_prefix(self, blocks: Sequence[int]) -> int:
-        """Return the longest known prefix's node. Unrelated requests share a first block, so that alone is ignored."""
+        """Return the node of the longest known prefix. Ignore a single block, because unrelated requests share it."""
         for block in reversed(blocks[1:]):
             if self._served[block] >= 0:
                 return int(self._served[block])

@@ -1,4 +1,4 @@
-"""Makes the report of `kvtier replay --tier` on replays through tiers."""
+"""Builds the report of `kvtier replay --tier` on replays through tiers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from kvtier.tools.trace.arrays import TraceArrays
 from kvtier.tools.trace.stats import TraceStats
 
 PLANNER_SLACK = 1.01
-"""The planner loses if it makes the mean time to first token longer by more than this factor."""
+"""The planner loses if it lengthens the mean time to first token by more than this factor."""
 INTRO = (
     "The real core and planner on each node, in virtual time. The engine's own prefix cache is not modelled: "
     "every hit is a load."
@@ -38,9 +38,9 @@ def tiered_sections(
     """Yield the sections on the replays of one trace through tiers.
 
     Args:
-        trace: the trace as it was replayed.
+        trace: the replayed trace.
         model: the model whose KV is stored.
-        done: at least one result. All setups have tiers of the same names and speeds.
+        done: one or more results. All setups have tiers of the same names and speeds.
         unplanned: result of the only setup without the planner.
         stats: the trace's statistics, for a page.
     """
@@ -78,7 +78,7 @@ def tiered_sections(
 
 
 def omissions(model: str) -> str:
-    """Return what a replay leaves out for a model with states or windows, or an empty string for other models."""
+    """Name the omissions of a replay for a model with states or windows; empty for other models."""
     kv = size.of(model)
     states = f"States, {decimal(kv.state_bytes)} for each conversation, are not counted." if kv.state_bytes else ""
     has_windows = any(cache.window for cache, _ in kv.model.runs)
@@ -98,7 +98,7 @@ def _answer(setup: TieredSetup, result: TieredResult) -> str:
 
 
 def _comparison_table(results: Mapping[TieredSetup, TieredResult]) -> Table:
-    """Return a row for each setup. All setups have tiers of the same names."""
+    """Return the table with a row for each setup. All setups have tiers of the same names."""
     names = [it.name for it in next(iter(results)).tiers]
     rows = tuple(
         (
@@ -185,7 +185,7 @@ def _tiers_table(result: TieredResult) -> Table:
 
 
 def _planning_table(result: TieredResult) -> Table:
-    """Return the planner's decisions and their regret."""
+    """Return the table of the planner's decisions and regret."""
     it = result.planning
 
     def tokens(count: int) -> str:
@@ -216,7 +216,7 @@ def _planning_table(result: TieredResult) -> Table:
 
 
 def planner_warning(result: TieredResult, unplanned: TieredResult | None) -> str:
-    """Return a warning if requests are slower with the planner than without it, else an empty string."""
+    """Return a warning if requests are slower with the planner than without it, or else an empty string."""
     if unplanned is None or result.ttft.mean_s <= PLANNER_SLACK * unplanned.ttft.mean_s:
         return ""
     return (
@@ -242,7 +242,7 @@ def _ttft_table(result: TieredResult, unplanned: TieredResult | None = None) -> 
 
 
 def _directions(*, is_host: bool) -> tuple[str, str]:
-    """Return the names of a tier's links."""
+    """Return the names of the two directions of a tier's link."""
     return ("to the engine", "from the engine") if is_host else ("reads", "writes")
 
 
@@ -321,7 +321,7 @@ def _charts(setup: TieredSetup, result: TieredResult, stats: TraceStats) -> Char
 
 
 def _minutes(over_time: TieredSeries, *, at: float) -> list[float]:
-    """Return a time in each part, in minutes. `at` 0.5 is a part's middle, and 1 its end."""
+    """Return one time per part, in minutes. `at` 0.5 is the middle of a part, and 1 the end."""
     return [(place + at) * over_time.part_s / _MINUTE_S for place in range(len(over_time.input_tokens_per_s))]
 
 

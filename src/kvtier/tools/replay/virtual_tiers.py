@@ -13,10 +13,10 @@ from kvtier.tools.replay.results import LinkStats, TierSpec
 from kvtier.types import ChunkKey, Outcome
 
 SPAN_MAX_S = 10_000_000
-"""Later amounts count in the last second, because a series takes eight bytes per second."""
+"""Last second of a series. It includes all later amounts, because a series takes eight bytes per second."""
 
 INDEX_S = 100e-6
-"""Maximum time of a lookup in a tier that is not remote. Such a tier has an index in memory."""
+"""Longest time of a lookup in a local tier, which has an index in memory."""
 
 
 class EventQueue:
@@ -28,19 +28,19 @@ class EventQueue:
         self._count = 0
 
     def at(self, time_s: float, act: Callable[[], None]) -> None:
-        """Call `act` at `time_s`, or now if that has passed. Equal times keep the order of the calls."""
+        """Call `act` at `time_s`, or now if that time has passed. Equal times keep the order of the calls."""
         self._count += 1
         heappush(self._events, (max(time_s, self.now_s), self._count, act))
 
     def run(self) -> None:
-        """Run all events, including those that they add."""
+        """Run all events, including those that events add."""
         while self._events:
             self.now_s, _, act = heappop(self._events)
             act()
 
 
 class SecondSums:
-    """A sum for each second, starting at 0."""
+    """A sum for each second, from second 0 on."""
 
     __slots__ = ("_sums",)
 
@@ -99,7 +99,7 @@ class ReplayLink:
         events: the clock.
         bytes_per_s: bandwidth.
         latency_s: time from a transfer's last byte to its end.
-        series: the series that this link's counterparts on all nodes share.
+        series: the series that the corresponding links of all nodes share.
     """
 
     __slots__ = (
@@ -125,7 +125,7 @@ class ReplayLink:
         self.bytes_per_s = bytes_per_s
         self.latency_s = latency_s
         self.free_s = 0.0
-        """Time at which the queue is empty."""
+        """Time at which the queue will be empty."""
         self.transfers = self.total_bytes = 0
         self._second, self._in_second = -1, 0.0
         self.peak_bytes = 0.0
@@ -136,7 +136,7 @@ class ReplayLink:
         """Integral of the depth over time."""
 
     def send(self, size_bytes: int, done: Callable[[], None]) -> float:
-        """Queue a transfer. Return the time of its end."""
+        """Queue a transfer. Return the time at which it ends."""
         self._change(+1)
         begun_s = max(self._events.now_s, self.free_s)
         self.free_s = begun_s + size_bytes / self.bytes_per_s
@@ -163,7 +163,7 @@ class ReplayLink:
         self.peak_depth = max(self.peak_depth, self._depth)
 
     def _count_bytes(self, start_s: float, end_s: float) -> None:
-        """Find the busiest second. Transfers come in the order of their starts."""
+        """Update the busiest second. Transfers must come in the order of their starts."""
         for second in range(int(start_s), int(end_s) + 1):
             if second != self._second:
                 self._second, self._in_second = second, 0.0
@@ -172,8 +172,8 @@ class ReplayLink:
 
 
 def link_stats(links: Sequence[ReplayLink], series: LinkSeries, duration_s: float) -> LinkStats:
-    """Return statistics of `links`, which share `series`, over `duration_s`, or longer if a link is busy longer."""
-    # Transfers may outlast the last request. Over its time alone they would exceed the bandwidth.
+    """Return statistics of `links`, which share `series`, over `duration_s`, or over the busy time if it is longer."""
+    # Transfers may outlast the last request. Without the time after it, they would exceed the bandwidth.
     span_s = max(duration_s, 1e-9, *(it.free_s for it in links))
     total = sum(it.total_bytes for it in links)
     return LinkStats(
@@ -189,7 +189,7 @@ def link_stats(links: Sequence[ReplayLink], series: LinkSeries, duration_s: floa
 
 
 class ReplayTier:
-    """A lower tier: its objects, its evictor, and a link for each direction."""
+    """A lower tier, with objects, an evictor, and a link for each direction."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class ReplayTier:
         self._evictor.removed(key)
 
     def read(self, use: Use, done: Callable[[Outcome], None]) -> float:
-        """Read an object. Return when the read ends. `done` gets ABSENT if the tier has lost the object by then."""
+        """Read an object. Return the time at which the read ends. `done` gets ABSENT if the object is gone by then."""
         key = ChunkKey(use.name)
         if key not in self._held:
             end_s = self._events.now_s + self.latency_s
@@ -234,7 +234,7 @@ class ReplayTier:
         return self.reads.send(self._object_bytes, lambda: done(Outcome.DONE if key in self._held else Outcome.ABSENT))
 
     def write(self, use: Use, done: Callable[[], None]) -> None:
-        """Write an object, unless the tier has it."""
+        """Write an object, unless the tier already has it."""
         if ChunkKey(use.name) in self._held:
             self._evictor.touched(use)
             self._events.at(self._events.now_s + self.latency_s, done)

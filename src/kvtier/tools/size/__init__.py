@@ -1,4 +1,4 @@
-"""KV size of a model, with formulas, reasons and other counting conventions.
+"""Compute the KV size of a model, with formulas and reasons, and compare it with other counting conventions.
 
 ```python
 from kvtier.tools import size
@@ -8,7 +8,7 @@ kv.bytes_per_token  # 131072
 kv.session_bytes(131_072)  # 17179869184
 ```
 
-All sizes are in bytes. They are exact: fractions appear only where a format has them.
+All sizes are in bytes. They are exact, so fractions appear only in formats that have them.
 """
 
 from kvtier.tools.size.model import Model, from_config, model, names

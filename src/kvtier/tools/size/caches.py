@@ -1,11 +1,11 @@
-"""What a layer caches, one kind at a time: its formula, the source of the formula, and how ranks share it.
+"""The kinds of caches of a layer: the formula of each, the source of the formula, and how ranks share the cache.
 
-Most layers have one `LayerCache`. Some have two: attention and Mamba side by side, or a latent and an indexer's keys. A
-cache has a part that grows with the tokens, a state that does not, or neither (it reads another layer's).
+Most layers have one `LayerCache`. Some have two: attention and Mamba in parallel, or a latent and an indexer's keys. A
+cache has a part that grows with the tokens, a state that does not, or neither if the layer reads another layer's cache.
 
-A format has bytes per element. A quantised format stores a scale (and perhaps a zero point) for every group of
-elements. A group never crosses a vector (one head of K or V, or one latent), so a vector of 64 elements with groups of
-128 has one group of 64.
+A format has bytes per element. A quantised format stores a scale, and possibly a zero point, for every group of
+elements. A group never extends beyond a vector (one head of K or V, or one latent). So a vector of 64 elements with
+groups of 128 has one group of 64.
 """
 
 import math
@@ -18,8 +18,8 @@ from typing import Literal
 from kvtier.errors import ConfigError
 
 Role = Literal["kv", "latent", "compressed", "rope", "index"]
-"""Kinds of vectors: a head of K or V; MLA's latent; a compressed latent; the rotary part beside a latent; an
-indexer's key. Engines pack some formats differently for each."""
+"""Kinds of vectors: a head of K or V, MLA's latent, a compressed latent, the rotary part of a latent, and an
+indexer's key. Engines pack some formats differently for each kind."""
 
 GROUP_MAX = 4096
 
@@ -52,7 +52,7 @@ class Format:
     by_role: Mapping[Role, Encoding] = field(default_factory=lambda: MappingProxyType({}))
 
     def encoding(self, role: Role) -> Encoding:
-        """Storage of vectors of kind `role`."""
+        """Return the storage of vectors of kind `role`."""
         return self.by_role.get(role, self.default)
 
     def vector_bytes(self, role: Role, size: int) -> float:
@@ -60,7 +60,7 @@ class Format:
         return self.encoding(role).vector_bytes(size)
 
     def with_index(self, index: "Format") -> "Format":
-        """This format, with the keys of indexers in the format `index`."""
+        """Return this format, but with the keys of indexers in the format `index`."""
         name, description = f"{self.name}, index {index.name}", f"{self.description}; index keys: {index.description}"
         by_role: dict[Role, Encoding] = {**self.by_role, "index": index.encoding("index")}
         return Format(name, description, self.default, MappingProxyType(by_role))
@@ -82,7 +82,7 @@ NAMED: Mapping[str, Format] = MappingProxyType(
             Format("mxfp4", "4 bits, a 1-byte scale per 32 (OCP MX 1.0)", Encoding(4, 32, 1)),
             Format("nvfp4", "4 bits, an fp8 scale per 16 (NVIDIA Blackwell)", Encoding(4, 16, 1)),
             Format("fp4", "4 bits and no scales: a lower bound", Encoding(4)),
-            # Both packed layouts are FlashMLA's; vLLM 0.32 describes them in v1/attention/backends/mla.
+            # Both packed layouts come from FlashMLA. vLLM 0.32 describes them in v1/attention/backends/mla.
             Format(
                 "fp8_ds_mla",
                 "MLA latents in fp8 with scales, rotary part in 16 bits, index keys in fp8 (FlashMLA, vLLM)",
@@ -124,8 +124,8 @@ _GROUPED = re.compile(r"int(4|8):g([0-9]{1,5})(?::(sym|asym))?", re.ASCII)
 def parse_dtype(name: str, origin: str = "dtype") -> Format:
     """Return the format `name`.
 
-    By default ``int4:g64`` has a 16-bit scale and a 16-bit zero point per 64 elements, and ``int8:g64`` a scale alone.
-    ``:sym`` (scale alone) and ``:asym`` (both) override the default.
+    By default, ``int4:g64`` has a 16-bit scale and a 16-bit zero point per 64 elements; ``int8:g64`` has only a scale.
+    ``:sym`` (only a scale) and ``:asym`` (both) override the default.
 
     Raises:
         ConfigError: there is no such format; the message names `origin`.
@@ -146,14 +146,14 @@ def parse_dtype(name: str, origin: str = "dtype") -> Format:
 SIXTEEN_BITS, THIRTY_TWO_BITS = 2, 4
 
 BLOCK_TOKENS = 16
-"""Tokens in a block of vLLM, by default."""
+"""Default number of tokens in a block of vLLM."""
 
 _SLIDING = "Beltagy et al. 2020, Jiang et al. 2023 (Mistral 7B): only the last tokens are seen"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPart:
-    """Vectors that a layer stores for every entry."""
+    """The vectors that a layer stores for every entry."""
 
     role: Role
     count: int
@@ -164,15 +164,15 @@ class TokenPart:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Elements that a layer stores once per sequence, whatever its length."""
+    """The elements that a layer stores once per sequence of any length."""
 
     name: str
     elements: int
     element_bytes: int
     heads: int
-    """Pieces into which tensor parallelism can split it."""
+    """Pieces into which tensor parallelism can split the state."""
     may_copy: bool = False
-    """Whether more ranks than heads may hold copies; otherwise that many ranks are refused."""
+    """Whether ranks beyond the heads may hold copies. If not, more ranks than heads are refused."""
 
     @property
     def bytes(self) -> int:
@@ -185,14 +185,14 @@ class LayerCache:
     """One cache of one layer. Sizes cover all heads of one sequence."""
 
     kind: str
-    """``full``, ``window``, ``chunked``, ``mla``, ``indexer``, ``mamba2``, ..."""
+    """Kind of the cache: ``full``, ``window``, ``chunked``, ``mla``, ``indexer``, ``mamba2``, ..."""
     source: str
-    """Publication or code that the formula comes from."""
+    """Publication or code from which the formula comes."""
     parts: tuple[TokenPart, ...] = ()
     kv_heads: int | None = None
     """KV heads; 1 for a latent that all heads share; None without a token axis."""
     head_dim: int | None = None
-    """Elements of a key (of an entry, where key and value are one)."""
+    """Elements of a key, or of an entry if key and value are one."""
     window: int | None = None
     """Most tokens that stay cached; None without a limit."""
     every: int = 1
@@ -202,7 +202,7 @@ class LayerCache:
     """The formula in the words of the configuration."""
 
     def token_bytes(self, form: Format) -> float:
-        """Return the bytes per token, whether or not a window limits them."""
+        """Return the bytes per token, even of tokens that leave a window."""
         return sum(part.count * form.vector_bytes(part.role, part.size) for part in self.parts) / self.every
 
     @property
@@ -211,19 +211,19 @@ class LayerCache:
         return sum(part.bytes for part in self.state)
 
     def tokens_on_gpu(self, in_flight: int) -> int:
-        """Most tokens for which vLLM keeps blocks, with `in_flight` tokens in its steps; 0 without a limit."""
+        """Return the most tokens for which vLLM keeps blocks, with `in_flight` in its steps; 0 without a limit."""
         if self.window is None:
             return 0
         return (math.ceil((self.window - 1 + in_flight) / BLOCK_TOKENS) + 1) * BLOCK_TOKENS  # may start inside a block
 
     def tokens_in_store(self, chunk_tokens: int) -> int:
-        """Return the tokens per chunk that a store keeps: those in whole blocks that the next token may see."""
+        """Return the tokens per chunk that a store keeps: whole blocks of tokens that the next token may see."""
         if self.window is None:
             return chunk_tokens
         return min(chunk_tokens, math.ceil(max(1, self.window - 1) / BLOCK_TOKENS) * BLOCK_TOKENS)
 
     def rank_token_bytes(self, form: Format, tp: int) -> float:
-        """Return the bytes per token on one of `tp` ranks. Each has whole heads; ranks beyond the heads hold copies."""
+        """Return the bytes per token on one of `tp` ranks. Ranks hold whole heads, and any further ranks copies."""
         heads = self.kv_heads or 1
         return self.token_bytes(form) * max(1, heads // tp) / heads
 
@@ -232,7 +232,7 @@ class LayerCache:
         return sum(part.bytes * max(1, part.heads // tp) / part.heads for part in self.state)
 
     def can_be_split(self, tp: int) -> bool:
-        """Return whether `tp` ranks can share it: each has whole heads, or each head has equally many copies."""
+        """Return whether `tp` ranks can share the cache: each has whole heads, or heads have equally many copies."""
         heads = self.kv_heads or 1
         return (heads % tp == 0 or tp % heads == 0) and all(
             part.heads % tp == 0 or (part.may_copy and tp % part.heads == 0) for part in self.state
@@ -240,7 +240,7 @@ class LayerCache:
 
 
 def full(heads: int, key_dim: int, value_dim: int | None = None) -> LayerCache:
-    """MHA, GQA or MQA: a key and a value for every KV head and token."""
+    """Return the cache of MHA, GQA or MQA: a key and a value for every KV head and token."""
     value_dim = key_dim if value_dim is None else value_dim
     return LayerCache(
         kind="full",
@@ -253,30 +253,30 @@ def full(heads: int, key_dim: int, value_dim: int | None = None) -> LayerCache:
 
 
 def window(cache: LayerCache, tokens: int) -> LayerCache:
-    """Sliding window: `cache` for the last `tokens` only."""
+    """Return the cache of a sliding window: `cache` for only the last `tokens`."""
     return replace(cache, kind="window", source=_SLIDING, window=tokens)
 
 
 def chunked(cache: LayerCache, tokens: int) -> LayerCache:
-    """Chunked attention: `cache` for the current chunk of at most `tokens`."""
+    """Return the cache of chunked attention: `cache` for the current chunk of at most `tokens`."""
     source = "Llama 4 in Transformers: tokens see their own chunk only"
     return replace(cache, kind="chunked", source=source, window=tokens)
 
 
 def shared() -> LayerCache:
-    """Cross-layer sharing: the layer has no cache of its own."""
+    """Return the cache of a layer that reads another layer's cache: nothing."""
     source = "Brandon et al. 2024 (cross-layer attention): the layer reads the KV of an earlier layer of its kind"
     return LayerCache(kind="shared", source=source, expression="0: reads an earlier layer's")
 
 
 def cross() -> LayerCache:
-    """Cross-attention to an image: tokens of text are not cached."""
+    """Return the cache of cross-attention to an image, which caches no tokens of text."""
     source = "Llama 3.2 Vision in Transformers: keys and values come from the image alone"
     return LayerCache(kind="cross", source=source, expression="0 a token of text")
 
 
 def mla(latent: int, rotary: int) -> LayerCache:
-    """Multi-head latent attention: one latent serves as key and value of all heads, so every rank needs all of it."""
+    """Return the cache of multi-head latent attention. All heads share one latent, so every rank needs all of it."""
     rope = (TokenPart("rope", 1, rotary),) if rotary else ()
     return LayerCache(
         kind="mla",
@@ -289,7 +289,7 @@ def mla(latent: int, rotary: int) -> LayerCache:
 
 
 def indexer(dim: int, every: int = 1) -> LayerCache:
-    """Return the keys by which a sparse attention selects its tokens."""
+    """Return the cache of the keys by which sparse attention selects tokens."""
     return LayerCache(
         kind="indexer",
         source="DeepSeek-V3.2 2025: one index key a token, shared by all index heads",
@@ -302,7 +302,7 @@ def indexer(dim: int, every: int = 1) -> LayerCache:
 
 
 def compressed(dim: int, rotary: int, every: int) -> LayerCache:
-    """Return a latent for every `every` tokens, key and value in one, the last `rotary` elements rotated."""
+    """Return the cache of one latent (key and value) per `every` tokens. Its last `rotary` elements are rotated."""
     return LayerCache(
         kind="compressed",
         source="DeepSeek-V4 config and vLLM 0.32: one latent, key and value in one, for a fixed number of tokens",
@@ -315,12 +315,12 @@ def compressed(dim: int, rotary: int, every: int) -> LayerCache:
 
 
 def latent_window(dim: int, rotary: int, tokens: int) -> LayerCache:
-    """Return the uncompressed entries that a compressed cache keeps for the last `tokens`."""
+    """Return the cache of the uncompressed entries that a compressed cache keeps for the last `tokens`."""
     return replace(compressed(dim, rotary, 1), kind="window", source=_SLIDING, window=tokens, expression="head dim")
 
 
 def mamba1(inner: int, states: int, kernel: int, state_bytes: int) -> LayerCache:
-    """Mamba: a state for each inner channel and the last inputs of its convolution."""
+    """Return the cache of Mamba: a state for each inner channel, and the last inputs of its convolution."""
     return LayerCache(
         kind="mamba1",
         source="Gu and Dao 2023; shapes as in vLLM 0.32 mamba_utils",
@@ -333,7 +333,7 @@ def mamba1(inner: int, states: int, kernel: int, state_bytes: int) -> LayerCache
 
 
 def mamba2(heads: int, head_dim: int, states: int, groups: int, kernel: int, state_bytes: int) -> LayerCache:
-    """Mamba-2: a matrix for each head, and the last inputs of a convolution over x, B and C."""
+    """Return the cache of Mamba-2: a matrix for each head, and the last inputs of a convolution over x, B and C."""
     return LayerCache(
         kind="mamba2",
         source="Dao and Gu 2024; shapes as in vLLM 0.32 mamba_utils",
@@ -347,7 +347,7 @@ def mamba2(heads: int, head_dim: int, states: int, groups: int, kernel: int, sta
 
 
 def gated_delta_net(heads: tuple[int, int], dims: tuple[int, int], kernel: int, state_bytes: int) -> LayerCache:
-    """Gated delta net: a key x value matrix for each value head; `heads` and `dims` are (key, value)."""
+    """Return a gated delta net's cache: a key x value matrix per value head. `heads` and `dims` are (key, value)."""
     keys, values = heads[0] * dims[0], heads[1] * dims[1]
     return LayerCache(
         kind="gated_delta_net",
@@ -362,7 +362,7 @@ def gated_delta_net(heads: tuple[int, int], dims: tuple[int, int], kernel: int, 
 
 
 def kda(heads: int, dim: int, kernel: int, state_bytes: int) -> LayerCache:
-    """Kimi delta attention: a square matrix for each head, and three convolutions."""
+    """Return the cache of Kimi delta attention: a square matrix for each head, and three convolutions."""
     return LayerCache(
         kind="kda",
         source="Kimi Linear 2025 (Kimi delta attention); shapes as in vLLM 0.32 mamba_utils",
@@ -375,7 +375,7 @@ def kda(heads: int, dim: int, kernel: int, state_bytes: int) -> LayerCache:
 
 
 def lightning(heads: int, dim: int, state_bytes: int) -> LayerCache:
-    """Lightning (linear) attention: a square matrix for each head."""
+    """Return the cache of lightning (linear) attention: a square matrix for each head."""
     return LayerCache(
         kind="linear_attention",
         source="MiniMax-01 2025; shape as in vLLM 0.32 mamba_utils, 16 bits as there and in Transformers 5.23",
@@ -385,7 +385,7 @@ def lightning(heads: int, dim: int, state_bytes: int) -> LayerCache:
 
 
 def rg_lru(width: int, kernel: int) -> LayerCache:
-    """Griffin's recurrent block: one state for each channel, and the last inputs of its convolution."""
+    """Return the cache of Griffin's recurrent block: a state per channel, and the last inputs of its convolution."""
     return LayerCache(
         kind="rg_lru",
         source="De et al. 2024 (Griffin); shapes and the 32 bits of the state as in Transformers 5.23",
@@ -398,9 +398,9 @@ def rg_lru(width: int, kernel: int) -> LayerCache:
 
 
 def short_convolution(width: int, kernel: int, heads: int = 0) -> LayerCache:
-    """Return a short convolution's last inputs, in `heads` pieces (0: any number).
+    """Return the cache of a short convolution: its last inputs, in `heads` pieces (0 means any number).
 
-    A single piece is copied to each rank.
+    Every rank has a copy of a single piece.
     """
     return LayerCache(
         kind="convolution",

@@ -30,7 +30,7 @@ CAPACITY_TEXTS = {
     ),
     "tier": ("the tier", "in the tier", ("capacity_bytes",)),
 }
-"""Name of each capacity, its place in sentences, and its members in the JSON document."""
+"""Name of each capacity, the words for it in sentences, and its members in the JSON document."""
 FIELD_ENTRIES_SHOWN = 6
 
 
@@ -119,7 +119,7 @@ def size(
         weight_bytes = _weight_bytes(kv, weights or kv.model.weights)
         capacities["gpu"] = gpu_capacity(kv, memory_bytes, gpus, weight_bytes, in_flight)
     if tier is not None:
-        from kvtier.tools.replay.tier_spec import parse_tier  # numpy, which the sizes do not need
+        from kvtier.tools.replay.tier_spec import parse_tier  # late, because the sizes do not need numpy
 
         spec = parse_tier(tier)
         capacities["tier"] = TierCapacity(kv=kv, capacity_bytes=spec.capacity_bytes, drive_bytes=spec.drive_bytes)
@@ -141,7 +141,7 @@ def _print_checks(
     *,
     as_json: bool,
 ) -> None:
-    """Print the likeliest convention for each figure, and the next ones."""
+    """Print the likeliest convention for each figure, and the next likeliest ones."""
     from kvtier.tools.size.printed_figure import check
 
     held_by = {CAPACITY_TEXTS[name][0]: capacity for name, capacity in capacities.items()}
@@ -169,7 +169,7 @@ def _machine(
 ) -> tuple[int, float | None, int]:
     """Return the number of GPUs, the memory of each, and the ranks of a stage.
 
-    Without a number of ranks, all GPUs share one copy of the model.
+    If no number of ranks is given, all GPUs share one copy of the model.
     """
     if gpu is not None and memory is not None:
         raise click.UsageError("--gpu and --memory exclude each other")
@@ -187,7 +187,7 @@ def _machine(
 
 
 def _weight_bytes(kv: KvSize, text: str) -> float:
-    """Return the bytes of the weights, from a size, or from a format and the catalogue's number of parameters."""
+    """Return the bytes of the weights. `text` is a size, or a format for the catalogue's number of parameters."""
     if text not in WEIGHT_BYTES:
         try:
             return parse_size(text)
@@ -202,7 +202,7 @@ def _weight_bytes(kv: KvSize, text: str) -> float:
 
 
 def _fits(totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> Table:
-    """Return the table of what fits, with a row for each session length."""
+    """Return the table of sessions that fit, with a row for each session length."""
     columns = [f"{what} {CAPACITY_TEXTS[name][1]}" for name in capacities for what in ("sessions", "tokens")]
     places = capacities.values()
     rows = [
@@ -224,7 +224,7 @@ def _capacity_title(place: GpuCapacity | TierCapacity) -> str:
 
 
 def _as_json(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> dict[str, object]:
-    """Return the JSON document. Later versions may add members, but must keep these."""
+    """Return the JSON document. Later versions may add members, but must keep the present ones."""
     return {
         "model": kv.model.name,
         "source": kv.model.source,
@@ -317,7 +317,7 @@ def _print(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity | 
 
 
 def _reasons(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity | TierCapacity]) -> list[str]:
-    """Return sentences that explain the sizes, and that list which of `totals` exceed the model's context."""
+    """Return sentences that explain the sizes and list which of `totals` exceed the model's context."""
     found = _ignored(kv)
     most, longest = kv.model.tokens_max, max(total.tokens for total in totals)
     if most is not None and longest > most:
@@ -343,7 +343,7 @@ def _reasons(kv: KvSize, totals: list[Total], capacities: dict[str, GpuCapacity 
 
 
 def _sizes(kv: KvSize) -> list[tuple[str, float]]:
-    """Name and bytes of each row of the table of sizes."""
+    """Return the name and the bytes of each row of the table of sizes."""
     rows = kv.named_sizes
     for each in kv.objects:
         part = "a state's object on a rank" if each.rule == "state" else f"a chunk of {kv.chunk_tokens:,} on a rank"
@@ -384,7 +384,7 @@ def _emit_list(*, as_json: bool) -> None:
 
 
 def _whole(value: object) -> object:
-    """Turn whole floats in `value` into integers: most sizes are whole bytes."""
+    """Turn whole floats in `value` into integers, because most sizes are whole bytes."""
     if isinstance(value, dict):
         return {key: _whole(each) for key, each in cast("dict[str, object]", value).items()}
     if isinstance(value, float) and value.is_integer():
@@ -397,7 +397,7 @@ def _count(value: int | None) -> str:
 
 
 def _short(value: object) -> str:
-    """Return a field's value as text; a long list as its length."""
+    """Return a field's value as text, or only the length of a long list."""
     text = str(value)
     length = text.count(",") + 1
     return f"[{length} entries]" if text.startswith("[") and length > FIELD_ENTRIES_SHOWN else text

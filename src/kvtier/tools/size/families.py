@@ -1,7 +1,7 @@
-"""Readers that turn a configuration into the caches of each layer: one for each family with fields of its own.
+"""Readers that turn a configuration into the caches of each layer, one for each family with special fields.
 
 Other model types are read as plain attention, MLA or a mix of windows, depending on their fields. A reader marks the
-fields that it understands. If another field looks as if it described a cache, the configuration is refused: a wrong
+fields that it understands. If any other field seems to describe a cache, the configuration is refused, because a wrong
 size is worse than none.
 """
 
@@ -42,23 +42,23 @@ _ENCODERS = {
     "mpnet", "new", "nomic_bert", "rembert", "roberta", "roformer", "siglip", "siglip2", "vit", "wav2vec2",
     "xlm-roberta", "xlm-roberta-xl",
 }  # fmt: skip
-"""Encoders: model types that read all tokens at once and keep no KV."""
+"""Model types of encoders, which read all tokens together and keep no KV."""
 
 _STATE_ONLY = {
     "comba", "delta_net", "gated_deltanet", "gated_deltaproduct", "gla", "gsa", "hgrn", "hgrn2", "lightnet",
     "linear_attn", "log_linear_mamba2", "mesa_net", "mlstm", "retnet", "xlstm",
 }  # fmt: skip
-"""Model types whose layers keep only a state: those of flash-linear-attention, and xLSTM in Transformers."""
+"""Model types whose layers keep only a state, from flash-linear-attention, and xLSTM in Transformers."""
 
 _DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Fields with the number of draft layers."""
 
 
 def read_layers(config: ModelConfig) -> Layers:
-    """Read the caches of each layer, and add remarks about them to `config.notes`.
+    """Read the caches of each layer, and add remarks about the caches to `config.notes`.
 
     Raises:
-        ConfigError: a field is missing, wrong, contradicts another, or may describe a cache and is not understood.
+        ConfigError: a field is missing, wrong, contradicts another, or may describe a cache but is not understood.
     """
     model_type = config.text("model_type")
     _refuse_other_kinds(config, model_type)
@@ -86,9 +86,9 @@ def read_layers(config: ModelConfig) -> Layers:
 
 
 def class_defaults(model_type: str, *, is_part: bool) -> Mapping[str, object]:
-    """Values of fields that a file of this type omits, as Transformers fills them in.
+    """Return the values that Transformers fills in for fields that a file of this type omits.
 
-    A complete file states its shape, so only the head dimension and the rule for KV heads are filled in there.
+    A complete file states its shape, so it only gets the head dimension and the rule for KV heads.
     """
     found = all_class_defaults().get(model_type, {})
     if is_part:
@@ -98,12 +98,12 @@ def class_defaults(model_type: str, *, is_part: bool) -> Mapping[str, object]:
 
 @cache
 def all_class_defaults() -> Mapping[str, Mapping[str, object]]:
-    """Map model type to field to value. A text names the field whose value is used instead."""
+    """Map model types to fields to values. A text as a value names the field whose value is used instead."""
     return tomllib.loads((files("kvtier.tools.size") / "class_defaults.toml").read_text(encoding="utf-8"))
 
 
 def _refuse_other_kinds(config: ModelConfig, model_type: str) -> None:
-    """Refuse models that keep no KV per token, with the reason."""
+    """Refuse models that keep no KV per token. The error states the reason."""
     names = config.texts("architectures") or []
     config.refuse_if(
         model_type in _STATE_ONLY or model_type.startswith("rwkv"),
@@ -135,7 +135,7 @@ def _refuse_other_kinds(config: ModelConfig, model_type: str) -> None:
 
 
 def _gemma4(config: ModelConfig) -> Layers:
-    """Gemma 4: the global layers have wider heads, and some layers may share KV."""
+    """Read Gemma 4. The global layers have wider heads, and some layers may share KV."""
     if config.flag("attention_k_eq_v"):
         config.notes.append(
             "The full layers' keys and values come from one projection (attention_k_eq_v). Engines and kvtier's store "
@@ -148,7 +148,7 @@ def _gemma4(config: ModelConfig) -> Layers:
             layers.append((with_kind(layer, read_attention(layer), kind),))
             continue
         names = ("num_key_value_heads", "head_dim")
-        own = [layer.values.get(name) != config.values.get(name) for name in names]  # by per_layer_config
+        own = [layer.values.get(name) != config.values.get(name) for name in names]  # replaced by per_layer_config
         heads, dim = (
             wide if config.has(wide) and not is_own else name
             for name, wide, is_own in zip(names, ("num_global_key_value_heads", "global_head_dim"), own, strict=True)
@@ -158,7 +158,7 @@ def _gemma4(config: ModelConfig) -> Layers:
 
 
 def _llama4(config: ModelConfig) -> Layers:
-    """Llama 4: chunked attention in layers with rotary embedding, full attention in every fourth layer."""
+    """Read Llama 4. Layers with rotary embedding have chunked attention; every fourth layer has full attention."""
     count = read_layer_count(config)
     types = config.texts("layer_types")
     if types is None:
@@ -172,7 +172,7 @@ def _llama4(config: ModelConfig) -> Layers:
 
 
 def _mimo_v2(config: ModelConfig) -> Layers:
-    """MiMo V2: windowed layers have heads and dimensions of their own; values are narrower than keys."""
+    """Read MiMo V2. Windowed layers have other heads and dimensions, and values are narrower than keys."""
     wide = caches.full(config.integer("num_key_value_heads"), config.integer("head_dim"), config.integer("v_head_dim"))
     narrow = caches.full(
         config.integer("swa_num_key_value_heads"), config.integer("swa_head_dim"), config.integer("swa_v_head_dim")
@@ -187,19 +187,19 @@ def _mimo_v2(config: ModelConfig) -> Layers:
 
 
 def _falcon(config: ModelConfig) -> Layers:
-    """Falcon and GPT BigCode: one KV head, unless Falcon's new decoder sets another number."""
+    """Read Falcon and GPT BigCode. They have one KV head, unless Falcon's new decoder sets another number."""
     heads = config.integer("num_attention_heads")
     kept_heads = 1 if config.flag("multi_query", default=True) else heads
     config.know(
         "num_kv_heads", "num_key_value_heads"
-    )  # the class writes them, and ignores them without the new decoder
+    )  # the class writes these fields, but ignores them without the new decoder
     if config.flag("new_decoder_architecture"):
         kept_heads = config.integer("num_kv_heads", heads)
     return [(caches.full(kept_heads, read_head_dim(config, heads)),)] * read_layer_count(config)
 
 
 def _minimax_m3(config: ModelConfig) -> Layers:
-    """MiniMax M3: every layer has GQA, and those with sparse attention have index keys."""
+    """Read MiniMax M3. Every layer has GQA, and layers with sparse attention have index keys."""
     sparse = config.child("sparse_attention_config")
     plain, index = read_attention(config), caches.indexer(sparse.integer("sparse_index_dim"))
     marks = sparse.integers("sparse_attention_freq")
@@ -211,7 +211,7 @@ def _minimax_m3(config: ModelConfig) -> Layers:
 
 
 def _deepseek_v4(config: ModelConfig) -> Layers:
-    """DeepSeek V4: compressed latents at two rates, an indexer beside the finer one, a window in every layer."""
+    """Read DeepSeek V4: latents compressed at two rates, an indexer for the finer one, and a window in every layer."""
     ratios, count = config.integers("compress_ratios") or [], read_layer_count(config)
     config.know("num_key_value_heads", "q_lora_rank", "o_lora_rank", "o_groups", "qk_nope_head_dim", *INDEX_FIELDS)
     config.refuse_if(
@@ -230,7 +230,7 @@ def _deepseek_v4(config: ModelConfig) -> Layers:
 
 
 def _nemotron_nas(config: ModelConfig) -> Layers:
-    """Nemotron found by architecture search: each layer has its own group size, or no attention at all."""
+    """Read Nemotron from architecture search. Each layer has its own group size, or no attention."""
     heads = config.integer("num_attention_heads")
     dim = read_head_dim(config, heads)
     layers: Layers = []
@@ -244,7 +244,7 @@ def _nemotron_nas(config: ModelConfig) -> Layers:
 
 
 def _mpt(config: ModelConfig) -> Layers:
-    """MPT and DBRX: the KV heads are in `attn_config`."""
+    """Read MPT and DBRX. `attn_config` contains the KV heads."""
     inner = config.child("attn_config")
     heads, kind = config.integer("num_attention_heads"), inner.text("attn_type", "multihead_attention")
     kept = inner.optional_integer("kv_n_heads")
@@ -262,7 +262,7 @@ def _mpt(config: ModelConfig) -> Layers:
 
 
 def _chatglm(config: ModelConfig) -> Layers:
-    """ChatGLM: KV heads are groups of heads from the second version on; in the first, every head keeps its own."""
+    """Read ChatGLM. Groups of heads share KV from the second version on; in the first, every head keeps its own."""
     heads = config.integer("num_attention_heads")
     kept = config.integer("multi_query_group_num") if config.flag("multi_query_attention") else heads
     config.refuse_if(
@@ -276,7 +276,7 @@ def _chatglm(config: ModelConfig) -> Layers:
 
 
 def _hunyuan(config: ModelConfig) -> Layers:
-    """Hunyuan: with cross-layer attention, one layer of `cla_share_factor` computes KV for those that follow it."""
+    """Read Hunyuan. With cross-layer attention, one layer of every `cla_share_factor` computes KV for the others."""
     if config.flag("use_cla"):
         config.notes.append(
             f"One layer of {config.integer('cla_share_factor')} computes KV for those that follow it (use_cla). The "
@@ -287,13 +287,13 @@ def _hunyuan(config: ModelConfig) -> Layers:
 
 
 def _longcat(config: ModelConfig) -> Layers:
-    """LongCat-Flash: every layer has two MLA attentions."""
+    """Read LongCat-Flash. Every layer has two MLA attentions."""
     config.know("num_hidden_layers", "attention_method", "kv_channels")
     return [read_mla(config)] * (2 * config.integer("num_layers", most=LAYERS_MAX // 2))
 
 
 def _mllama(config: ModelConfig) -> Layers:
-    """Llama 3.2 Vision: some layers attend to the image alone."""
+    """Read Llama 3.2 Vision. Some layers attend only to the image."""
     count, attention = read_layer_count(config), read_attention(config)
     cross = read_layer_numbers(config, "cross_attention_layers", count)
     config.notes.append(
@@ -304,20 +304,20 @@ def _mllama(config: ModelConfig) -> Layers:
 
 
 def _gpt_neo(config: ModelConfig) -> Layers:
-    """GPT-Neo: full and windowed layers in turn; every head keeps its own KV."""
+    """Read GPT-Neo. Full and windowed layers alternate, and every head keeps its own KV."""
     count, heads = read_layer_count(config), config.integer("num_heads")
     types = one_for_each_layer(config, "attention_layers", config.texts("attention_layers"), count)
-    config.know("attention_types")  # repeats attention_layers, as runs of layers
+    config.know("attention_types")  # repeats attention_layers in the form of runs
     cache = caches.full(heads, read_head_dim(config, heads))
     windowed = with_window(config, cache, "window_size")
     return by_type(config, "attention_layers", types, {"global": (cache,), "local": (windowed,)})
 
 
 def _step3p5(config: ModelConfig) -> Layers:
-    """Step 3.5: windowed layers have heads of their own; the types of draft layers follow those of the model."""
+    """Read Step 3.5. Windowed layers have other heads, and the types of draft layers follow those of the model."""
     count, types = read_layer_count(config), config.texts("layer_types") or []
     config.know("num_sliding_attention_heads")
-    # Transformers drops this field on save; windowed layers then have the same heads as full ones.
+    # Transformers drops this field on saving. Windowed layers then have the same heads as full ones.
     is_own = config.has("attention_other_setting")
     other = config.child("attention_other_setting") if is_own else config
     other.know("num_attention_heads")
@@ -333,9 +333,9 @@ def _step3p5(config: ModelConfig) -> Layers:
 
 
 def _inkling(config: ModelConfig) -> Layers:
-    """Inkling: windowed layers have heads of their own; every layer keeps the last inputs of four convolutions."""
+    """Read Inkling. Windowed layers have other heads, and every layer keeps the last inputs of four convolutions."""
     count = read_layer_count(config)
-    every = {layer for layer in range(count) if (layer + 1) % 6}  # by the class
+    every = {layer for layer in range(count) if (layer + 1) % 6}  # the default of the class
     local = read_layer_numbers(config, "local_layer_ids", count) if config.has("local_layer_ids") else every
     by_ids = ["hybrid_sliding" if layer in local else "hybrid" for layer in range(count)]
     types = one_for_each_layer(config, "layer_types", config.texts("layer_types") or by_ids, count)
@@ -357,12 +357,12 @@ def _inkling(config: ModelConfig) -> Layers:
 
 
 def _ouro(config: ModelConfig) -> Layers:
-    """Ouro: the layers run several times for each token, and every pass keeps KV of its own."""
+    """Read Ouro. The layers run several times for each token, and every pass keeps separate KV."""
     return read_plain(config) * config.integer("total_ut_steps", most=64)
 
 
 def _mistral_params(config: ModelConfig) -> Layers:
-    """Mistral's own params.json: a stated window applies to every layer."""
+    """Read Mistral's own params.json. A stated window applies to every layer."""
     cache = read_mla(config)[0] if has_mla(config) else read_attention(config)
     kind = "sliding_attention" if config.has("sliding_window") else "full_attention"
     return [(with_kind(config, cache, kind),)] * read_layer_count(config)

@@ -1,4 +1,4 @@
-"""Find a model's config.json on the Hugging Face Hub by name: in the local cache, or by download on request."""
+"""Find a model's config.json of the Hugging Face Hub by name, in the local cache or by download on request."""
 
 import importlib
 import re
@@ -12,12 +12,12 @@ from kvtier.tools.size import catalogue
 
 FILE = "config.json"
 DEADLINE_S = 15.0
-"""Seconds for the whole download, a file of a few kilobytes."""
+"""Time limit of the whole download, a file of a few kilobytes, in seconds."""
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
 def cached(name: str) -> Path | None:
-    """Return the model's config.json in the Hub's local cache; None if it is not there, or without huggingface_hub."""
+    """Return the model's config.json in the Hub's local cache; None if it is absent or huggingface_hub is missing."""
     if not _NAME.fullmatch(name):
         return None
     try:
@@ -29,7 +29,7 @@ def cached(name: str) -> Path | None:
 
 
 def fetch(name: str) -> None:
-    """Download the model's config.json, and nothing else, to the local cache of the Hub.
+    """Download only the model's config.json to the local cache of the Hub.
 
     A model that is in the catalogue or in a local file is not fetched.
 
@@ -48,7 +48,7 @@ def fetch(name: str) -> None:
             "--fetch needs huggingface_hub, which is not installed: pip install huggingface_hub (the extra "
             f"transformers brings it), or {by_hand(name)}"
         ) from error
-    messages.set_verbosity_error()  # it would print a line per attempt
+    messages.set_verbosity_error()  # otherwise it prints a line per attempt
     failed = [f"no answer within {DEADLINE_S:g} s"]
 
     def run() -> None:
@@ -58,11 +58,11 @@ def fetch(name: str) -> None:
         except Exception as error:  # noqa: BLE001 - the library, its HTTP client or the file system may raise anything
             failed[:] = str(error).strip().splitlines()[:1] or [type(error).__name__]
 
-    # The library retries for longer than a command may wait, so a daemon thread runs it: exit does not wait for it.
+    # The library retries for longer than a command may wait. It runs in a daemon thread, which does not delay the exit.
     thread = threading.Thread(target=run, name="kvtier fetch", daemon=True)
     thread.start()
     thread.join(DEADLINE_S)
-    if why := failed[:]:  # a copy: the thread may still end
+    if why := failed[:]:  # a copy, because the thread may still end
         raise ConfigError(
             f"--fetch: no {FILE} of {name} from the Hub{through_proxy(str(hub.constants.ENDPOINT))} ({why[0]}); "
             f"use {by_hand(name)}"
@@ -70,10 +70,10 @@ def fetch(name: str) -> None:
 
 
 def by_hand(name: str) -> str:
-    """Return how to get the file without kvtier."""
+    """Explain how to get the file without kvtier."""
     return f"`hf download {name} {FILE}` on a machine with network, then the path of that file instead of the name"
 
 
 def advice(name: str) -> str:
-    """Return how to get an unknown model; empty if the name cannot be a Hub name."""
+    """Explain how to get an unknown model; empty if the name cannot be a Hub name."""
     return f", or --fetch (gets its {FILE} from the Hub), or {by_hand(name)}" if _NAME.fullmatch(name) else ""

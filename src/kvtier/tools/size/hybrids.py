@@ -23,7 +23,7 @@ from kvtier.tools.size.model_config import LAYERS_MAX, ModelConfig
 _STATE_BYTES = {"float32": THIRTY_TWO_BITS, "bfloat16": SIXTEEN_BITS, "float16": SIXTEEN_BITS}
 
 _LINEAR_FIELDS = ("group_norm_size", "linear_silu", "linear_rope", "linear_mode")
-"""Fields that a reader understands but does not need."""
+"""Fields that a reader understands but does not use."""
 
 _LINEAR_DIMS = ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
 
@@ -31,7 +31,7 @@ _KDA_KERNEL = "short_conv_kernel_size"
 
 
 def _qwen_hybrid(config: ModelConfig) -> Layers:
-    """Qwen3-Next and 3.5: a gated delta net in three layers of four."""
+    """Read Qwen3-Next and 3.5. Three of four layers are gated delta nets."""
     count, listed = read_layer_count(config), config.texts("layer_types")
     every = config.integer("full_attention_interval", 4)
     by_rule = every_nth(count, every, "linear_attention")
@@ -52,7 +52,7 @@ def _qwen_hybrid(config: ModelConfig) -> Layers:
 
 
 def _qwen4(config: ModelConfig) -> Layers:
-    """Qwen4: like `_qwen_hybrid`, with one index key for several tokens, and convolutions of n-grams in some layers."""
+    """Read Qwen4: `_qwen_hybrid` with one index key for several tokens, and convolutions of n-grams in some layers."""
     layers, ids = _qwen_hybrid(config), config.integers("ple_layer_ids")
     has_ngrams = ids is None and config.has("ple_conv_kernel_size")
     config.refuse_if(has_ngrams, "ple_conv_kernel_size", "ple_layer_ids must say which layers have it")
@@ -74,7 +74,7 @@ def _qwen4(config: ModelConfig) -> Layers:
 
 
 def _glm5_next(config: ModelConfig) -> Layers:
-    """GLM 5.3: Kimi delta attention, and MLA in every fourth layer, with an index key for a pool of tokens."""
+    """Read GLM 5.3: Kimi delta attention, and in every fourth layer MLA with an index key per pool of tokens."""
     count = read_layer_count(config)
     types = config.texts("layer_types") or every_nth(count, 4, "linear_attention")
     names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
@@ -97,7 +97,7 @@ def _glm5_next(config: ModelConfig) -> Layers:
 
 
 def _minimax_text(config: ModelConfig) -> Layers:
-    """MiniMax-01: lightning attention in seven layers of eight."""
+    """Read MiniMax-01. Seven of eight layers have lightning attention."""
     field = "layer_types" if config.has("layer_types") else "attn_type_list"
     types = config.texts("layer_types") or [
         "full_attention" if is_full else "linear_attention" for is_full in config.integers("attn_type_list") or []
@@ -109,7 +109,7 @@ def _minimax_text(config: ModelConfig) -> Layers:
 
 
 def _bailing(config: ModelConfig) -> Layers:
-    """Ling and Ring: GQA or MLA in the last layer of each group; lightning or Kimi delta attention in the others."""
+    """Read Ling and Ring: GQA or MLA in the last layer of a group, lightning or Kimi delta attention in the others."""
     count, group, listed = read_layer_count(config), config.integer("layer_group_size"), config.texts("layer_types")
     types = every_nth(count, group, "linear_attention")
     config.refuse_if(
@@ -140,7 +140,7 @@ def _bailing(config: ModelConfig) -> Layers:
 
 
 def _kimi(config: ModelConfig) -> Layers:
-    """Kimi Linear and K3: MLA in every fourth layer, Kimi delta attention in the others."""
+    """Read Kimi Linear and K3: MLA in every fourth layer, Kimi delta attention in the others."""
     linear, count = config.child("linear_attn_config"), read_layer_count(config)
     full, delta = linear.integers("full_attn_layers") or [], linear.integers("kda_layers") or []
     linear.refuse_if(
@@ -153,12 +153,12 @@ def _kimi(config: ModelConfig) -> Layers:
     )
     latents = read_mla(config)
     config.know("activation_situ_linear_beta", "attn_res_block_size", "mla_use_output_gate")
-    config.know("layer_types", *_LINEAR_DIMS)  # as in linear_attn_config
+    config.know("layer_types", *_LINEAR_DIMS)  # they repeat linear_attn_config
     return [latents if layer in full else (state,) for layer in range(1, count + 1)]
 
 
 def _nemotron_h(config: ModelConfig) -> Layers:
-    """Nemotron-H: Mamba-2, attention and MLP layers in the order of a pattern."""
+    """Read Nemotron-H: Mamba-2, attention and MLP layers in the order of a pattern."""
     is_pattern = config.has("hybrid_override_pattern")
     field = "hybrid_override_pattern" if is_pattern else "layers_block_type"
     types = list(config.text(field)) if is_pattern else config.texts(field) or []
@@ -176,13 +176,13 @@ def _nemotron_h(config: ModelConfig) -> Layers:
 
 
 def _falcon_h1(config: ModelConfig) -> Layers:
-    """Falcon-H1: attention and Mamba-2 side by side in every layer."""
+    """Read Falcon-H1. Every layer has attention and Mamba-2 in parallel."""
     config.know("mamba_d_ssm", "attention_in_multiplier", "mamba_use_mlp")
     return [(read_attention(config), _mamba2_of(config))] * read_layer_count(config)
 
 
 def _bamba(config: ModelConfig) -> Layers:
-    """Bamba: attention in the layers listed, Mamba-2 in the others."""
+    """Read Bamba: attention in the listed layers, Mamba-2 in the others."""
     count = read_layer_count(config)
     full = read_layer_numbers(config, "attn_layer_indices", count)
     state, attention = _mamba2_of(config), read_attention(config)
@@ -190,14 +190,14 @@ def _bamba(config: ModelConfig) -> Layers:
 
 
 def _granite_hybrid(config: ModelConfig) -> Layers:
-    """Granite 4: Mamba-2 and attention layers as listed; some models have attention alone."""
+    """Read Granite 4. A list gives Mamba-2 and attention layers; some models have only attention."""
     types = one_for_each_layer(config, "layer_types", config.texts("layer_types"), read_layer_count(config))
     state = _mamba2_of(config)
     return _hybrid(config, "layer_types", types, read_attention(config), state)
 
 
 def _zamba2(config: ModelConfig) -> Layers:
-    """Zamba2: Mamba-2 in every layer; some layers begin with a shared attention block over twice the hidden size."""
+    """Read Zamba2. All layers have Mamba-2; some begin with a shared attention block over twice the hidden size."""
     heads, hidden, count = (
         config.integer("num_attention_heads"),
         config.integer("hidden_size"),
@@ -223,7 +223,7 @@ def _zamba2(config: ModelConfig) -> Layers:
 
 
 def _jamba(config: ModelConfig) -> Layers:
-    """Jamba: attention at a fixed interval of layers, Mamba in the others."""
+    """Read Jamba: attention at a fixed interval of layers, Mamba in the others."""
     period, offset = config.integer("attn_layer_period"), config.integer("attn_layer_offset", least=0)
     config.refuse_if(
         offset >= period, "attn_layer_offset", f"it must be less than attn_layer_period, which is {period}"
@@ -239,7 +239,7 @@ def _jamba(config: ModelConfig) -> Layers:
 
 
 def _lfm2(config: ModelConfig) -> Layers:
-    """LFM2: attention in some layers, a short convolution in the others."""
+    """Read LFM2: attention in some layers, a short convolution in the others."""
     count, types, full = read_layer_count(config), config.texts("layer_types"), config.integers("full_attn_idxs")
     if types is None and full is not None:
         types = ["full_attention" if layer in set(full) else "conv" for layer in range(count)]
@@ -252,7 +252,7 @@ def _lfm2(config: ModelConfig) -> Layers:
 
 
 def _recurrent_gemma(config: ModelConfig) -> Layers:
-    """RecurrentGemma: a linear recurrence in two layers of three, a window in the third."""
+    """Read RecurrentGemma: a linear recurrence in two of three layers, a window in the third."""
     pattern, count = config.texts("block_types") or ["recurrent", "recurrent", "attention"], read_layer_count(config)
     width = config.integer("lru_width", config.integer("hidden_size"))
     config.know("_block_types")
@@ -263,14 +263,14 @@ def _recurrent_gemma(config: ModelConfig) -> Layers:
 
 
 def _mamba1(config: ModelConfig) -> Layers:
-    """Mamba alone, without KV."""
+    """Read Mamba, which has no KV."""
     inner = config.integer("intermediate_size", config.integer("expand", 2) * config.integer("hidden_size"))
     state = caches.mamba1(inner, config.integer("state_size"), config.integer("conv_kernel"), THIRTY_TWO_BITS)
     return [(state,)] * read_layer_count(config)
 
 
 def _mamba2(config: ModelConfig) -> Layers:
-    """Mamba-2 alone, without KV."""
+    """Read Mamba-2, which has no KV."""
     state = caches.mamba2(
         config.integer("num_heads"),
         config.integer("head_dim"),
@@ -283,7 +283,7 @@ def _mamba2(config: ModelConfig) -> Layers:
 
 
 def _mamba2_of(config: ModelConfig) -> LayerCache:
-    """Return the state of Falcon-H1, Bamba and Granite 4. A head dimension of ``auto`` means inner size / heads."""
+    """Return the state of Falcon-H1, Bamba or Granite 4. A head dimension of ``auto`` means inner size / heads."""
     heads = config.integer("mamba_n_heads")
     expand = config.integer("mamba_expand", 2)
     if config.values.get("mamba_d_head") == "auto":
@@ -298,14 +298,14 @@ def _mamba2_of(config: ModelConfig) -> LayerCache:
 
 
 def _state_bytes(config: ModelConfig, key: str) -> int:
-    """Return the bytes per element of a state from the field `key`, or 4 as in the reference kernels."""
+    """Return the bytes per element of a state from the field `key`. The default is 4, as in the reference kernels."""
     dtype = config.text(key, "float32")
     config.refuse_if(dtype not in _STATE_BYTES, key, f"it must be one of {', '.join(_STATE_BYTES)}")
     return _STATE_BYTES[dtype]
 
 
 def _hybrid(config: ModelConfig, field: str, types: Sequence[str], attention: LayerCache, state: LayerCache) -> Layers:
-    """Give each layer the caches of its type: attention, state, or neither (an MLP alone)."""
+    """Return for each layer the caches of its type: attention, a state, or neither for a layer with only an MLP."""
     caches_of: dict[str, tuple[LayerCache, ...]] = {
         **dict.fromkeys(("full_attention", "attention", "*"), (attention,)),
         **dict.fromkeys(("linear_attention", "mamba", "M", "conv"), (state,)),

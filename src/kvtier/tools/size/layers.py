@@ -1,4 +1,4 @@
-"""Read what most families have in common: attention, MLA and windows.
+"""Read the parts that most families have in common: attention, MLA and windows.
 
 A function marks the fields that it understands. `kvtier.tools.size.families` refuses the others.
 """
@@ -25,7 +25,7 @@ _PATTERNS: dict[str, int] = {
     "exaone4": 4,
     "olmo3": 4,
 }
-"""Every how many layers one has full attention and no window, by default in Transformers."""
+"""Interval of layers with full attention instead of a window, by default in Transformers."""
 
 _ALL_WINDOWED = {"mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
 """Model types in which `sliding_window` applies to every layer."""
@@ -35,7 +35,7 @@ _WINDOW_FIELDS = (
 )  # fmt: skip
 
 _PATTERN_FIELDS = ("global_attn_every_n_layers", "full_attention_interval", "prefix_dense_sliding_window_pattern")
-"""Fields from which the class derives `layer_types` if the file does not list them."""
+"""Fields from which the class derives `layer_types` if the file does not list the types."""
 
 _MLA_FIELDS = (
     "num_attention_heads", "num_key_value_heads", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim",
@@ -128,7 +128,7 @@ def read_layer_configs(config: ModelConfig) -> list[ModelConfig]:
 
 
 def with_kind(config: ModelConfig, cache: LayerCache, kind: str) -> LayerCache:
-    """`cache` as a layer of type `kind` keeps it: all tokens, a window or a chunk."""
+    """Return `cache` for the tokens that a layer of type `kind` keeps: all tokens, a window or a chunk."""
     if kind in _FULL:
         return cache
     if kind in {"sliding_attention", "local_attention"}:
@@ -142,7 +142,7 @@ def with_kind(config: ModelConfig, cache: LayerCache, kind: str) -> LayerCache:
 def with_window(
     config: ModelConfig, cache: LayerCache, field: str, kind: Callable[[LayerCache, int], LayerCache] = caches.window
 ) -> LayerCache:
-    """`cache` with the window of `field`; `cache` itself if the window is as long as the context."""
+    """Return `cache` with the window of `field`, or `cache` itself if the window is as long as the context."""
     return cache if _is_whole_context(config, field) else kind(cache, config.integer(field))
 
 
@@ -152,7 +152,7 @@ def _is_whole_context(config: ModelConfig, field: str) -> bool:
 
 
 def read_layer_types(config: ModelConfig) -> list[str]:
-    """Read the type of each layer from the list, or derive it by the rule of the model type."""
+    """Read the type of each layer from the list, or derive it with the rule of the model type."""
     count, model_type = read_layer_count(config), config.text("model_type")
     listed = config.texts("layer_types")
     if listed is not None:
@@ -191,12 +191,12 @@ def read_layer_types(config: ModelConfig) -> list[str]:
 
 
 def every_nth(count: int, every: int, other: str) -> list[str]:
-    """Full attention in every n-th layer, `other` in the rest."""
+    """Return the types of `count` layers: full attention in every n-th layer, `other` in the rest."""
     return [other if (layer + 1) % every else "full_attention" for layer in range(count)]
 
 
 def one_for_each_layer(config: ModelConfig, key: str, items: list[_Item] | None, count: int) -> list[_Item]:
-    """Check that the field `key` has one of `items` for each of `count` layers, and return them."""
+    """Return `items` of the field `key`, after a check that there is one for each of `count` layers."""
     if items is None or len(items) != count:
         entries = "" if items is None else f"it has {len(items)} entries and "
         raise config.wrong(key, f"{entries}it must have num_hidden_layers = {count} of them")
@@ -231,7 +231,7 @@ def read_layer_numbers(config: ModelConfig, field: str, count: int) -> set[int]:
 
 
 def read_head_dim(config: ModelConfig, heads: int) -> int:
-    """Hidden size / heads, the head dimension if the file states none."""
+    """Return hidden size / heads, the head dimension if the file states none."""
     hidden = config.integer("hidden_size")
     config.refuse_if(
         hidden % heads, "hidden_size", f"without head_dim it must be a multiple of the attention heads, {heads}"
@@ -242,7 +242,7 @@ def read_head_dim(config: ModelConfig, heads: int) -> int:
 def read_attention(
     config: ModelConfig, kv_heads: str = "num_key_value_heads", head_dim: str = "head_dim"
 ) -> LayerCache:
-    """Read keys and values from the named fields. Without `head_dim`, it is hidden size / heads."""
+    """Read keys and values from the named fields. Without `head_dim`, the head dimension is hidden size / heads."""
     heads = config.integer("num_attention_heads")
     kept_heads = read_kv_heads(config, heads, kv_heads)
     config.refuse_if(heads % kept_heads, kv_heads, f"it must divide num_attention_heads, which is {heads}")
@@ -250,7 +250,7 @@ def read_attention(
 
 
 def read_kv_heads(config: ModelConfig, heads: int, field: str) -> int:
-    """KV heads of a layer. Only a known field or class may imply that every head keeps its own."""
+    """Return the KV heads of a layer. Only a known field or class may imply that every head keeps its own KV."""
     kind = config.text("attention_head_type")
     is_one, is_all = kind == "multiquery" or config.flag("multi_query"), kind == "multihead"
     if config.has(field) and not (is_one or is_all):
@@ -286,7 +286,7 @@ def read_mla(config: ModelConfig) -> tuple[LayerCache, ...]:
 
 
 def _with_indexers(config: ModelConfig, layers: Layers) -> Layers:
-    """Add the keys of indexers to MLA layers, if the model has any."""
+    """Add the keys of indexers, if the model has indexers, to MLA layers."""
     if not config.has("index_head_dim"):
         return layers
     own, index = read_indexers(config, len(layers)), caches.indexer(config.integer("index_head_dim"))
@@ -297,7 +297,7 @@ def _with_indexers(config: ModelConfig, layers: Layers) -> Layers:
 
 
 def read_indexers(config: ModelConfig, count: int) -> list[bool]:
-    """Return for each layer whether it has its own indexer, by a list, the letters F and S, or an interval."""
+    """Return whether each layer has its own indexer, from a list, the letters F and S, or an interval."""
     config.know(*INDEX_FIELDS)
     every, offset = config.integer("index_topk_freq", 1), config.integer("index_skip_topk_offset", 2, least=0)
     by_rule = ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(count)]
@@ -328,6 +328,6 @@ def with_shared(config: ModelConfig, layers: Layers, types: Sequence[str]) -> La
 
 
 def name_list(names: Sequence[str]) -> str:
-    """Quote names for a message; of many, only the first few."""
+    """Quote names for a message. If there are many, quote only the first few."""
     more = f" and {len(names) - _FIELDS_NAMED} more" if len(names) > _FIELDS_NAMED else ""
     return ", ".join(repr(name) for name in names[:_FIELDS_NAMED]) + more

@@ -1,4 +1,4 @@
-"""One model: the caches of each of its layers, from the catalogue or from a config.json."""
+"""A model with the caches of each layer, from the catalogue or from a config.json."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -22,20 +22,20 @@ class Model:
 
     name: str
     source: str
-    """Where the configuration came from: a file, or its repository and where the copy was read."""
+    """Source of the configuration: a file, or a repository and the site from which the copy was read."""
     date: str
-    """When the copy was read, YYYY-MM-DD; empty for a local file."""
+    """Date on which the copy was read, YYYY-MM-DD; empty for a local file."""
     layers: tuple[tuple[LayerCache, ...], ...]
     """The caches of each layer, in order; a layer with only an MLP has none."""
     fields: Mapping[str, object]
     """The fields of the configuration from which the sizes follow."""
     notes: tuple[str, ...]
     ignored: Mapping[str, object]
-    """Fields ignored on request; they might have changed the sizes."""
+    """Fields that were ignored on request. They might have changed the sizes."""
     attention_heads: int | None
     hidden_size: int | None
     expanded_elements: int | None
-    """Elements in the keys and values of all heads of an MLA layer, if its latent were expanded."""
+    """Elements in the keys and values of all heads of an MLA layer with an expanded latent; None without MLA."""
     tokens_max: int | None
     """Longest context that the configuration states."""
     parameters_billion: float | None
@@ -44,16 +44,16 @@ class Model:
     weights: str
     """Format of most weights of the checkpoint: ``bf16``, ``fp8`` or ``fp4``."""
     experts: tuple[int, int]
-    """Routed experts per layer, and how many a token uses; zeros if there are none, or they are unknown."""
+    """Routed experts per layer, and experts that a token uses; zeros if there are none, or they are unknown."""
 
     @property
     def runs(self) -> tuple[tuple[LayerCache, int], ...]:
-        """Each distinct cache and its number of layers, in the order of their first layer."""
+        """Each distinct cache and its number of layers, in the order of the first layers."""
         return tuple(Counter(cache for layer in self.layers for cache in layer).items())
 
 
 def names() -> list[str]:
-    """Return the names of the models in the catalogue."""
+    """Return the names of all models in the catalogue."""
     return list(catalogue.entries())
 
 

@@ -1,4 +1,4 @@
-"""Read a model's config.json: typed access to fields, a record of those used, and errors that name the field."""
+"""Read a model's config.json, with typed access to fields, a record of used fields, and errors that name a field."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 WAY_ON = "--ignore FIELD reads the file as if FIELD were not there, and says so"
 FILE_BYTES_MAX = 4 << 20
 _DEPTH_SEARCHED = 8
-"""Depth of nested objects down to which a field to ignore is searched."""
+"""Depth of nested objects to which the search for ignored fields goes."""
 DIM_MAX = 1 << 24
 LAYERS_MAX = 4096
 
@@ -30,7 +30,7 @@ OTHER_NAMES = {
     "hidden_size": ("n_embd", "n_embed", "d_model", "dim"),
     "max_position_embeddings": ("n_positions", "model_max_length", "max_seq_len", "seq_length"),
 }
-"""Other names of the same fields."""
+"""Alternative names of fields."""
 
 TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 """Fields in which multimodal models keep the language model's configuration."""
@@ -41,7 +41,7 @@ _CACHE_WORDS = re.compile(
     "retention|lightning|loop|repeat|ut_steps|layer|block|pattern|interval|period|sparse|index|hybrid|cla(?!ss)|mem_|"
     "memory|cache|no_op"
 )
-"""Words in the names of fields that may change what is cached."""
+"""Words in the names of fields that may change the caches."""
 
 _HARMLESS_ENDS = (
     "bias|biases|dropout|drop|layerdrop|pdrop|prob|probs|eps|epsilon|init|initializer|std|id|ids|token|theta|dtype|act|"
@@ -73,7 +73,7 @@ _EXPERT_COUNTS = (
 _BITS = r'"(num_|w_)?bits": {}\b|"quant_algo": "\w*{}|"load_in_{}bit": true|"quant_method": "({})"'
 _FOUR_BITS = re.compile(_BITS.format(4, "(fp4|w4)", 4, "mxfp4|nvfp4"))
 _EIGHT_BITS = re.compile(_BITS.format(8, "(fp8|w8)", 8, "fp8|fbgemm_fp8|ptpc_fp8"))
-"""In a ``quantization_config``: bits of compressed-tensors, AWQ, GPTQ; fields of ModelOpt, bitsandbytes; methods."""
+"""Signs of 8 bits in a ``quantization_config``: numbers (compressed-tensors, AWQ, GPTQ), fields (ModelOpt), methods."""
 _NOT_WEIGHTS = re.compile("^kv_|activations$")
 """Fields of a ``quantization_config`` that concern KV or activations, not weights."""
 
@@ -84,37 +84,37 @@ _Value = TypeVar("_Value")
 
 
 class ModelConfig:
-    """The fields of one model. A field that is null counts as missing.
+    """The fields of one model's configuration. A null field counts as missing.
 
     Args:
         values: the JSON object.
         origin: file or name, for error messages.
-        prefix: text before the names of its fields, such as ``object.``.
+        prefix: text before the names of the fields, such as ``object.``.
     """
 
     def __init__(self, values: Mapping[str, object], origin: str, prefix: str = "") -> None:
         self.values, self.origin = values, origin
         self.used: dict[str, object] = {}
-        """Fields that were read, by name; a field of a nested object is ``object.field``."""
+        """Fields that were read, by name. A field of a nested object is named ``object.field``."""
         self.defaults: Mapping[str, object] = {}
         """Values that the model's class gives to fields that the file omits."""
         self.notes: list[str] = []
-        """Remarks of the family's reader about the sizes."""
+        """Remarks about the sizes, from the family's reader."""
         self.assumed: list[str] = []
-        """Fields whose value came from `defaults`."""
+        """Fields whose values came from `defaults`."""
         self.ignored: Mapping[str, object] = {}
-        """Fields treated as missing, with their values."""
+        """Fields that are treated as missing, with their values."""
         self.is_part = False
-        """Whether it is part of a larger file, where Transformers writes only what differs from the class."""
+        """Whether this is part of a larger file, in which Transformers writes only differences from the class."""
         self._prefix = prefix
         self._known: set[str] = set()
         self._own: Mapping[str, object] = values
         self._base: ModelConfig | None = None
         self.parts: list[ModelConfig] = []
-        """Other objects whose fields `unknown` also lists."""
+        """Other objects whose unknown fields `unknown` also lists."""
 
     def know(self, *keys: str) -> None:
-        """Mark fields as understood, by any of their names, whether or not a reader needs them."""
+        """Mark fields as understood, by any of their names, even if no reader uses them."""
         names = {name for key in keys for name in (key, *OTHER_NAMES.get(key, ()))}
         self._known |= names
         if self._base is not None:
@@ -125,11 +125,11 @@ class ModelConfig:
         return any(self.values.get(name) is not None for name in (key, *OTHER_NAMES.get(key, ())))
 
     def alters(self, key: str) -> bool:
-        """Return whether `changed` made this configuration and replaced its `key`."""
+        """Return whether `changed` made this configuration with another value of `key`."""
         return self._base is not None and self._own.get(key) is not None
 
     def unknown(self) -> list[str]:
-        """Return the names of fields that seem to describe a cache and that no reader has read."""
+        """Return the names of fields that seem to describe a cache but were not read."""
         found = [
             self._prefix + name
             for key, value in self._own.items()
@@ -139,14 +139,14 @@ class ModelConfig:
         return [*found, *(name for part in self.parts for name in part.unknown())]
 
     def has(self, key: str) -> bool:
-        """Return whether `key` is there."""
+        """Return whether `key` is present."""
         return self._find(key)[1] is not None
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = DIM_MAX) -> int:
         """Return the whole number `key`, or `default` if it is missing.
 
         Raises:
-            ConfigError: it is missing without a default, not a whole number, or not in `least` to `most`.
+            ConfigError: the field is missing without a default, not a whole number, or outside `least` to `most`.
         """
         value = self._get(key)
         if value is None:
@@ -162,7 +162,7 @@ class ModelConfig:
         return self.integer(key) if self.has(key) else None
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """Return the truth value `key`."""
+        """Return the boolean `key`."""
         value = self._typed(key, bool, "true or false")
         return default if value is None else value
 
@@ -175,7 +175,7 @@ class ModelConfig:
         return self._list(key, str, "strings")
 
     def integers(self, key: str) -> list[int] | None:
-        """Return the list of whole numbers `key`, none below 0; None if it is missing."""
+        """Return the list `key` of non-negative whole numbers; None if it is missing."""
         items = self._list(key, int, "whole numbers")
         self.refuse_if(not all(0 <= item <= DIM_MAX for item in items or ()), key, "it must be a list of whole numbers")
         return items
@@ -191,15 +191,15 @@ class ModelConfig:
         return parts
 
     def child(self, key: str) -> "ModelConfig":
-        """Return the object `key`. Fields read from it are also listed in `used` of this configuration."""
+        """Return the object `key`. Fields read from it also appear in `used` of this configuration."""
         return self._derived(key, {}, self.values.get(key), "" if key in TEXT_PARTS else f"{key}.")
 
     def changed(self, changes: object, name: str) -> "ModelConfig":
-        """Copy this configuration with fields replaced by those of `changes`, an object that errors call `name`."""
+        """Copy this configuration with fields replaced by those of `changes`. Errors call this object `name`."""
         return self._derived(name, self.values, changes, self._prefix)
 
     def wrong(self, key: str, why: str) -> ConfigError:
-        """Make the error for a field with a bad value."""
+        """Return the error for a field with a bad value."""
         return ConfigError(f"{self.origin}: {key} is {_short(self._find(key)[1])}; {why}")
 
     def refuse_if(self, is_wrong: object, key: str, why: str) -> None:
@@ -224,7 +224,7 @@ class ModelConfig:
         return other
 
     def _find(self, key: str) -> tuple[str, object]:
-        """Return the name under which `key` is present, and its value; the value is None if it is missing."""
+        """Return the name under which `key` is present, and the value, which is None if `key` is missing."""
         names = (key, *OTHER_NAMES.get(key, ()))
         found = next((name for name in names if self.values.get(name) is not None), None)
         if found is not None:
@@ -289,8 +289,8 @@ def load(path: Path, ignore: Collection[str] = ()) -> ModelConfig:
 
 
 def _read(file: Path) -> bytes:
-    """Return the bytes of a regular file, at most one more than allowed."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # not waiting for a FIFO's writer
+    """Return the bytes of a regular file. Read at most one byte more than allowed."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not wait for the writer of a FIFO
     with os.fdopen(descriptor, "rb") as stream:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(0, "not a regular file")
@@ -305,7 +305,7 @@ def language_model(config: ModelConfig, ignore: Collection[str] = ()) -> ModelCo
         ignore: fields to treat as missing, named as in error messages: ``object.field``.
 
     Raises:
-        ConfigError: a field outside the part describes a cache and the part does not repeat it, or an ignored field
+        ConfigError: a field outside the part describes a cache but the part does not repeat it, or an ignored field
             does not exist.
     """
     ignored: dict[str, object] = {}
@@ -333,7 +333,7 @@ def language_model(config: ModelConfig, ignore: Collection[str] = ()) -> ModelCo
 def _without(
     values: Mapping[str, object], ignore: Collection[str], ignored: dict[str, object], prefix: str = "", depth: int = 0
 ) -> Mapping[str, object]:
-    """Return `values` without the fields in `ignore`, and move these to `ignored`."""
+    """Return `values` without the fields in `ignore`, and add these fields to `ignored`."""
     kept: dict[str, object] = {}
     for key, value in values.items():
         path = f"{prefix}{key}"  # a key may be a number if the values come from Python
@@ -348,7 +348,7 @@ def _without(
 
 
 def _note_format(config: ModelConfig) -> None:
-    """Record if a checkpoint has scales for 8-bit KV: engines may use them unasked."""
+    """Add a note if a checkpoint has scales for 8-bit KV, because engines may use them without a request."""
     for name in ("quantization_config", "compression_config"):
         part = config.values.get(name)
         fields = cast("dict[str, object]", part) if isinstance(part, dict) else {}
@@ -361,13 +361,13 @@ def _note_format(config: ModelConfig) -> None:
 
 
 def routed_experts(config: ModelConfig) -> tuple[int, int]:
-    """Routed experts per layer, and how many a token uses; zeros unless the file states both."""
+    """Return the routed experts per layer, and the experts that a token uses; zeros unless the file states both."""
     found = [next((it for name in names if type(it := config.values.get(name)) is int), 0) for names in _EXPERT_COUNTS]
     return (found[0], found[1]) if 0 < found[1] <= found[0] else (0, 0)
 
 
 def weight_format(config: ModelConfig) -> str:
-    """Format of most weights by the ``quantization_config``: fp4 for any four-bit format, fp8 for eight, else bf16."""
+    """Return the format of most weights by the ``quantization_config``: fp4 for four bits, fp8 for eight, else bf16."""
     for part in (config, *config.parts):
         for name in ("quantization_config", "compression_config"):
             fields = part.values.get(name)
@@ -387,13 +387,13 @@ def _of_weights(fields: list[tuple[str, object]]) -> dict[str, object]:
 
 @cache
 def _harmless_fields() -> Mapping[str, Mapping[str, Any]]:
-    """Map each field to its group in ``other_fields.toml``."""
+    """Map each field of ``other_fields.toml`` to its group."""
     document = tomllib.loads((files("kvtier.tools.size") / "other_fields.toml").read_text(encoding="utf-8"))
     return {name: group for group in document["group"] for name in group["names"]}
 
 
 def _is_harmless(name: str, value: object, model_type: object) -> bool:
-    """Return whether the field, with this value and for this model type, is known to change no cache."""
+    """Return whether the field is known to change no cache, with this value and for this model type."""
     group = _harmless_fields().get(name)
     if group is None or model_type not in group.get("types", [model_type]):
         return _HARMLESS.fullmatch(name.lower()) is not None
@@ -405,7 +405,7 @@ def _is_harmless(name: str, value: object, model_type: object) -> bool:
 
 
 def _cache_fields(key: str, value: object, model_type: object) -> list[str]:
-    """Return the names of `key` and of fields below it that have a value and seem to describe a cache."""
+    """Return the names of `key` and of nested fields that have a value and seem to describe a cache."""
     found: list[str] = []
     rest: list[tuple[str, str, object]] = [(key, key, value)]
     while rest:

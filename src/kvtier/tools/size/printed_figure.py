@@ -1,8 +1,8 @@
-"""Explain a figure that someone else printed: find the counting convention that turns our size into theirs.
+"""Explain a figure that someone else printed: find the counting convention that turns kvtier's size into it.
 
-A figure is a size (``150 KB``), or the tokens (``3M tokens``) or users (``12 users``) that fit into memory. It is
-recomputed with each convention in use: 1,000 or 1,024 bytes, 4,000 or 4,096 tokens, heads instead of KV heads.
-Conventions that reproduce its digits match, and the one with the fewest assumptions is the likeliest.
+A figure is a size (``150 KB``), or the tokens (``3M tokens``) or users (``12 users``) that fit into memory. The module
+recomputes it with each common convention: 1,000 or 1,024 bytes, 4,000 or 4,096 tokens, heads instead of KV heads.
+Conventions that reproduce the printed digits match. The match with the fewest assumptions is the likeliest.
 """
 
 import math
@@ -19,12 +19,12 @@ from kvtier.tools.size.caches import TokenPart
 from kvtier.tools.size.sizes import GpuCapacity, KvSize, TierCapacity
 
 Agreement = Literal["", "exact", "cut", "rounded", "coarse"]
-"""Digits agree when our size rounds to them, or is cut off to them. Very few digits prove less: their agreement is
-``rounded``, or ``coarse`` where the last digit differs."""
+"""Digits agree if kvtier's size can be rounded or cut off to them. The agreement of very few digits proves less: it is
+``rounded``, or ``coarse`` if the last digit differs."""
 UnitReading = Literal["as written", "other", "mixed"]
 """A KB has 1,000 bytes as written, or 1,024 in the other reading. An MB may mix both."""
 Capacities = Mapping[str, GpuCapacity | TierCapacity]
-"""The memory or tier into which a figure's tokens and users fit, by name."""
+"""Each memory or tier, by name, into which a figure's tokens or users may fit."""
 
 _EXACT_MAX = 0.005
 """Largest relative error at which digits count as exact."""
@@ -32,9 +32,9 @@ _CUT_MAX = 0.02
 _COARSE_MAX = 0.05
 _MATCHES_SHOWN = 3
 _COST_MAX = 2
-"""Most conventions combined; with more, any figure could be explained."""
+"""Most conventions in a combination. With more, any figure could be explained."""
 _MIXED_COST = 2
-"""Mixing units is a mistake, not a convention, so it must explain a figure alone."""
+"""Cost of mixed units. They are a mistake, not a convention, so they must explain a figure alone."""
 _COPIES_AT = (2, 4, 8, 16)
 """Tensor-parallel sizes whose copies a figure may include."""
 _PREFIXES = ("", "K", "M", "G", "T", "P", "E")
@@ -58,18 +58,18 @@ class Figure:
     text: str
     number: float
     prefix: str
-    """Upper case: "" for bytes, then "K", "M" ... "E"."""
+    """Prefix of the unit in upper case: "" for bytes, then "K", "M" ... "E"."""
     is_binary: bool
     """Whether the prefix is binary. KiB means 1,024 bytes; KB may mean 1,000 or 1,024."""
     counts: str
-    """What it counts: ``B``, ``tokens`` or ``users``."""
+    """Unit of the figure: ``B``, ``tokens`` or ``users``."""
     step: float
-    """What the last printed digit counts: 0.01 for 1.47."""
+    """Value of one unit in the last printed digit: 0.01 for 1.47."""
     rough: float
-    """The same step if trailing zeros are only placeholders: 10 for 150."""
+    """The step if trailing zeros are only placeholders: 10 for 150."""
 
     def bytes(self, thousand: int | None = None) -> float:
-        """Return the figure in bytes, tokens or users, where a kilo is `thousand`, or what is written."""
+        """Return the figure in bytes, tokens or users. A kilo is `thousand`, or else as written."""
         return self.number * float(thousand or (1024 if self.is_binary else 1000)) ** _PREFIXES.index(self.prefix)
 
 
@@ -101,14 +101,14 @@ def parse_figure(text: str) -> Figure:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A size of ours that a figure may mean. `matches` adds the unit in which its digits agree."""
+    """One of kvtier's sizes that a figure may mean. `matches` adds the unit in which the digits agree."""
 
     what: str
-    """What has this size or number."""
+    """Name of the thing with this size or number."""
     bytes: float
-    """Its size, or its number of tokens or users."""
+    """Size in bytes, or number of tokens or users."""
     steps: tuple[str, ...] = ()
-    """Conventions that differ from ours, besides the unit."""
+    """Conventions that differ from kvtier's, except the unit."""
     unit: str = ""
     unit_bytes: float = 1.0
     unit_reading: UnitReading = "as written"
@@ -116,7 +116,7 @@ class Reading:
 
     @property
     def cost(self) -> int:
-        """Number of assumptions; 0 for our own figure in either unit."""
+        """Number of assumptions; 0 for kvtier's own figure in either unit."""
         return len(self.steps) + (self.unit_reading == "mixed") * _MIXED_COST + (self.agreement == "coarse")
 
 
@@ -127,15 +127,15 @@ class Verdict:
     kv: KvSize
     figure: Figure
     matches: tuple[Reading, ...]
-    """The simplest first; empty when no convention reproduces the figure."""
+    """Matching readings, the simplest first; empty if no convention reproduces the figure."""
     nearest: Reading | None
-    """The nearest of our own sizes; None if all are zero."""
+    """The nearest of kvtier's own sizes; None if all are zero."""
     holders: str
-    """Where the tokens or users should fit."""
+    """Names of the memory or tiers into which the tokens or users should fit."""
 
     @property
     def text(self) -> str:
-        """The result in one line."""
+        """The result as one line of text."""
         figure, nearest, unknown = self.figure, self.nearest, f"{self.figure.text}: no convention known here gives it"
         if self.matches:
             return f"{figure.text} is {self._match_text(self.matches[0])}"
@@ -148,7 +148,7 @@ class Verdict:
 
     @property
     def others(self) -> list[str]:
-        """The next matches, each in one line."""
+        """The next matches, each as one line of text."""
         return [self._match_text(match) for match in self.matches[1:_MATCHES_SHOWN]]
 
     def _match_text(self, found: Reading) -> str:
@@ -164,10 +164,10 @@ def check(
     """Find the convention under which a published figure equals a size of `kv`.
 
     Args:
-        kv: the model in the format that the figure may be in.
+        kv: sizes of the model, in the format that the figure may assume.
         text: the figure, such as ``150 KB``.
-        sessions: pairs (tokens, users) whose total the figure may mean.
-        capacities: where the tokens or users of the figure may fit.
+        sessions: pairs (tokens, users). The figure may mean the total of one of them.
+        capacities: memory or tiers into which the tokens or users of the figure may fit.
 
     Raises:
         ConfigError: `text` is not a figure, or it counts tokens or users and no capacity is given.
@@ -198,7 +198,7 @@ def matches(candidates: Iterable[Reading], figure: Figure) -> list[Reading]:
         for unit, factor, reading in units
         if (agreement := _agreement(each.bytes / factor, figure))
     ]
-    # Few digits match some convention by chance, so they must match one of our own sizes, as written.
+    # Few digits match some convention by chance, so they must match one of kvtier's own sizes as written.
     return [
         it
         for it in found
@@ -207,7 +207,7 @@ def matches(candidates: Iterable[Reading], figure: Figure) -> list[Reading]:
 
 
 def _agreement(value: float, figure: Figure) -> Agreement:
-    """Return how `value`, in the unit of `figure`, agrees with its digits; empty if it does not."""
+    """Return the agreement of `value`, in the unit of `figure`, with the figure's digits; empty if they differ."""
     off, slack = value - figure.number, 1 + 1e-9
     error, is_rounded = abs(off) / figure.number, abs(off) <= figure.step / 2 * slack
     is_cut, is_near = 0 <= off < figure.step / slack, abs(off) <= figure.rough / 2 * slack and error <= _COARSE_MAX
@@ -218,7 +218,7 @@ def _agreement(value: float, figure: Figure) -> Agreement:
 
 
 def _units(figure: Figure) -> Iterator[tuple[str, float, UnitReading]]:
-    """Yield the name and bytes of each reading of the figure's prefix: powers of 1,000, of 1,024, and mixtures."""
+    """Yield name, bytes and kind of each reading of the figure's prefix: powers of 1,000 or 1,024, and mixtures."""
     power, is_bytes = _PREFIXES.index(figure.prefix), figure.counts == "B"
     all_powers = range(power + 1) if is_bytes or power < 2 else range(1)
     for binary in (power,) if figure.is_binary else all_powers:
@@ -231,13 +231,13 @@ def _units(figure: Figure) -> Iterator[tuple[str, float, UnitReading]]:
 
 
 def token_readings(tokens: int) -> list[tuple[int, tuple[str, ...]]]:
-    """Return the numbers of tokens that one number may mean, with the convention: 4,096 and 4,000."""
+    """Return the numbers of tokens that one number may mean, such as 4,096 and 4,000, with their conventions."""
     others = [tokens // unit * other for unit, other in ((1024, 1000), (1000, 1024)) if tokens % unit == 0]
     return [(tokens, ()), *((other, (f"{other:,} tokens",)) for other in others)]
 
 
 def _rounded_early(bytes_per_token: float) -> Iterator[tuple[float, str]]:
-    """Yield the sizes of a token that someone may have rounded before multiplying."""
+    """Yield sizes of a token that someone may have rounded before a multiplication."""
     units = (("kB", 1000), ("MB", 1000**2), ("KiB", 1024), ("MiB", 1024**2))
     for (unit, factor), digits in product(units, (2, 3)):
         number = Decimal(bytes_per_token / factor)
@@ -247,7 +247,7 @@ def _rounded_early(bytes_per_token: float) -> Iterator[tuple[float, str]]:
 
 
 def sizes(kv: KvSize, sessions: Sequence[tuple[int, int]]) -> Iterator[Reading]:
-    """Yield our own sizes, and those that other ways to count tokens, or their bytes, give."""
+    """Yield kvtier's own sizes, and the sizes under other ways to count tokens or bytes."""
     countings = _countings(kv)
     yield from (Reading(what, size) for what, size in kv.named_sizes)
     yield Reading(f"a chunk of {kv.chunk_tokens} tokens on a rank", kv.chunk_bytes_per_rank)
@@ -267,7 +267,7 @@ def sizes(kv: KvSize, sessions: Sequence[tuple[int, int]]) -> Iterator[Reading]:
 def _held(
     kv: KvSize, figure: Figure, sessions: Sequence[tuple[int, int]], name: str, capacity: GpuCapacity | TierCapacity
 ) -> Iterator[Reading]:
-    """Yield what fits into `capacity`: as `kvtier size` shows it, and as its bytes over those of a token or session."""
+    """Yield the tokens or users that fit into `capacity`: as in `kvtier size`, and by plain division of bytes."""
     room = capacity.kv_bytes if isinstance(capacity, GpuCapacity) else float(capacity.capacity_bytes)
     power = int(math.log(max(room, 1), 1000))
     ways: list[tuple[float, float, tuple[str, ...]]] = [
@@ -282,13 +282,13 @@ def _held(
             (held.tokens, 1, "a token") if figure.counts == "tokens" else (held.sessions, tokens, f"{tokens:,} tokens")
         )
         yield Reading(fits, number)
-        # Few digits agree with many conventions, so no two are combined.
+        # Few digits agree with many conventions, so conventions are not combined.
         for total, size, steps in ways:
             yield Reading(f"the bytes of {name} / {unit}", total // (size * length) if size else 0, steps)
 
 
 def session_name(tokens: int, users: int) -> str:
-    """Sessions in words."""
+    """Describe sessions in words."""
     return f"{users:,} x {tokens:,} tokens" if users > 1 else f"{tokens:,} tokens"
 
 

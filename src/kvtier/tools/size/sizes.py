@@ -1,8 +1,8 @@
-"""KV size of a model: per token, session, rank and chunk, and what fits into GPU memory or a tier.
+"""Compute the KV size of a model per token, session, rank and chunk, and the sessions that fit into memory or a tier.
 
-Two sizes are given wherever they differ. The *minimum* is what the model can still read: one copy, and in a window the
-last tokens. The *stored* size is what an engine or store needs if it keeps every layer for every token, with the copies
-of tensor parallelism.
+There are two sizes wherever they differ. The *minimum* covers the KV that the model can still read: one copy, and only
+the last tokens of a window. The *stored* size covers every layer of every token, with the copies of tensor parallelism:
+the need of an engine or store that keeps everything.
 """
 
 import math
@@ -36,13 +36,13 @@ from kvtier.tools.size.model import Model, model
 CHUNK_TOKENS = 256
 CHUNK_TOKENS_MAX = 1 << 20
 SESSIONS_MAX = 10**12
-"""The most tokens of a session, and the most users."""
+"""Most tokens of a session, and most users."""
 TP_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """Bytes of all layers with the same cache together, for one copy of one sequence."""
+    """Bytes of all layers with equal caches together, for one copy of one sequence."""
 
     cache: LayerCache
     count: int
@@ -50,9 +50,9 @@ class LayerSize:
     bytes_per_token: float
     """Bytes per token inside the window; 0 for a state."""
     bytes_per_session: float
-    """Bytes that do not depend on the length: a full window, a state."""
+    """Bytes that do not depend on the length, of a full window or a state."""
     formula: str
-    """The formula with its numbers: ``36 layers x 2 x 8 x 128 x 2 B``."""
+    """The formula with numbers: ``36 layers x 2 x 8 x 128 x 2 B``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class ObjectSize:
     """One stored object: one KV group of one chunk on one rank."""
 
     rule: str
-    """Rule by which it is valid: ``history``, ``window 128``, or ``state``."""
+    """Rule by which the object is valid: ``history``, ``window 128``, or ``state``."""
     layers: int
-    """Caches in it."""
+    """Number of caches in the object."""
     bytes: int
     """Bytes of the caches, without padding."""
     padded_bytes: int
@@ -72,7 +72,7 @@ class ObjectSize:
 
     @property
     def overhead(self) -> float:
-        """Stored bytes beyond the plain ones, as a share of the plain ones: 0.01 is one per cent."""
+        """Additional stored bytes as a share of the plain bytes: 0.01 is one per cent."""
         return self.frame_bytes / self.bytes - 1
 
 
@@ -87,12 +87,12 @@ class Total:
     bytes: float
     """Stored size: every layer for every token, on all ranks."""
     bytes_minimum: float
-    """Minimum size: one copy, and windows forget."""
+    """Minimum size: one copy, and only the last tokens of windows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvSize:
-    """Sizes in bytes of one model, in one format, on one arrangement of ranks. `of` makes it."""
+    """Sizes in bytes of one model, in one format, on one arrangement of ranks. `of` computes them."""
 
     model: Model
     form: Format
@@ -107,22 +107,22 @@ class KvSize:
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """Bytes per token of every layer with a token axis: all heads, one copy."""
+        """Bytes per token of all layers with a token axis, for all heads and one copy."""
         return sum(layer.bytes_per_token for layer in self.layers)
 
     @cached_property
     def bytes_per_token_growing(self) -> float:
-        """Bytes per token of layers without a window: what one more token costs in a long context."""
+        """Bytes per token of layers without a window: the cost of one more token in a long context."""
         return sum(layer.bytes_per_token for layer in self.layers if layer.cache.window is None)
 
     @cached_property
     def bytes_per_session_constant(self) -> float:
-        """Bytes of full windows and states, the part of a session that does not grow."""
+        """Bytes of full windows and states, which do not grow with a session."""
         return sum(layer.bytes_per_session for layer in self.layers)
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of one snapshot of all states, which is valid only at the boundary where it was taken."""
+        """Bytes of one snapshot of all states. A snapshot is valid only at its own boundary."""
         return sum(count * cache.state_bytes for cache, count in self.model.runs)
 
     @cached_property
@@ -137,17 +137,17 @@ class KvSize:
 
     @cached_property
     def storing_ranks(self) -> int:
-        """Ranks of a stage that store the KV of a token in tiers: the first of those with equal parts stores for all.
+        """Ranks of a stage that store a token's KV in tiers. Of ranks with equal parts, the first stores for all.
 
-        kvtier's vLLM connector knows that parts are equal only if all layers have the same number of KV heads (ADR 14,
-        ADR 30). States have no heads in its sense, so every rank stores its own.
+        kvtier's vLLM connector detects equal parts only if all layers have the same number of KV heads (ADR 14, ADR
+        30). The connector counts no heads of states, so every rank stores its own state.
         """
         heads = {cache.kv_heads or 1 for cache, _ in self.model.runs if cache.parts}
         return min(self.tp, *heads) if len(heads) == 1 else self.tp
 
     @property
     def named_sizes(self) -> list[tuple[str, float]]:
-        """Name and bytes of each size of a token or session that differs from those before it."""
+        """Name and bytes of each size of a token or session that differs from the preceding sizes."""
         growing = self.bytes_per_token_growing
         is_mixed = growing not in {0, self.bytes_per_token}
         rows = (
@@ -169,8 +169,8 @@ class KvSize:
     def stored_share(self, loss: Loss) -> float:
         """Return the share of a token's raw bytes that a tier stores for an engine with this class (`store.loss`).
 
-        The class applies to keys and values of full attention that have 16 or 32 bits per number. Frames' heads and
-        the first tokens of a prompt, which stay exact, are not counted: they are less than 1 % of the raw bytes.
+        The class applies to keys and values of full attention with 16 or 32 bits per number. The share leaves out frame
+        heads, and the first tokens of a prompt, which stay exact: both are less than 1 % of the raw bytes.
         """
         raw = stored = 0.0
         for cache, count in self.model.runs:
@@ -189,7 +189,7 @@ class KvSize:
 
     @property
     def chunk_bytes_per_rank(self) -> int:
-        """Plain bytes of a chunk on the fullest rank: all KV groups with a token axis, without padding or states."""
+        """Plain bytes of a chunk on the fullest rank, for KV groups with a token axis, without padding or states."""
         return sum(each.bytes for each in self.objects if each.rule != "state")
 
     @cached_property
@@ -213,9 +213,9 @@ class KvSize:
     def rank_session_bytes(self, stage: int, tokens: float, in_flight: int = 0) -> float:
         """Return the bytes that one session of `tokens` takes on a rank of `stage`.
 
-        vLLM has `in_flight` tokens in its current steps. A windowed layer forgets whole blocks when a step is done. A
-        state is kept twice: as of now, and as of the last boundary. Source: `SlidingWindowSpec` and `MambaSpec` of vLLM
-        0.32, with prefix caching.
+        vLLM has `in_flight` tokens in its current steps. A windowed layer drops whole blocks at the end of a step. vLLM
+        keeps two copies of a state: the current one, and that of the last boundary. Source: `SlidingWindowSpec` and
+        `MambaSpec` of vLLM 0.32, with prefix caching.
         """
         caches = Counter(cache for layer in self.stages[stage] for cache in self.model.layers[layer])
         return sum(
@@ -228,7 +228,7 @@ class KvSize:
         )
 
     def session_bytes(self, tokens: int) -> float:
-        """Minimum bytes of one session of `tokens`: one copy, only the last tokens of windows, and states once."""
+        """Return the minimum bytes of a session of `tokens`: one copy, the last tokens of windows, and one state."""
         held = sum(
             layer.bytes_per_token * (tokens if layer.cache.window is None else min(tokens, layer.cache.window))
             for layer in self.layers
@@ -236,7 +236,7 @@ class KvSize:
         return held + self.state_bytes
 
     def session_bytes_stored(self, tokens: int) -> float:
-        """Return the bytes of one session of `tokens` on all ranks if every layer keeps every token, and one state."""
+        """Return the bytes of one session of `tokens` on all ranks, with every token of every layer and one state."""
         return self.bytes_per_token_stored * tokens + self.state_bytes_stored
 
     def total(self, tokens: int, users: int) -> Total:
@@ -265,9 +265,9 @@ def of(
 
     Args:
         what: a model, or an argument of `model`.
-        dtype: format of the KV, in the words of `parse_dtype`.
+        dtype: format of the KV, as `parse_dtype` takes it.
         index_dtype: format of the keys of indexers, if it differs.
-        tp: tensor-parallel ranks. Each holds whole heads. Ranks beyond the KV heads hold copies; every rank holds the
+        tp: tensor-parallel ranks. Each holds whole heads. Ranks beyond the KV heads hold copies. Every rank holds the
             whole of a latent.
         pp: pipeline stages.
         chunk_tokens: number of tokens per stored chunk.
@@ -290,7 +290,7 @@ def of(
     if not 1 <= chunk_tokens <= CHUNK_TOKENS_MAX:
         raise ConfigError(f"chunk-tokens: {chunk_tokens} is not allowed; it must be from 1 to {CHUNK_TOKENS_MAX}")
     kv = KvSize(model=found, form=form, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
-    _ = kv.objects  # refuse a chunk too large for a frame before anything is printed
+    _ = kv.objects  # refuses a chunk that is too large for a frame, before anything is printed
     return kv
 
 
@@ -337,9 +337,9 @@ def _term(part: TokenPart, form: Format) -> str:
 
 
 def pipeline_stages(layer_count: int, pp: int) -> tuple[range, ...]:
-    """Layers of each of `pp` stages: equal shares, the rest to the later stages but not to the last.
+    """Return the layers of each of `pp` stages: equal shares, with the rest in later stages except the last.
 
-    As in vLLM 0.32 (`get_pp_indices`).
+    Source: `get_pp_indices` of vLLM 0.32.
     """
     shares = [layer_count // pp] * pp
     for stage in range(2, layer_count % pp + 2):
@@ -360,7 +360,7 @@ def _rank_objects(
         if cache.state:
             groups.setdefault(State(), []).append(math.ceil(cache.rank_state_bytes(tp)))
     largest = max(sum(sizes) for sizes in groups.values()) if groups else 0
-    if largest > SECTIONS_MAX * SECTION_BYTES_MAX:  # checked here: a list of all sections might exhaust memory
+    if largest > SECTIONS_MAX * SECTION_BYTES_MAX:  # checked here, because a list of all sections might exhaust memory
         raise ConfigError(f"chunk-tokens: {chunk_tokens} tokens make too large a chunk: {exact(largest)} bytes")
     try:
         return tuple(
@@ -378,7 +378,7 @@ def _object_size(group: GroupLayout) -> ObjectSize:
 
 
 def reasons(kv: KvSize) -> list[str]:
-    """Return sentences that explain the sizes, the most important first: windows, states, copies, stages, alignment."""
+    """Return sentences that explain the sizes by windows, states, copies, stages and alignment, in this order."""
     windows = " or ".join(f"{each:,}" for each in sorted({cache.window for cache, _ in kv.model.runs if cache.window}))
     found: list[str] = []
     if windows and kv.bytes_per_token_growing:
@@ -417,7 +417,7 @@ def reasons(kv: KvSize) -> list[str]:
 
 
 def _copied(kv: KvSize) -> list[str]:
-    """Clauses that name the copies of tensor parallelism."""
+    """Return clauses that name the copies of tensor parallelism."""
     whole_of = {"mla": "latent", "compressed": "latent", "indexer": "index key"}
     caches = [cache for cache, _ in kv.model.runs]
     whole = {whole_of[cache.kind] for cache in caches if cache.kind in whole_of}
@@ -428,31 +428,31 @@ def _copied(kv: KvSize) -> list[str]:
 
 
 GPU_MEMORY_SHARE = 0.92
-"""Share of GPU memory that the engine takes: the default of gpu_memory_utilization in vLLM 0.32."""
+"""Share of GPU memory that the engine takes. Source: the default of gpu_memory_utilization in vLLM 0.32."""
 GPU_OTHER_BYTES = 3_758_096_384
-"""GPU memory for activations and libraries: NVIDIA AIConfigurator, system files, 2026-08-21."""
+"""GPU memory for activations and libraries. Source: NVIDIA AIConfigurator, system files, 2026-08-21."""
 WEIGHT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5625}
-"""Bytes per weight; fp4 includes a one-byte scale for every 16 weights (NVFP4)."""
+"""Bytes per weight. fp4 includes a one-byte scale for every 16 weights (NVFP4)."""
 
 
 class HeldSessions(NamedTuple):
-    """Sessions of one length that fit."""
+    """The sessions of one length that fit."""
 
     session_tokens: int
     sessions: int
-    """Whole sessions."""
+    """Number of whole sessions."""
     tokens: int
-    """Tokens of all sessions that fit; the last session may fit only in part."""
+    """Tokens of all sessions that fit. The last session may fit only in part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuCapacity:
-    """The KV that fits beside the weights on GPUs of one kind."""
+    """The KV that fits on GPUs of one kind, in addition to the weights."""
 
     kv: KvSize
     gpus: int
     replicas: int
-    """Copies of the model; each has all ranks and stages."""
+    """Copies of the model. Each copy has all ranks and stages."""
     memory_bytes: float
     """Memory of one GPU."""
     weight_bytes: float
@@ -460,7 +460,7 @@ class GpuCapacity:
     rank_bytes: tuple[float, ...]
     """Bytes left for KV on a GPU of each stage."""
     in_flight_tokens: int
-    """Tokens of all steps under way; windowed layers keep them beside their windows."""
+    """Tokens of all current steps. Windowed layers keep these tokens in addition to their windows."""
 
     @property
     def kv_bytes(self) -> float:
@@ -468,7 +468,7 @@ class GpuCapacity:
         return self.replicas * self.kv.tp * sum(self.rank_bytes)
 
     def held(self, tokens: int) -> HeldSessions:
-        """Count concurrent sessions of `tokens`, as vLLM's log does. The fullest stage of a copy is the limit."""
+        """Count concurrent sessions of `tokens` like vLLM's log. The fullest stage of a copy is the limit."""
         needed = (self.kv.rank_session_bytes(stage, tokens, self.in_flight_tokens) for stage in range(self.kv.pp))
         of_copy = min((left / need for left, need in zip(self.rank_bytes, needed, strict=True) if need), default=0.0)
         return HeldSessions(tokens, self.replicas * int(of_copy), int(self.replicas * of_copy * tokens))
@@ -478,16 +478,16 @@ class GpuCapacity:
 class TierCapacity:
     """The KV that fits into the bytes of a tier as kvtier stores it, with headers and padding.
 
-    Ranks that hold the same KV store it once.
+    Ranks with equal KV store it once.
     """
 
     kv: KvSize
     capacity_bytes: int
     drive_bytes: int | None = None
-    """Capacity of the drives that are filled to `capacity_bytes`; None if these bytes were given."""
+    """Capacity of the drives, of which `capacity_bytes` are filled; None if these bytes were given."""
 
     def held(self, tokens: int) -> HeldSessions:
-        """Count sessions of `tokens`. Each has whole chunks and one snapshot of the states, or is not stored."""
+        """Count sessions of `tokens`. Each has whole chunks and a snapshot of the states, or is not stored."""
         chunks, chunk_tokens = tokens // self.kv.chunk_tokens, self.kv.chunk_tokens
         chunk, state = (
             ranks * sum(it.frame_bytes for stage in self.kv.stage_objects for it in stage if keep(it.rule))
@@ -501,21 +501,21 @@ class TierCapacity:
 
 
 def in_flight_by_default(memory_bytes: float, pp: int) -> int:
-    """Return the tokens of all current steps: `pp` + 1 times the max_num_batched_tokens that vLLM 0.32 defaults to."""
+    """Return the tokens of all current steps: `pp` + 1 times the default max_num_batched_tokens of vLLM 0.32."""
     return (pp + 1) * (16_384 if memory_bytes >= 160 << 30 else 8192 if memory_bytes >= 70 << 30 else 2048)
 
 
 def gpu_capacity(
     kv: KvSize, memory_bytes: float, gpus: int, weight_bytes: float, in_flight_tokens: int | None = None
 ) -> GpuCapacity:
-    """Compute what fits beside the weights on `gpus` GPUs.
+    """Compute the KV that fits on `gpus` GPUs in addition to the weights.
 
     Args:
         kv: the sizes of the model's KV.
         memory_bytes: memory of one GPU.
         gpus: number of GPUs.
         weight_bytes: weights of one copy of the model.
-        in_flight_tokens: tokens of all steps under way; by default `in_flight_by_default`.
+        in_flight_tokens: tokens of all current steps; the default is `in_flight_by_default`.
 
     Raises:
         ConfigError: the ranks do not divide the GPUs, or the weights leave no room.

@@ -1,8 +1,8 @@
-"""Says what the layout of prompts costs a prefix cache, and what a better one would save.
+"""Computes what the layout of prompts costs a prefix cache, and what a better layout would save.
 
-All figures assume an unbounded cache. A *cut* is where a prompt stops being equal to an earlier one. Ids that name
-whole prefixes show cuts, but not whether the blocks behind them hold a text that was seen before. Texts, components and
-ids that name contents show that too.
+All figures assume an unbounded cache. A *cut* is the point at which a prompt begins to differ from an earlier one. Ids
+of whole prefixes show cuts, but not whether the blocks after a cut contain a known text. Texts, components and ids of
+contents show both.
 """
 
 from collections import Counter, defaultdict
@@ -19,23 +19,23 @@ from kvtier.tools.trace.formats.base import Contents
 from kvtier.tools.trace.part_order import Order, best_order, parts_of
 
 CONTENTS_LEAST = 0.01
-"""Ids name contents if at least this share of the accesses follow a different block than before."""
+"""Ids name contents if at least this share of the accesses follows another block than before."""
 SIMILAR = (0.8, 1.25)
-"""A prompt is about as long as another if the ratio of their blocks is in this range."""
+"""Two prompts are about equally long if the ratio of their numbers of blocks is in this range."""
 EARLY = 0.5
 """A cut is early if it lies in the first half of the earlier prompt."""
 LOST_TOKENS = 128
-"""A cut loses more than this, and more than the last, partial block."""
+"""A cut must lose more tokens than this, and more than the last, partial block."""
 RETURNS = 0.1
 """A session alternates between heads if at least this share of its requests return to an earlier first block."""
 WINDOW_TOKENS = 32
-"""Tokens of a text count as seen if a window of this size in an earlier text holds them."""
+"""Tokens of a text count as seen if an earlier text contains a window of this size around them."""
 HEAD_TOKENS = 16
-"""The first tokens of a text name its head."""
+"""Number of first tokens of a text that identify the text's head."""
 CONVERSATION_TOKENS = 256
-"""The first tokens of a text name its session, if it has none."""
+"""Number of first tokens of a text that identify the session, if the text has none."""
 SEEN_MAX = 1 << 24
-"""Windows or parts that are remembered. Later ones are not, so repetition may be understated."""
+"""Most windows or parts that are remembered. Later ones are not, so repetition may be understated."""
 CHUNKS = (1, 2, 4, 8, 16)
 EXAMPLES = 3
 LINE_CHARACTERS = 90
@@ -55,7 +55,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Tokens that are computed again for one reason."""
+    """The tokens that are computed again for one reason."""
 
     count: int
     """Number of requests."""
@@ -66,7 +66,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutLines:
-    """Two versions of the line in which a cut lies, from the earlier and from the later prompt."""
+    """The line of a cut in two versions, of the earlier and of the later prompt."""
 
     at_tokens: int
     before: str
@@ -75,39 +75,39 @@ class CutLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyCuts(Cost):
-    """Requests that are about as long as the one before, but share much less with it."""
+    """Requests that are about as long as the preceding one, but share much less with it."""
 
     sessions: int
     is_certain: bool
-    """If false, some requests have no session, so they may belong to other conversations."""
+    """Whether all pairs belong together. If not, some requests lack a session and may be of other conversations."""
     at_tokens: tuple[int, ...]
-    """Tokens before the cut: the quantiles 10, 25, 50, 75 and 90 %."""
+    """Tokens before the cut, as quantiles at 10, 25, 50, 75 and 90 %."""
     examples: tuple[CutLines, ...]
-    """The most expensive cuts; none without texts."""
+    """The most expensive cuts; empty without texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads(Cost):
-    """Repeated text that stood behind another head before."""
+    """Repeated text that followed another head before."""
 
     heads: int
     is_measured: bool
-    """If false, the figures are derived from lengths, because ids name whole prefixes."""
+    """Whether contents were compared. Otherwise the figures follow from lengths, because ids name whole prefixes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound(Cost):
-    """Upper bound of what only reuse without a common prefix could save."""
+    """Upper bound of the savings that only reuse without a common prefix could bring."""
 
     is_measured: bool
-    """If false, these are all misses that nothing above explains, because ids name whole prefixes."""
+    """Whether contents were compared. Otherwise all unexplained misses count, because ids name whole prefixes."""
     repeated_share_of_misses: float
-    """This includes what a better layout would save."""
+    """Repeated tokens as a share of the misses, including those that a better layout would save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What the layout of a trace's prompts costs."""
+    """The cost of the layout of a trace's prompts."""
 
     trace: str
     requests: int
@@ -119,7 +119,7 @@ class Advice:
     heads: Heads
     order: Order
     chunks: tuple[tuple[int, float], ...]
-    """Hit rate by tokens per chunk."""
+    """Pairs of tokens per chunk and hit rate."""
     bound: Bound
 
 
@@ -132,12 +132,12 @@ class _Cut(NamedTuple):
 
 
 def advise(trace: TraceArrays, prompts: Sequence[Prompt], separator: str = "") -> Advice:
-    """Compute what the layout of a trace's prompts costs.
+    """Compute the cost of the layout of a trace's prompts.
 
     Args:
         trace: the trace, with blocks.
         prompts: the rest of each request, in the order of the trace.
-        separator: what separates the parts of a text; if empty, texts have no known parts.
+        separator: separator of the parts of a text. If it is empty, texts have no known parts.
     """
     block, inputs = trace.block_tokens, np.asarray(trace.input_tokens, np.int64)
     contents = [it.contents for it in prompts]
@@ -193,16 +193,16 @@ def advise(trace: TraceArrays, prompts: Sequence[Prompt], separator: str = "") -
 class _Found(NamedTuple):
     cuts: list[_Cut]
     behind_heads: list[int]
-    """Tokens that stood behind another head, for each request that has any."""
+    """Tokens that followed another head before, for each request with such tokens."""
     heads: int
     repeated: list[int]
-    """For each request, the missed tokens that may have been seen before."""
+    """The missed tokens of each request that may have been seen before."""
 
 
 def _by_contents(
     trace: TraceArrays, hits: Column, hit_tokens: Column, models: Sequence[str | None], contents: Sequence[Contents]
 ) -> _Found:
-    """Find what contents show. A cut counts if at least half of its cost repeats."""
+    """Analyse contents. A cut counts if at least half of its cost repeats."""
     heads = [_start(it, HEAD_TOKENS) for it in contents]
     pairs = zip(trace.session.tolist(), contents, strict=True)
     names = [name if name >= 0 else -2 - _start(it, CONVERSATION_TOKENS) for name, it in pairs]
@@ -225,7 +225,7 @@ def _by_contents(
 def _by_prefixes(
     trace: TraceArrays, hits: Column, hit_tokens: Column, models: Sequence[str | None], _: Sequence[Contents]
 ) -> _Found:
-    """Find what ids of whole prefixes show. The first block is the head."""
+    """Analyse ids of whole prefixes. The first block is the head."""
     heads = [int(it[0]) if len(it) else -1 for it in _requests(trace)]
     names: list[int] = trace.session.tolist()
     alternating = _alternating(names, heads)
@@ -245,13 +245,13 @@ def _requests(trace: TraceArrays) -> Iterator[Column]:
 
 
 def _prints(ids: Column) -> Prints:
-    """Return a fingerprint of each prefix of `ids`, the empty one first, modulo 2^64."""
+    """Return a fingerprint modulo 2^64 of each prefix of `ids`, the empty prefix first."""
     factors = np.cumprod(np.full(len(ids), _INVERSE, np.uint64))
     return np.concatenate((np.zeros(1, np.uint64), np.cumsum((ids.astype(np.uint64) + np.uint64(7)) * factors)))
 
 
 def _windows(prints: Prints, width: int) -> Prints:
-    """Return a fingerprint of each window of `width` ids, wherever it is."""
+    """Return a fingerprint of each window of `width` ids. It does not depend on the window's position."""
     count = max(0, len(prints) - width)
     factors = np.cumprod(np.full(count, _FACTOR, np.uint64))
     return (prints[width:] - prints[:count]) * factors
@@ -265,14 +265,14 @@ def _chained(trace: TraceArrays) -> TraceArrays:
 
 
 def _common(one: Column, other: Column) -> int:
-    """Return the number of equal leading ids."""
+    """Return the number of leading ids that are equal in both."""
     count = min(len(one), len(other))
     differ = one[:count] != other[:count]
     return int(np.argmax(differ)) if differ.any() else count
 
 
 def _leading(trace: TraceArrays) -> Column:
-    """Return the leading blocks that each request finds in an unbounded cache."""
+    """Return the number of leading blocks that each request finds in an unbounded cache."""
     is_seen, hits = np.zeros(trace.block_count, np.bool_), np.zeros(len(trace), np.int64)
     for request, ids in enumerate(_requests(trace)):
         seen = is_seen[ids]
@@ -286,9 +286,9 @@ def _cuts(
 ) -> Iterator[_Cut]:
     """Yield the early cuts.
 
-    A request is compared with the one before in its session. Without a session it is compared with its source, or else
-    with the nearest earlier request. A cut costs the blocks behind it that are missed, and no more than the earlier
-    prompt had there.
+    A request is compared with the preceding one in its session. Without a session it is compared with its source, or
+    else with the nearest earlier request. A cut costs the missed blocks after it, but no more than the earlier prompt
+    had there.
     """
     block, latest = trace.block_tokens, dict[int, int]()
     for request, (ids, name) in enumerate(zip(_requests(trace), trace.session.tolist(), strict=True)):
@@ -319,7 +319,7 @@ def _alternating(names: Sequence[int], heads: Sequence[int]) -> set[int]:
 def _behind_heads(
     trace: TraceArrays, hit_tokens: Column, heads: Sequence[int], alternating: set[int]
 ) -> dict[int, int]:
-    """Return for requests of alternating sessions the missed tokens within the length of a prompt with another head."""
+    """Map requests of alternating sessions to the missed tokens within the length of a prompt with another head."""
     longest = {name: dict[int, int]() for name in alternating}
     out: dict[int, int] = {}
     for request, (name, head) in enumerate(zip(trace.session.tolist(), heads, strict=True)):
@@ -333,10 +333,10 @@ def _behind_heads(
 
 
 class _Repeated:
-    """Finds what prompts repeat of earlier prompts and answers, beyond what a prefix cache finds.
+    """Finds the tokens of earlier prompts and answers that prompts repeat, except those that a prefix cache finds.
 
-    A head is the start of a prompt. A text stands behind two heads if a session alternates between them, or if each of
-    them begins several sessions.
+    A head is the start of a prompt. A text follows two heads if a session alternates between the heads, or if each
+    head begins several sessions.
 
     Args:
         contents: contents of each request.
@@ -360,20 +360,20 @@ class _Repeated:
             users[head].add(name)
         self._is_common = {head: len(it) > 1 for head, it in users.items()}
         self._seen: dict[int, int] = {}
-        """The latest request with each window or part."""
+        """The number of the latest request with each window or part."""
         self._prefixes: set[int] = set()
         self.tokens: list[int] = []
         """Repeated tokens of each request."""
         self.behind_heads: list[int] = []
-        """Repeated tokens that stood behind another head before."""
+        """Repeated tokens of each request that followed another head before."""
         self.sources: list[int] = []
-        """The request that has most of the repeated tokens, or -1."""
+        """The earlier request that has most of the repeated tokens of each request, or -1."""
         self.heads: set[int] = set()
         for request, hit in enumerate(hit_tokens.tolist()):
             self._add(request, hit, is_alternating=names[request] in alternating)
 
     def measured(self, cut: _Cut) -> _Cut:
-        """Return a cut where the contents differ, with no more tokens than are repeated."""
+        """Move a cut to the point at which contents differ, and limit its tokens to the repeated ones."""
         one, other = self._contents[cut.request], self._contents[cut.before]
         shared = _common(one.ids, other.ids)
         place = int(one.tokens[:shared].sum()) if len(one.tokens) else shared
@@ -385,7 +385,7 @@ class _Repeated:
         width = WINDOW_TOKENS if is_text else 1
         prints = _prints(np.concatenate((contents.ids, contents.answer)))
         tokens = np.ones(count, np.int64) if is_text else contents.tokens
-        if is_text:  # a prefix cache also finds answers
+        if is_text:  # because a prefix cache also finds answers
             chained = prints[HEAD_TOKENS::HEAD_TOKENS].tolist()
             run = next((n for n, it in enumerate(chained) if it not in self._prefixes), len(chained))
             hit_tokens = max(hit_tokens, min(HEAD_TOKENS * run, count))
@@ -414,7 +414,7 @@ def _start(contents: Contents, tokens: int) -> int:
 
 
 def _covered(is_found: Sequence[bool], low: int, width: int, count: int) -> npt.NDArray[np.bool_]:
-    """Return which of `count` ids lie in a window that was found. The first window starts at `low`."""
+    """Return which of `count` ids lie in a found window. The first window starts at `low`."""
     steps = np.zeros(count + 1, np.int64)
     starts = np.flatnonzero(is_found) + low
     np.add.at(steps, starts, 1)
@@ -432,7 +432,7 @@ def _examples(cuts: Sequence[_Cut], contents: Sequence[Contents | None]) -> Iter
 
 
 def _line(text: str, place: int) -> str:
-    """Return the line around `place`, shortened around it."""
+    """Return the line around `place`, shortened on both sides of `place`."""
     start = max(text.rfind("\n", 0, place) + 1, place - LINE_CHARACTERS // 2)
     end = text.find("\n", place)
     return text[start : min(len(text) if end < 0 else end, start + LINE_CHARACTERS)]

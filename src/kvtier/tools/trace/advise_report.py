@@ -1,4 +1,4 @@
-"""Makes the report of `kvtier trace advise`: the change that saves most, all changes, and where they lie."""
+"""Builds the report of `kvtier trace advise`: the change that saves most, all changes, and their places."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from kvtier.tools.charts.report import PageSection, Report
 from kvtier.tools.trace.advise import QUANTILES, Advice, Cost
 
 FINDING_LEAST = 0.01
-"""A change is mentioned if it saves at least this share of the misses."""
+"""Least share of the misses that a change must save to be mentioned."""
 
 
 class _Change(NamedTuple):
@@ -26,15 +26,15 @@ class _Change(NamedTuple):
 
 
 class PlanCost(NamedTuple):
-    """What a plan says about the cost of computing tokens."""
+    """The cost of computing tokens in a plan."""
 
     gpu_s_per_token: float
     price_per_gpu_hour: float | None
-    """None if the plan has no prices."""
+    """Price of an hour of one GPU; None if the plan has no prices."""
     currency: str
 
     def of(self, tokens: int) -> dict[str, float | None]:
-        """Return the GPU seconds that computing `tokens` takes, and their cost."""
+        """Return the GPU seconds for computing `tokens`, and the cost of these seconds."""
         gpu_s = tokens * self.gpu_s_per_token
         return {"gpu_s": gpu_s, "cost": self.price_per_gpu_hour and gpu_s / 3600 * self.price_per_gpu_hour}
 
@@ -43,7 +43,7 @@ def read_plan(path: Path) -> PlanCost:
     """Read the output of `kvtier plan --json`.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or has other contents.
     """
     with suppress(OSError, ValueError, RecursionError):
         match json.loads(path.read_text(encoding="utf-8")):  # pyright: ignore[reportMatchNotExhaustive]
@@ -59,7 +59,7 @@ def read_plan(path: Path) -> PlanCost:
 
 
 def advice_json(advice: Advice, plan: PlanCost | None) -> dict[str, Any]:
-    """Return a trace's advice as plain values. With a plan, these include what each change saves."""
+    """Return a trace's advice as plain values. With a plan, they include the saving of each change."""
     return asdict(advice) | (
         {}
         if plan is None
@@ -73,12 +73,12 @@ def advice_json(advice: Advice, plan: PlanCost | None) -> dict[str, Any]:
 
 
 def advice_report(advice: Advice, notes: Sequence[str], plan: PlanCost | None = None) -> Report:
-    """Return the report of a trace's advice.
+    """Build the report of a trace's advice.
 
     Args:
         advice: the advice.
-        notes: say how the trace was read.
-        plan: what computing tokens costs. None leaves out costs.
+        notes: sentences on how the trace was read.
+        plan: cost of computing tokens. None leaves out costs.
     """
     *changes, _ = shown = _shown(advice)
     shares = [it.saved.share_of_misses for it in shown]
@@ -139,7 +139,7 @@ def advice_report(advice: Advice, notes: Sequence[str], plan: PlanCost | None = 
 
 
 def _shown(advice: Advice) -> list[_Change]:
-    """Return the changes, the largest saving first, and then what none of them can save."""
+    """Return the changes, the largest saving first, and then the misses that none of them can save."""
     changes = sorted(_changes(advice), key=lambda it: -it.saved.tokens)
     return [*changes, _Change("no prefix", "only reuse without a common prefix, at most", advice.bound)]
 
@@ -172,7 +172,7 @@ def _answer(advice: Advice, changes: Sequence[_Change]) -> str:
 
 
 def _limits(advice: Advice) -> Iterator[str]:
-    """Yield what the trace does not show."""
+    """Yield sentences on what the trace does not show."""
     if not advice.bound.is_measured:
         yield (
             "The ids name whole prefixes. They show neither the parts of prompts nor text that repeats behind a cut. "

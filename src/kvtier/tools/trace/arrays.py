@@ -1,9 +1,9 @@
-"""A whole trace as numpy columns, which are in memory or, if large, in temporary files.
+"""A whole trace as numpy columns. Small columns are in memory, large ones in temporary files.
 
-Blocks are numbered 0, 1, 2, ... Reading takes memory for distinct blocks only. Accesses take four bytes each, and
-go to a temporary file if there are many.
+Blocks are numbered 0, 1, 2, ... Reading takes memory only for distinct blocks. Accesses take four bytes each, and many
+of them go to a temporary file.
 
-A trace is written as request lines, the format that most tools read.
+A trace is written in the form of request lines, which most tools read.
 """
 
 import gzip
@@ -30,14 +30,14 @@ Column = npt.NDArray[Any]
 
 NEXT_TURNS = tuple(NextTurn)
 MEMORY_BYTES_MAX = 64 << 20
-"""Larger columns go to a file."""
+"""Largest column that stays in memory. Larger ones go to a file."""
 BLOCKS_MAX = 1 << 30
 ACCESSES_MAX = 1 << 32
-"""Maximum number of blocks in all requests; they take 16 GiB in a temporary file."""
+"""Most blocks in all requests. They take 16 GiB in a temporary file."""
 _DENSE_MIN = 1 << 22
-"""A table of all ids may have this size however few accesses there are."""
+"""Size that a table of all ids may always have, however few accesses there are."""
 _SPARSE = 2
-"""Above this ratio of ids to accesses, ids are sorted, because a table of all ids would be mostly empty."""
+"""Largest ratio of ids to accesses for a table of all ids. Above it the table would be sparse, so ids are sorted."""
 _STEP = 1 << 16
 """Values in one vectorized step."""
 _NAMES = ("ids", "starts", "time_s", "input_tokens", "output_tokens", "session", "turn", "next_turn", "parents")
@@ -53,11 +53,11 @@ class TraceArrays:
     ids: Column
     """int32: the blocks of all requests."""
     starts: Column
-    """int64: where each request's blocks start, and the end. One entry more than requests."""
+    """int64: the start of each request's blocks, and a last entry for the end."""
     time_s: Column
-    """float64: never decreasing."""
+    """float64: time of each request in seconds, never decreasing."""
     input_tokens: Column
-    """int32: like `output_tokens`."""
+    """int32: tokens of each prompt. `output_tokens` has the same type."""
     output_tokens: Column
     session: Column
     """int32: number of the session, or -1 for none."""
@@ -66,11 +66,11 @@ class TraceArrays:
     next_turn: Column
     """int8: index in `NEXT_TURNS`, or -1 if unknown."""
     parents: Column
-    """int32: for each block the one before it in its prefix, or -1 for a first block."""
+    """int32: the preceding block of each block in its prefix, or -1 for a first block."""
     notes: tuple[str, ...]
     """Sentences on how the trace was read."""
     warnings: tuple[str, ...]
-    """What is wrong with the trace."""
+    """Sentences on what is wrong with the trace."""
     prefix_violations: int
     """Accesses to a block whose parent differs from its first parent."""
 
@@ -84,7 +84,7 @@ class TraceArrays:
 
     @property
     def unique_tokens(self) -> int:
-        """Tokens of all distinct blocks, where each block counts whole."""
+        """Tokens of all distinct blocks. Each block counts as a whole one."""
         return self.block_count * self.block_tokens
 
     def blocks(self, request: int) -> Column:
@@ -100,7 +100,7 @@ class TraceArrays:
 
     @classmethod
     def load(cls, folder: Path) -> "TraceArrays":
-        """Read what `save` wrote. Columns are memory-mapped, so processes share one copy."""
+        """Read the output of `save`. Columns are memory-mapped, so processes share one copy."""
         rest: dict[str, Any] = json.loads((folder / "rest.json").read_text(encoding="utf-8"))
         rest["notes"], rest["warnings"] = tuple(rest["notes"]), tuple(rest["warnings"])
         columns: dict[str, Any] = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _NAMES}
@@ -108,7 +108,7 @@ class TraceArrays:
 
 
 class _GrowingColumn:
-    """An append-only column, which stays in memory until it is large."""
+    """An append-only column. It stays in memory until it is large."""
 
     def __init__(self, kind: npt.DTypeLike) -> None:
         self._kind = np.dtype(kind)
@@ -136,7 +136,7 @@ def read_arrays(
 
     Args:
         reader: the reader from `open_trace`.
-        is_strict: raise warnings as errors, except doubts about a unit that the user gave.
+        is_strict: treat warnings as errors, except doubts about a unit that the user gave.
         each: called with each request, in the order of the arrays.
 
     Raises:
@@ -265,9 +265,9 @@ def _check(name: str, request: TraceRequest) -> None:
 
 
 def _renumber(ids: Column, lowest: int, highest: int) -> int:
-    """Return the number the blocks in place from 0 without gaps, in the order of their ids.
+    """Number the blocks in place from 0 without gaps, in the order of their ids.
 
-    Return how many there are.
+    Return the number of distinct blocks.
     """
     if highest - lowest >= _SPARSE * max(len(ids), _DENSE_MIN):
         known = np.unique(ids)
@@ -287,7 +287,7 @@ def _renumber(ids: Column, lowest: int, highest: int) -> int:
 
 
 def _parents(ids: Column, starts: Column, count: int) -> tuple[Column, int, int]:
-    """Return each block's parent, the number of accesses after another parent, and the first such request."""
+    """Return each block's parent, the number of accesses after another parent, and the first request with one."""
     unknown = -2
     parents = np.full(count, unknown, np.int32)
     violations, first_bad = 0, -1
@@ -325,7 +325,7 @@ COARSE_MAX_S = 86_400.0
 def write_requests(path: Path, trace: TraceArrays, *, as_runs: bool, coarse_s: float = 0.0) -> None:
     """Write a trace atomically as request lines, with gzip if the name ends in ``.gz``.
 
-    The first line has the block size. Blocks and sessions are numbered by first use, so the source's texts, ids and
+    The first line has the block size. Blocks and sessions are numbered by first use, so texts, ids and
     session names are not written. Times count from the first request.
 
     Args:
@@ -390,6 +390,6 @@ def _milliseconds(seconds: float, coarse_s: float) -> int | float:
 
 
 def id_runs(ids: Column) -> list[list[int]]:
-    """Return runs of consecutive ids as [first id, count]."""
+    """Return runs of consecutive ids, each as [first id, count]."""
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1
     return [[int(run[0]), len(run)] for run in np.split(ids, breaks) if len(run)]

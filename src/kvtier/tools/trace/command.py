@@ -161,7 +161,7 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
     Equivalent to the settings trace.path and trace.capacity_bytes.
     """
-    from kvtier.config.loader import load  # imports all kinds of tiers, which would slow the help
+    from kvtier.config.loader import load  # late, because importing all kinds of tiers would slow the help
     from kvtier.runtime.observers.line_file import SUFFIX
     from kvtier.tier.files.safe_open import make_root
 
@@ -186,7 +186,7 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
 
 def _run_program(command: Sequence[str]) -> int:
-    """Run a program on this terminal, with our signals. Return its exit code, or 128 plus the signal that ended it."""
+    """Run a program on this terminal, and forward signals. Return its exit code, or 128 plus the ending signal."""
     child = subprocess.Popen(command)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to PROGRAM as well
     for number in (signal.SIGTERM, signal.SIGHUP):

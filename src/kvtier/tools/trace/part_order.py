@@ -1,6 +1,6 @@
-"""Finds an order of the parts of prompts (components, or texts between separators) that suits a prefix cache better.
+"""Finds a better order of the parts of prompts (components, or texts between separators) for a prefix cache.
 
-Other orders may change answers, so this is advice, never something that a cache does by itself.
+Another order may change answers, so it is only advice, and no cache applies it by itself.
 """
 
 from collections import Counter
@@ -12,25 +12,25 @@ from kvtier.tools.trace.arrays import Column
 from kvtier.tools.trace.formats.base import Contents
 
 PARTS_MAX = 1 << 20
-"""Above this many parts of all prompts, their order is not examined."""
+"""Most parts of all prompts for which the order is examined."""
 SLOTS_MAX = 12
-"""At most this many slots are moved: those with the most tokens."""
+"""Most slots that are moved. Those with the most tokens are chosen."""
 MOVES_MAX = 4
 GAIN_LEAST = 0.001
-"""A move must add at least this to the hit rate."""
+"""Least increase of the hit rate for a move."""
 MOVED_LEAST = 0.1
-"""Parts of a kind count as a list, not as fixed places, if at least this share of their reuse is in another place."""
+"""Parts of a kind count as a list, not as fixed places, if at least this share of reuse is in another place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Hit rates of prompts with their parts in another order; None if the trace does not show parts."""
+    """Hit rates of prompts with the parts in another order; None if the trace does not show parts."""
 
     as_sent: float | None = None
     best_online: float | None = None
-    """Hit rate with all moves, where frequencies count earlier requests only."""
+    """Hit rate with all moves, if frequencies count only earlier requests."""
     moves: tuple[tuple[str, float], ...] = ()
-    """Each move, and the hit rate with it and those before."""
+    """Each move, and the hit rate with this move and all earlier ones."""
 
 
 class PromptPart(NamedTuple):
@@ -51,7 +51,7 @@ def parts_of(contents: Sequence[Contents | None], inputs: Column, separator: str
     Args:
         contents: contents of each request.
         inputs: tokens of each prompt. Parts of a text have tokens in proportion to their characters.
-        separator: what separates the parts of a text; if empty, texts have no known parts.
+        separator: separator of the parts of a text. If it is empty, texts have no known parts.
     """
     numbers: dict[str, int] = {}
     out: list[list[PromptPart]] = []
@@ -73,8 +73,8 @@ def parts_of(contents: Sequence[Contents | None], inputs: Column, separator: str
 def best_order(prompts: Sequence[Sequence[PromptPart]], block_tokens: int) -> Order:
     """Find moves that raise the hit rate of an unbounded cache, the best first.
 
-    A move puts a slot at the end of all prompts, or sorts its parts by how many earlier requests had them. A slot is a
-    kind, or a place in a kind whose parts keep their places.
+    A move puts a slot at the end of all prompts, or sorts the slot's parts by the number of earlier requests with them.
+    A slot is a kind, or a place in a kind whose parts keep their places.
     """
     slots = _slots(prompts)
     weights, widest = Counter[str](), Counter[str]()
@@ -118,7 +118,7 @@ def _slots(prompts: Sequence[Sequence[PromptPart]]) -> list[list[str]]:
 
 
 def _places(prompt: Sequence[PromptPart]) -> Iterator[int]:
-    """Yield each part's place among those of its kind."""
+    """Yield the place of each part among the parts of its kind."""
     counts = Counter[str]()
     for part in prompt:
         yield counts[part.kind]
@@ -128,7 +128,7 @@ def _places(prompt: Sequence[PromptPart]) -> Iterator[int]:
 def _hits(
     prompts: Sequence[Sequence[PromptPart]], slots: Sequence[Sequence[str]], moves: Sequence[Move], block_tokens: int
 ) -> int:
-    """Return the tokens that an unbounded prefix cache finds in its blocks after the moves."""
+    """Return the tokens that an unbounded prefix cache finds after the moves, in whole blocks."""
     ends = {name: number for number, (name, is_sorted) in enumerate(moves) if not is_sorted}
     lists = {name for name, is_sorted in moves if is_sorted}
     nodes, uses, hits = dict[tuple[int, int], int](), Counter[int](), 0

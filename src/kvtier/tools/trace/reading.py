@@ -1,4 +1,4 @@
-"""Options for reading a trace, and functions that read with them, for all commands that take a trace."""
+"""Options for reading a trace, and functions that apply them, for all commands that take a trace."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +62,7 @@ def load_drawn(
     is_quiet: bool = False,
     each: "Callable[[TraceRequest], object] | None" = None,
 ) -> "tuple[TraceArrays, bool]":
-    """Read a trace. Also return whether its sessions' start times are drawn and decide their order.
+    """Read a trace. Also return whether start times of sessions are drawn at random and decide the order of sessions.
 
     `each` is called with each request, which then has its contents.
     """

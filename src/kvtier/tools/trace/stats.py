@@ -1,4 +1,4 @@
-"""Computes a trace's statistics in one pass: lengths, reuse, reuse intervals, working set, load over time."""
+"""Computes a trace's statistics in one pass: lengths, reuse, reuse intervals, working sets, and load over time."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvtier.tools.trace.arrays import Column, TraceArrays
 
 WINDOWS_S = (60.0, 300.0, 600.0, 3600.0)
-"""Working sets are measured for these times to live."""
+"""Times to live for which working sets are measured."""
 BINS = 120
 """Number of points in a time series."""
 
@@ -41,10 +41,10 @@ _BUCKETS = LogBuckets(2.0**-10, 256, 256 * 40)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReuseIntervals:
-    """Times between two uses of a block, one for each access."""
+    """Distribution of the times between two uses of a block, with one time per access."""
 
     seconds: Floats
-    """Upper edges of buckets."""
+    """Upper edges of the buckets."""
     counts: Floats
 
     def quantile(self, share: float) -> float | None:
@@ -57,7 +57,7 @@ class ReuseIntervals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSeries:
-    """Values for each of `BINS` equal parts of the trace's duration."""
+    """Values over time, for each of `BINS` equal parts of the trace's duration."""
 
     bin_s: float
     input_tokens: Floats
@@ -71,7 +71,7 @@ class TraceSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceStats:
-    """Statistics of a trace. Statistics of blocks are None if it has no blocks."""
+    """Statistics of a trace. Those of blocks are None if the trace has no blocks."""
 
     name: str
     requests: int
@@ -86,11 +86,11 @@ class TraceStats:
     unique_tokens: int | None
     infinite_hit_rate: float | None
     infinite_hit_rate_second_half: float | None
-    """Hit rate of the second half of the requests, in a cache that has seen the first half."""
+    """Hit rate of the second half of the requests in an infinite cache that has seen the first half."""
     used_once: float | None
     """Share of blocks that are used once."""
     top_reuse: float | None
-    """Share of all reuse by the most-used 1 % of blocks."""
+    """Share of the most-used 1 % of blocks in all reuse."""
     interval_p50_s: float | None
     interval_p90_s: float | None
     interval_p99_s: float | None
@@ -110,11 +110,11 @@ class TraceStats:
 
 
 def reuse_pauses(trace: TraceArrays, used_s: Floats) -> Iterator[tuple[float, Column, Floats]]:
-    """Yield time and blocks of each request, and the seconds since each block's last use (inf without one).
+    """Yield time and blocks of each request, and the seconds since each block's last use (inf for a first use).
 
     Args:
         trace: the trace.
-        used_s: -inf for each block. Afterwards it has the times of the last uses.
+        used_s: -inf for each block. Afterwards it contains the times of the last uses.
     """
     for request in range(len(trace)):
         time_s, ids = float(trace.time_s[request]), trace.blocks(request)
@@ -204,7 +204,7 @@ class _Sums:
         seen = pauses_s[was_seen]
         if len(seen):
             bucket = _BUCKETS.of(seen)
-            # This is faster in the usual case, in which one request last used all blocks.
+            # This is faster in the usual case: one request was the last to use all blocks.
             if bucket[0] == bucket[-1] and (bucket == bucket[0]).all():
                 self.counts[bucket[0]] += len(seen)
                 self.seconds[bucket[0]] += seen.sum()
@@ -217,7 +217,7 @@ class _Sums:
         self.uses[ids] += 1
 
     def working_sets(self) -> dict[float, float]:
-        """Return the mean tokens of a cache that keeps a block for a time after its last use, until the trace ends."""
+        """Map each time to live to the mean tokens of a cache that keeps blocks for it after their last use."""
         if self.duration_s <= 0:
             return {}
         ended_s = float(self._trace.time_s[0]) + self.duration_s

@@ -1,4 +1,4 @@
-"""Makes synthetic traces as request lines: sessions from statistics or another trace, merged by time.
+"""Makes synthetic traces as request lines, from sessions of statistics or of another trace, merged by time.
 
 A source yields sessions in the order of their starts. `synthesized` merges their requests and gives them block ids.
 Only open sessions take memory, not the whole trace.
@@ -22,9 +22,9 @@ REQUESTS_MAX = 10**9
 FOLLOWERS_MIN: Final = 16
 SPAN_MIN: Final = 0.5
 SHIFT_MAX: Final = 0.05
-"""How far a session moves in the order of starts, as a share of all sessions, but at least three places."""
+"""Farthest move of a session in the order of starts, as a share of all sessions, but at least three places."""
 _BATCH = 1024
-"""Number of sessions drawn at once. A different number would give different sessions for a seed."""
+"""Number of sessions per draw. A different number would give different sessions for a seed."""
 _TURNS_MAX = 10_000
 _TOKENS_MAX = 1 << 24
 
@@ -33,7 +33,7 @@ class IdRun(NamedTuple):
     """Consecutive block ids of a prompt."""
 
     first: int
-    """First id, among the trace's shared blocks or the session's own."""
+    """First id, of the trace's shared blocks or of the session's own blocks."""
     blocks: int
     is_shared: bool
 
@@ -42,12 +42,12 @@ class SyntheticRequest(NamedTuple):
     """One request of a session."""
 
     after_s: float
-    """Time since the start of the session. It never decreases."""
+    """Seconds since the start of the session. They never decrease."""
     input_tokens: int
     output_tokens: int
     runs: tuple[IdRun, ...]
     conversation: int
-    """Index of its named session among those of this synthetic session, or -1 for none."""
+    """Index of the request's named session among those of this synthetic session, or -1 for none."""
     next_turn: NextTurn | None = None
 
 
@@ -71,7 +71,7 @@ def synthesized(source: "StatisticalSource | TraceSource", requests: int) -> Ite
         raise ConfigError(f"--requests {requests}; allowed: 1 to {REQUESTS_MAX}")
     next_block, next_name = source.shared_blocks, 0
     open_sessions: list[tuple[float, int, int, int, int, SyntheticSession, float]] = []
-    """(time of the next request, number, index of the request, first block, first name, session, start)"""
+    """Tuples (time of next request, number, index of that request, first block, first name, session, start)."""
     sessions = source.sessions()
     start_s, session = next(sessions)
     began_s, number = start_s, 0
@@ -111,7 +111,7 @@ class Statistics:
     """Parameters of synthetic sessions. Lengths and pauses are log-normal with these means."""
 
     requests_per_s: float = 2.0
-    """Mean rate. Sessions start as a Poisson process."""
+    """Mean rate of requests. The starts of sessions are a Poisson process."""
     turns: float = 4.0
     """Mean number of requests of a session, which is geometrically distributed."""
     first_tokens: float = 1500.0
@@ -124,7 +124,7 @@ class Statistics:
     spread: float = 1.0
     """Standard deviation of the logarithm of lengths and pauses."""
     shared_prompts: int = 16
-    """Distinct shared prompts."""
+    """Number of distinct shared prompts."""
     shared_tokens: int = 1024
     """Length of each shared prompt, in whole blocks."""
     shared_share: float = 0.8
@@ -161,7 +161,7 @@ def option_of(name: str) -> str:
 
 
 class StatisticalSource:
-    """Draws conversations from statistics. They grow turn by turn, and many start with a shared prompt.
+    """Draws conversations from statistics. Conversations grow turn by turn, and many start with a shared prompt.
 
     Args:
         statistics: statistics of the sessions.
@@ -205,7 +205,7 @@ class StatisticalSource:
         size = self.block_tokens
         shared = self._prompt_blocks if prompt >= 0 else 0
         begin = (IdRun(prompt * shared, shared, is_shared=True),) if shared else ()
-        # Whole blocks stay as the prompt grows. The partial last block is new in each turn.
+        # Whole blocks stay when the prompt grows. The partial last block is new in each turn.
         whole_at_last = sum(lengths) // size
         requests: list[SyntheticRequest] = []
         tokens, after_s, tails = 0, 0.0, 0
@@ -232,24 +232,24 @@ class StatisticalSource:
 class TraceSource:
     """Draws whole sessions of a trace in another order, with their lengths, pauses and shared blocks.
 
-    A block is *shared*, like a system prompt, if it is used through at least half of the trace and many distinct
-    blocks follow it, or if a shared block descends from it. Requests with any other block in common belong to one
-    session, as do the requests of a named session. The starts of sessions stay. Each start gets a session that began
-    about then in the trace, and each session is used once, so changes in the course of the trace are kept. A longer
-    trace repeats the model with the same shared blocks and new sessions.
+    A block is *shared*, like a system prompt, if it is used throughout at least half of the trace and many distinct
+    blocks follow it. The ancestors of a shared block are shared as well. Requests with any other block in common belong
+    to one session, as do the requests of a named session. The start times of sessions stay. Each start gets a session
+    that began at about that time, and each session is used once. So changes in the course of the trace are preserved. A
+    longer trace repeats the model with the same shared blocks and new sessions.
 
     Args:
         trace: the model.
         seed: seed of all draws.
-        requests_per_s: mean rate; None means the trace's. Pauses within sessions stay.
+        requests_per_s: mean rate; None means the trace's rate. Pauses within sessions stay.
 
     Raises:
-        ConfigError: the trace has no blocks, all its requests come at once, or the rate is not allowed.
+        ConfigError: the trace has no blocks, all its requests arrive at one time, or the rate is not allowed.
     """
 
     def __init__(self, trace: TraceArrays, seed: int, requests_per_s: float | None = None) -> None:
         if requests_per_s is not None:
-            Statistics(requests_per_s=requests_per_s)  # its limits apply here too
+            Statistics(requests_per_s=requests_per_s)  # checks the limits of the rate
         if not trace.has_blocks:
             raise ConfigError(f"--like {trace.name}: it has no blocks; allowed: a trace with blocks")
         duration_s = float(trace.time_s[-1]) - float(trace.time_s[0])
@@ -273,7 +273,7 @@ class TraceSource:
         reach = max(3.0, count * SHIFT_MAX)
         begin_s = 0.0
         while True:
-            # Each session comes once per period. Drawn with repetition, a few long ones would decide the hit rate.
+            # Each session occurs once per period. With repetition, a few long sessions would decide the hit rate.
             order = np.argsort(np.arange(count) + draw.uniform(-reach, reach, count), kind="stable")
             for start_s, place in zip(self._starts, order.tolist(), strict=True):
                 yield begin_s + start_s, self._models[place]
@@ -301,7 +301,7 @@ def _sessions(trace: TraceArrays, is_shared: npt.NDArray[np.bool_]) -> list[tupl
     """Return the trace's sessions, each with its start in seconds."""
     shared_numbers = np.cumsum(is_shared) - 1
     first_own = len(is_shared) + 1
-    """A session's own blocks get numbers from here on, so that none follows a shared block's number."""
+    """First number of a session's own blocks. No such number directly follows that of a shared block."""
     began_s = float(trace.time_s[0])
     found: list[tuple[float, SyntheticSession]] = []
     for members in _grouped(trace, is_shared):
@@ -333,7 +333,7 @@ def _sessions(trace: TraceArrays, is_shared: npt.NDArray[np.bool_]) -> list[tupl
 
 
 def _grouped(trace: TraceArrays, is_shared: npt.NDArray[np.bool_]) -> list[list[int]]:
-    """Group requests by session in their order, with union-find over blocks and session names."""
+    """Group requests by session in the order of the trace, with union-find over blocks and session names."""
     leader = list(range(len(trace)))
 
     def find(request: int) -> int:

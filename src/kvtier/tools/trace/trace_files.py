@@ -1,4 +1,4 @@
-"""Reads lines and fields of trace files: plain, gzip, zstd or parquet. Errors name file and line."""
+"""Reads lines and fields of plain, gzip, zstd or parquet trace files. Errors name file and line."""
 
 import codecs
 import gzip
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 LINE_BYTES_MAX = 1 << 25
-"""Maximum length of a line. In memory, JSON takes up to 25 times its text: 800 MiB for one line."""
+"""Longest line in bytes. In memory, JSON takes up to 25 times as much, 800 MiB for one line."""
 EMPTY_LINES_MAX = 1 << 20
-"""Maximum number of consecutive empty lines."""
+"""Most consecutive empty lines."""
 EXPANDED_BYTES_FREE = 1 << 28
-"""Any compressed file may expand to this many bytes."""
+"""Bytes to which any compressed file may expand."""
 EXPANSION_MAX = 1000
-"""Limit of the compression ratio beyond `EXPANDED_BYTES_FREE`. Traces compress 5 to 50 times."""
+"""Limit of the compression ratio above `EXPANDED_BYTES_FREE`. Traces compress 5 to 50 times."""
 FILES_MAX = 1 << 14
-"""Maximum number of files in a directory."""
+"""Most files in a directory."""
 WHOLE_MAX = (1 << 31) - 1
-"""Limit of token counts."""
+"""Largest token count."""
 NUMBER_MAX = 1e19
-"""Limit of timestamps. Nanoseconds since 1970 are 2e18."""
+"""Largest timestamp. The present time is 2e18 nanoseconds since 1970."""
 SHORT_CHARACTERS = 60
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _ZSTD_INPUT_BYTES = 512
-"""Input of one zstd call. It has at most 128 zstd blocks, which expand to at most 16 MiB."""
+"""Input bytes of one zstd call. They have at most 128 zstd blocks, which expand to at most 16 MiB."""
 _PART_BYTES = 1 << 16
 _ENTRY_BYTES = 1 << 20
 _PARQUET = b"PAR1"
 _PARQUET_ROWS = 64
-"""Rows in memory at once."""
+"""Most rows in memory at the same time."""
 _ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
-"""Start of an array of objects. A line of KV events may also be an array, but of numbers and arrays."""
+"""Start of an array of objects. A line of KV events may be an array as well, but not of objects."""
 _BEFORE_ENTRY = re.compile(r"\s*[\[,]?\s*")
 _LINES_SUFFIXES = (".json", ".jsonl")
 _PARQUET_SUFFIX = ".parquet"
@@ -54,7 +54,7 @@ Parsed = TypeVar("Parsed")
 
 
 class LineErrors:
-    """Adds file and line to errors of the code inside ``with LineErrors(path, line)``."""
+    """A context manager that adds file and line to errors: ``with LineErrors(path, line)``."""
 
     __slots__ = ("_line", "_path", "_unit")
 
@@ -66,7 +66,7 @@ class LineErrors:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         text = None if error is None else _line_error(error)
-        if text is not None and not text.startswith("trace "):  # an inner one has named the trace
+        if text is not None and not text.startswith("trace "):  # an inner one has already named the trace
             raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {text}") from None
 
 
@@ -86,7 +86,7 @@ def files_of(path: Path) -> list[Path]:
     """Return the files of a trace: `path`, or the JSON-lines and parquet files of the directory `path`, sorted by name.
 
     Raises:
-        ConfigError: the directory cannot be read, or has no such file or more than `FILES_MAX`.
+        ConfigError: the directory cannot be read, has no such file, or has more than `FILES_MAX`.
     """
     if not path.is_dir():
         return [path]
@@ -104,7 +104,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def open_binary(path: Path) -> IO[bytes]:
-    """Open a file. Its first bytes, not its name, decide between plain, gzip and zstd.
+    """Open a file. The first bytes, not the name, decide between plain, gzip and zstd.
 
     Raises:
         ConfigError: the file cannot be opened or is not a regular file. Reading raises it if zstandard is not
@@ -125,7 +125,7 @@ def open_binary(path: Path) -> IO[bytes]:
 
 
 def is_msgpack(path: Path) -> bool:
-    """Return whether a file starts with a msgpack array or map. UTF-8 text never does.
+    """Return whether a file starts with a msgpack array or map. No UTF-8 text starts like one.
 
     Raises:
         ConfigError: as in `open_binary`, or the file is damaged.
@@ -148,7 +148,7 @@ def _check_expansion(path: Path, expanded: int, size: int) -> None:
 
 
 class _Decompressed(io.RawIOBase):
-    """Streams a compressed file in bounded memory, whatever it expands to. Damage raises OSError."""
+    """Streams a compressed file in bounded memory, at any expanded size. Damage raises OSError."""
 
     def __init__(self, path: Path, parts: Callable[[Path, IO[bytes]], Iterator[bytes]]) -> None:
         self._path = path
@@ -242,7 +242,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def json_lines(path: Path, parse: Callable[[Path, int, dict[str, Any]], Parsed]) -> Iterator[Parsed]:
-    """Yield what `parse` makes of each JSON object of a trace, given the file, its number in the file, and the object.
+    """Yield the result of `parse` for the file, the number in the file, and the value of each JSON object of a trace.
 
     Raises:
         ConfigError: as in `files_of` and `records`, or a record is not a JSON object, or `parse` refuses it.
@@ -257,9 +257,9 @@ def json_lines(path: Path, parse: Callable[[Path, int, dict[str, Any]], Parsed])
 
 
 def records(path: Path) -> Iterator[tuple[str, int, object]]:
-    """Yield the JSON values of a file with their unit and number from 1: its lines, or the entries of one array.
+    """Yield the JSON values of a file (lines, or entries of one array) with their unit and their number from 1.
 
-    A row of parquet is an object. Its nulls are left out, and its times become milliseconds since 1970.
+    A row of parquet becomes an object without nulls, and with times in milliseconds since 1970.
 
     Raises:
         ConfigError: as in `text_lines`, or a value is not JSON or longer than `LINE_BYTES_MAX`, or pyarrow is missing.
@@ -282,7 +282,7 @@ def records(path: Path) -> Iterator[tuple[str, int, object]]:
 
 
 def _entries(path: Path) -> Iterator[object]:
-    """Yield the values of a JSON array. Only the current one is in memory."""
+    """Yield the values of a JSON array. Only the current value is in memory."""
     decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
     text, at, number = "", 0, 1
     with open_binary(path) as stream:
@@ -323,7 +323,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             for batch in file.iter_batches(_PARQUET_ROWS):
                 for row in batch.to_pylist():
                     yield {name: _as_json(value) for name, value in row.items() if value is not None}
-    except (OSError, ValueError, NotImplementedError) as error:  # those of pyarrow are subclasses
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's errors are subclasses
         raise ConfigError(f"trace {path}: not a trace: {error}") from error
 
 
@@ -337,7 +337,7 @@ def whole(fields: dict[str, Any], name: str, *, least: int = 0) -> int:
     """Return the field `name` as an integer of at most `WHOLE_MAX`.
 
     Raises:
-        ConfigError: it is not an integer, is below `least`, or is too large.
+        ConfigError: the field is not an integer, is below `least`, or is too large.
         KeyError: it is missing.
     """
     value = fields[name]
@@ -361,6 +361,6 @@ def number(fields: dict[str, Any], name: str) -> float:
 
 
 def short(value: object) -> str:
-    """Return `value` for a message, truncated."""
+    """Return `value` as text for a message, truncated."""
     text = repr(value)
     return text if len(text) <= SHORT_CHARACTERS else f"{text[:SHORT_CHARACTERS]}…"

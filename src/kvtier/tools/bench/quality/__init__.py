@@ -1,1 +1,1 @@
-"""`kvtier bench quality`: what lossy KV changes in the answers of real models."""
+"""`kvtier bench quality`: the effect of lossy KV on the answers of real models."""

@@ -1,7 +1,7 @@
 """Stores and restores KV in one form: through a lossy codec of kvtier, or through a reference.
 
-The codecs run in real frames with the layout of Transformers. The references are not codecs of kvtier. They show that
-the measures find a loss.
+The codecs run in real frames with the layout of Transformers. The references are not codecs of kvtier. They prove that
+the measures detect a loss.
 """
 # torch's own types are partly unknown:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -22,24 +22,24 @@ from kvtier.types import ObjectName
 
 CHUNK_TOKENS = 256
 GROUP = 32
-"""Numbers that share a scale in the reference of 2 bits."""
+"""Numbers that share a scale in the 2-bit reference."""
 
 
 class Restored(NamedTuple):
-    """KV as a reader gets it."""
+    """KV as a reader receives it."""
 
     kv: torch.Tensor
     ratio: float
-    """Stored bytes as a share of the raw ones: of whole frames for a codec, without heads for a reference."""
+    """Stored bytes as a share of the raw ones. A codec counts whole frames; a reference has no headers."""
 
 
 def restored(kv: torch.Tensor, form: str, depth: int = 0) -> Restored:
-    """Store whole chunks of KV in a form, and restore them.
+    """Store whole chunks of KV in a form, and restore the chunks.
 
     Args:
         kv: keys and values in bf16, [layers, 2, KV heads, tokens, channels].
         form: a lossy codec, or one of `REFERENCES`.
-        depth: number of chunks of the prompt before these.
+        depth: number of chunks of the prompt before the given ones.
     """
     if form in REFERENCES:
         chunks = kv.float().unflatten(3, (-1, CHUNK_TOKENS))
@@ -73,13 +73,13 @@ def _group(layers: int, heads: int, channels: int, loss: str) -> GroupLayout:
 
 
 def _fp8(chunks: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Round to E4M3. Keys and values of a head have a scale for each chunk."""
+    """Round to E4M3. The keys and the values of a head have one scale each per chunk."""
     scale = (chunks.abs().amax((-1, -2), keepdim=True) / 448).clamp_min(1e-12)
     return (chunks / scale).to(torch.float8_e4m3fn).float() * scale, 8 + 16 / chunks[0, 0, 0, 0].numel()
 
 
 def _rotated(chunks: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Rotate each token's numbers at random, and round them to the 16 best levels for a normal distribution."""
+    """Rotate each token's numbers at random, and round the results to the 16 best levels for a normal distribution."""
     channels = chunks.shape[-1]
     rotation = torch.linalg.qr(torch.randn(channels, channels, generator=torch.Generator().manual_seed(1))).Q
     norm = chunks.norm(dim=-1, keepdim=True).bfloat16().float().clamp_min(1e-12) / math.sqrt(channels)
@@ -117,4 +117,4 @@ REFERENCES: Mapping[str, Callable[[torch.Tensor], tuple[torch.Tensor, float]]] =
     "rotation": _rotated,
     "int2": _two_bits,
 }
-"""Functions that round chunks, [layers, 2, KV heads, chunks, tokens, channels], and return the bits per number, too."""
+"""Functions that round chunks, [layers, 2, KV heads, chunks, tokens, channels], and also return the bits per number."""

@@ -1,4 +1,4 @@
-"""Compares a result with what each class promises, and decides whether the measures can find a loss."""
+"""Compares a result with the promises of each class, and decides whether the measures can detect a loss."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,28 +7,28 @@ from statistics import geometric_mean
 from kvtier.tools.bench.quality.measure import QualityResult, TextRow
 
 KEPT_OF = 400
-"""Fewest right answers on exact KV that can show whether a promise is kept."""
+"""Fewest right answers on exact KV that can prove or disprove a promise."""
 TOP1_BELOW = 0.02
 TURNS_FACTOR = 1.5
-"""Largest KL of a chain's last turn, as a multiple of the KL with KV that was stored only once."""
+"""Limit on the KL of a chain's last turn, as a multiple of the KL after KV that was stored only once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What a class promises. KL is a multiple of the KL of bf16 arithmetic on the same text."""
+    """The promises of a class. KL is a multiple of the KL of bf16 arithmetic on the same text."""
 
     ratio: float
     kl: float
-    """On each text."""
+    """Limit on the KL of each text."""
     mean_kl: float
-    """Geometric mean over the texts."""
+    """Limit on the geometric mean of the KL over the texts."""
     kept: float
-    """Share of right answers."""
+    """Least share of answers that stay right."""
 
 
 PROMISES: Mapping[str, Promise] = {"k8v4": Promise(0.41, 1, 1, 0.99), "int4": Promise(0.30, 6, 4, 0.97)}
 RIVALS: Mapping[str, str] = {"fp8": "k8v4", "rotation": "int4", "int2": "int4"}
-"""References, each with the class whose promise it must break. Otherwise the measures prove nothing."""
+"""References, each with the class whose promise it must break. If it does not, the measures prove nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Gate:
 
 
 def gates(result: QualityResult) -> list[Gate]:
-    """Return the limits of all measured classes, and for each reference whether it breaks one of its class."""
+    """Return the limits of all measured classes, and whether each reference breaks a limit of its class."""
     found: list[Gate] = []
     for model in dict.fromkeys(it.model for it in (*result.results, *result.tasks, *result.turns)):
         for codec, promise in PROMISES.items():

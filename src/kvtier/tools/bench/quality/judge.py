@@ -1,8 +1,8 @@
-"""Judges of lossy KV: language models that compute exact KV, and continue a text after exact or restored KV.
+"""Judges of lossy KV: language models that compute exact KV and continue a text after exact or restored KV.
 
 A checkpoint is a folder of Transformers or a GGUF file. Transformers computes in the packed weights of a GGUF file, so
-this module unpacks them itself. Weights are rounded to bf16 once. The arithmetic is float32, or bf16 to show what an
-engine's own arithmetic changes.
+this module unpacks the weights itself. Weights are rounded to bf16 once. The arithmetic is float32, or bf16 to show
+what an engine's own arithmetic changes.
 """
 # torch's own types are partly unknown:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 from kvtier.errors import ConfigError
 
 STEP_TOKENS = 1024
-"""Tokens of one forward pass over a long prefix."""
+"""Most tokens of one forward pass over a long prefix."""
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -37,7 +37,7 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Names of tensors in Transformers, by their names in a GGUF file."""
+"""Names of tensors in Transformers, by the names in a GGUF file."""
 
 
 class Judge:
@@ -45,7 +45,7 @@ class Judge:
 
     Args:
         path: a folder with a checkpoint of Transformers, or a GGUF file of a Llama or Qwen2.
-        name: how results call it; empty for the name of the file or folder.
+        name: name of the judge in results; empty means the name of the file or folder.
 
     Raises:
         ConfigError: the checkpoint cannot be read, or some layers do not have full attention.
@@ -94,10 +94,10 @@ class Judge:
         """Continue a prompt.
 
         Args:
-            kv: its KV; None at its beginning.
-            tokens: what follows, [1, tokens].
-            scored: the positions in `tokens` whose next token is predicted; or how many of the last ones.
-            lengths: if given, the tokens are separate continuations of these lengths, which do not see each other.
+            kv: KV of the prompt so far; None at the beginning.
+            tokens: the tokens that follow, [1, tokens].
+            scored: positions in `tokens` whose next token is predicted, or the number of such positions at the end.
+            lengths: if given, `tokens` are continuations of these lengths, which do not attend to each other.
             is_rounded: compute in bf16.
 
         Returns:
@@ -168,7 +168,7 @@ def _weights(
     for tensor in reader.tensors:
         *block, short, suffix = tensor.name.split(".")
         numbers = np.array(unpack(tensor.data, tensor.tensor_type), np.float32)
-        if kind == "llama" and short in heads:  # llama.cpp rotates neighbours, Transformers the halves of a head
+        if kind == "llama" and short in heads:  # llama.cpp rotates adjacent channels, Transformers the halves of a head
             numbers = numbers.reshape(heads[short], -1, 2, numbers.shape[-1]).swapaxes(1, 2).reshape(numbers.shape)
         place = f"model.layers.{block[1]}." if block else ""
         weights = torch.from_numpy(np.ascontiguousarray(numbers))

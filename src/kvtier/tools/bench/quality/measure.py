@@ -1,7 +1,7 @@
-"""Measures how lossy KV changes what judges write, in real texts, in answers to questions, and in chains of turns.
+"""Measures how lossy KV changes the output of judges in real texts, answers to questions, and chains of turns.
 
-Each figure compares a judge with itself on its exact KV. The yardstick is what bf16 arithmetic alone changes, on exact
-KV and the same text.
+Each figure compares a judge with itself on its exact KV. The yardstick is the change that bf16 arithmetic alone causes
+on exact KV and the same text.
 """
 # torch's own types are partly unknown:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -18,10 +18,10 @@ from kvtier.tools.bench.quality.judge import Judge
 from kvtier.tools.bench.quality.texts import Question, Texts, document, excerpt
 
 SCORED_TOKENS = 160
-"""Tokens of a text that are scored after its prefix."""
+"""Number of scored tokens after the prefix of a text."""
 DOCUMENT_TOKENS = 1024
 DOCUMENTS_MAX = 60
-"""Most documents that are asked about, however few answers were right."""
+"""Most documents with questions, however few answers are right."""
 POWER_DOCUMENTS = 3
 """Number of documents whose questions are also asked after the KV of references."""
 BF16 = "bf16 arithmetic"
@@ -33,17 +33,17 @@ class TextRow:
 
     model: str
     text: str
-    """Name of the text and tokens of the prefix."""
+    """Name of the text, and tokens of the prefix."""
     codec: str
     ratio: float
     """Stored bytes as a share of the raw ones."""
     kl: float
-    """Mean Kullback-Leibler divergence of the next token's distribution from the one on exact KV, in nats."""
+    """Mean Kullback-Leibler divergence, in nats, of the next token's distribution from that on exact KV."""
     kl_p99: float
     top1: float
-    """Share of tokens whose best next token is the same."""
+    """Share of tokens whose best next token is the same as on exact KV."""
     perplexity_change: float
-    """Perplexity of the text divided by the one on exact KV, less 1."""
+    """Perplexity of the text divided by that on exact KV, minus 1."""
     noise_kl: float
     """`kl` of bf16 arithmetic on exact KV."""
     noise_top1: float
@@ -53,7 +53,7 @@ class TextRow:
 
 @dataclass(slots=True)
 class TaskRow:
-    """How many answers stay right, of those that are right on exact KV."""
+    """Counts the answers that stay right, among those that are right on exact KV."""
 
     model: str
     codec: str
@@ -72,16 +72,16 @@ class TaskRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRow:
-    """How the loss grows if every turn is computed after restored KV, and then stored itself."""
+    """Growth of the loss if every turn is computed after restored KV, and then stored in the same form."""
 
     model: str
     codec: str
     kl_by_turn: Sequence[float]
-    """Mean over the texts."""
+    """Mean KL of each turn over the texts."""
     kl_once: float
     """KL of the last turn after exact KV that was stored once."""
     samples: Sequence[Sequence[float]]
-    """For each text the KL of each turn, then `kl_once`."""
+    """For each text, the KL of each turn and then `kl_once`."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class QualityResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityPlan:
-    """What to measure."""
+    """The measurements to make."""
 
     codecs: Sequence[str]
     references: Sequence[str]
@@ -103,9 +103,9 @@ class QualityPlan:
     """Lengths of prefixes. Only the first is measured at all `positions`."""
     positions: int
     answers: int
-    """Right answers on exact KV to collect; 0 for no questions."""
+    """Number of right answers on exact KV to collect; 0 means no questions."""
     turns: int
-    """0 for none."""
+    """Turns of a chain; 0 means no chains."""
     seed: int
 
     def steps(self, texts: Texts) -> int:
@@ -114,13 +114,13 @@ class QualityPlan:
 
 
 class _Score(NamedTuple):
-    """Scores of tokens, one number each."""
+    """Scores of tokens. Each tensor has one number per token."""
 
     kl: torch.Tensor
     is_same: torch.Tensor
-    """Whether the best next token is the same."""
+    """Whether the best next token is the same as on exact KV."""
     added_loss: torch.Tensor
-    """Cross entropy of the text less the one on exact KV; it has no number for the last token."""
+    """Cross entropy of the text minus that on exact KV, without a number for the last token."""
 
 
 def measure(
@@ -241,7 +241,7 @@ def _ask(
 def _answers(
     judge: Judge, kv: torch.Tensor, questions: Sequence[Question], *, is_rounded: bool = False
 ) -> Iterator[bool]:
-    """Yield whether greedy decoding writes each answer after the same document."""
+    """Yield for each question whether greedy decoding writes the answer after the same document."""
     lengths = [len(it.tokens) for it in questions]
     starts = accumulate(lengths, initial=0)
     places = [torch.tensor(it.answer) + start for it, start in zip(questions, starts, strict=False)]
@@ -252,7 +252,7 @@ def _answers(
 
 
 def _score(exact: torch.Tensor, changed: torch.Tensor, tokens: torch.Tensor) -> _Score:
-    """Compare logarithms of probabilities on exact and on changed KV, [tokens, vocabulary]; `tokens` is [1, tokens]."""
+    """Compare log probabilities on exact and on changed KV, [tokens, vocabulary]. `tokens` has shape [1, tokens]."""
     kl = (exact.exp() * (exact - changed)).sum(-1).clamp_min(0)
     is_same = (exact.argmax(-1) == changed.argmax(-1)).float()
     added = (exact - changed)[:-1].gather(-1, tokens[0, 1:, None])[:, 0]

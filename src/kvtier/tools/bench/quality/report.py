@@ -16,7 +16,7 @@ def quality_json(result: QualityResult) -> dict[str, object]:
 
 
 def quality_report(result: QualityResult) -> Report:
-    """Return the report of a result."""
+    """Build the report of a result."""
     found = gates(result)
     missed = [it for it in found if not it.is_met]
     sections = [PageSection(charts=partial(_charts, result), tables=[_texts(result)])]

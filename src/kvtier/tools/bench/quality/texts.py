@@ -1,7 +1,7 @@
-"""What judges read: real texts, and documents with questions that only the document answers.
+"""The material that judges read: real texts, and documents with questions that only the document answers.
 
-The code is Python's asyncio, and the prose is Python's reference, both from this installation. The caller passes the
-conversations of agents.
+The code is Python's asyncio, and the prose is Python's reference; both come from this installation. The caller passes
+the conversations of agents.
 """
 # torch's own types are partly unknown:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -20,7 +20,7 @@ import torch
 from kvtier.tools.bench.quality.judge import Judge
 
 Texts = Mapping[str, Sequence[str]]
-"""The parts of each text, by its name: conversations, files or paragraphs."""
+"""The parts of each text by its name. Parts are conversations, files or paragraphs."""
 
 PEOPLE = (
     "Alice", "Bruno", "Carla", "David", "Elena", "Frank", "Grace", "Henry", "Irene", "Jonas", "Karen", "Louis",
@@ -28,16 +28,16 @@ PEOPLE = (
 )  # fmt: skip
 PROJECTS = ("Amber", "Birch", "Cedar", "Delta", "Falcon", "Garnet", "Harbor", "Indigo")
 PARAGRAPHS = 12
-"""Paragraphs in a document that questions are about."""
+"""Number of paragraphs in a document that questions are about."""
 GIVEN_WORDS, COPIED_WORDS = 6, 5
-"""Words of a paragraph in a question and in its answer."""
+"""Number of words of a paragraph in a question and in its answer."""
 SHORT_CHARACTERS = 300
-"""Longest paragraph in a document with questions."""
+"""Most characters of a paragraph in a document with questions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a document, followed by its answer. Greedy decoding writes the answer if each token is best."""
+    """A question about a document, followed by the answer. Greedy decoding writes it if each of its tokens is best."""
 
     kind: str
     tokens: tuple[int, ...]
@@ -46,7 +46,7 @@ class Question:
 
 
 def read_texts(agent: Sequence[str]) -> Texts:
-    """Return all texts. `agent` has the conversations."""
+    """Return all texts. `agent` contains the conversations."""
     files = sorted(Path(asyncio.__file__).parent.glob("*.py"))
     return {"agent": agent, "code": [file.read_text("utf-8") for file in files], "prose": _paragraphs()}
 
@@ -54,7 +54,7 @@ def read_texts(agent: Sequence[str]) -> Texts:
 def excerpt(judge: Judge, parts: Sequence[str], place: float, tokens: int) -> torch.Tensor:
     """Return the first `tokens` tokens of a text that begins with the part at `place`, a share of all parts."""
     found: list[str] = []
-    # A token of these texts has fewer characters than 16.
+    # A token of these texts has fewer than 16 characters.
     for part in islice(cycle(parts), int(place * len(parts)), None):
         found.append(part)
         if sum(map(len, found)) > 16 * tokens:
@@ -63,7 +63,7 @@ def excerpt(judge: Judge, parts: Sequence[str], place: float, tokens: int) -> to
 
 
 def document(judge: Judge, seed: int, tokens: int) -> tuple[torch.Tensor, list[Question]]:
-    """Make a document of exactly `tokens` tokens, [1, tokens], and its questions, kind by kind.
+    """Make a document of exactly `tokens` tokens, [1, tokens], and the questions, grouped by kind.
 
     Facts stand between real paragraphs. A two-step answer names a project, and then this project's budget.
     """
@@ -93,7 +93,7 @@ def document(judge: Judge, seed: int, tokens: int) -> tuple[torch.Tensor, list[Q
 
 
 def _question(judge: Judge, kind: str, *texts: str) -> Question:
-    """Return a question whose `texts` are alternately given and answered."""
+    """Return a question. The `texts` are alternately given to the model and expected as its answer."""
     tokens: list[int] = []
     answer: list[int] = []
     for number, text in enumerate(texts):
@@ -105,6 +105,6 @@ def _question(judge: Judge, kind: str, *texts: str) -> Question:
 
 
 def _paragraphs() -> list[str]:
-    """Return paragraphs of prose, each in one line."""
+    """Return paragraphs of prose, each as one line."""
     found = (" ".join(it.split()) for text in topics.values() for it in re.split(r"\n\s*\n", text) if it[:1].isalpha())
     return list(dict.fromkeys(it for it in found if 120 < len(it) < 900 and it.endswith(".")))

@@ -1,5 +1,5 @@
-"""`kvtier bench serve`: conversations against real servers, with and without tiers.
+"""`kvtier bench serve`: conversations with real servers, with and without tiers.
 
-`workload` draws what is sent, and `generator` sends it. `join` and `results` turn the files of a run into figures, and
-`report` makes a page of them.
+`workload` draws the requests, and `generator` sends them. `join` and `results` turn the files of a run into figures,
+and `report` makes a page of these figures.
 """

@@ -1,4 +1,4 @@
-"""Arms of `kvtier bench serve`: what a server does with KV that leaves the device."""
+"""Arms of `kvtier bench serve`: the ways in which a server treats KV that leaves the device."""
 
 import json
 import re
@@ -31,9 +31,9 @@ LMCACHE_START_S, LMCACHE_MESSAGE_S = 300.0, 60.0
 LMCACHE_FREE_BYTES = 192 << 20
 """LMCache keeps this much host memory free, but at least its default of a fifth, and at most half.
 
-LMCache evicts once a second, and drops what does not fit until then."""
+LMCache evicts once a second, and drops objects that do not fit before the next eviction."""
 LMCACHE_WORKERS = 4
-"""Threads of LMCache's file tier. This is its default."""
+"""Threads of LMCache's file tier, as by default."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]{0,31}")
 _SHARED = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
@@ -45,9 +45,9 @@ class Arm:
     name: str
     kind: Kind
     url: str = ""
-    """For kind ``url``, the address of a server that was started elsewhere. It is neither started nor limited here."""
+    """For kind ``url``, the address of a server that the benchmark neither starts nor limits."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """kvtier's settings; they override those of the arm."""
+    """kvtier's settings, which override those of the arm."""
 
     @property
     def is_ours(self) -> bool:
@@ -56,7 +56,7 @@ class Arm:
 
     @property
     def is_local(self) -> bool:
-        """Whether the server certainly runs on this machine, whose drive and meters are then the server's."""
+        """Whether the server certainly runs on this machine. If so, the machine's drive and meters are the server's."""
         host = urlsplit(self.url).hostname or ""
         return self.is_ours or host in {"localhost", "::1"} or host.startswith("127.")
 
@@ -100,7 +100,7 @@ def parse_arms(texts: Sequence[str], settings: Mapping[str, Any] | None = None) 
     """Return the arms of all ``--arm`` options. kvtier's own arm gets `settings`.
 
     Raises:
-        ConfigError: an arm is given twice, or there are settings and no arm that takes them.
+        ConfigError: an arm is given twice, or there are settings but no arm that takes them.
     """
     arms = [parse_arm(text) for text in texts]
     names = [arm.name for arm in arms]
@@ -128,19 +128,19 @@ def transfer_config(
 
     Args:
         arm: an arm whose server this program starts.
-        store: directory of the tier on the drive.
+        store: directory of the drive's tier.
         host_bytes: host memory, the same for every arm.
         store_bytes: capacity of the tier on the drive.
         is_cpu: whether vLLM computes on the CPU.
-        journal: directory for kvtier's journal.
-        chunk_tokens: tokens of kvtier's chunks. vLLM's own and LMCache's get the same size.
+        journal: directory of kvtier's journal.
+        chunk_tokens: tokens of kvtier's chunks. vLLM's own chunks and LMCache's get the same size.
         ports: two free ports for LMCache's server: one for messages and one for HTTP.
     """
     if arm.kind == "kvtier":
         extra: dict[str, Any] = {
             "tiers": [f"disk:{store}?capacity_bytes={store_bytes}"],
             "host.capacity_bytes": host_bytes,
-            # vLLM's own offloading touches its host memory at start, too.
+            # vLLM's own offloading touches all host memory at start as well.
             "host.populate": True,
         }
         extra |= {} if journal is None else {"journal.path": str(journal)}
@@ -149,7 +149,7 @@ def transfer_config(
     if arm.kind == "native":
         extra = {
             "cpu_bytes_to_use": host_bytes,
-            # By default chunks have another size, and generated tokens are not stored.
+            # By default, chunks have another size and generated tokens are not stored.
             "block_size": chunk_tokens,
             "offload_prompt_only": False,
             "secondary_tiers": [{"type": "fs", "root_dir": str(store)}],
@@ -169,7 +169,7 @@ def transfer_config(
 def _lmcache(store: Path, host_bytes: int, store_bytes: int, chunk_tokens: int, port: int, http: int) -> dict[str, Any]:
     """Return LMCache's settings: direct I/O, answers stored, no metrics.
 
-    Loaded objects leave its host memory after the copy, which is the default. With the policy ``retain`` they fill it
+    By default, loaded objects leave LMCache's host memory after the copy. With the policy ``retain`` they fill it
     between two evictions, and loads are dropped.
     """
     drive = {
@@ -205,7 +205,7 @@ def _lmcache(store: Path, host_bytes: int, store_bytes: int, chunk_tokens: int, 
 
 
 def chunk_tokens(arms: Sequence[Arm]) -> int:
-    """Return the tokens per chunk that kvtier's arm sets, or a default that is a multiple of the block size."""
+    """Return the tokens per chunk that kvtier's arm sets, or else a default that is a multiple of the block size."""
     given = (arm.settings.get("store.chunk_tokens") for arm in arms if arm.kind == "kvtier")
     return next(filter(None, given), CHUNK_TOKENS_MIN)
 
@@ -220,10 +220,10 @@ def server_command(
     context_tokens: int,
     running: int,
 ) -> list[str]:
-    """Return the command that starts vLLM's server on loopback. Arms differ in the connector only.
+    """Return the command that starts vLLM's server on loopback. Arms differ only in the connector.
 
     Args:
-        vllm: the Python that runs it.
+        vllm: the Python that runs the server.
         port: port of the server.
         model: directory of the checkpoint.
         transfer: the result of `transfer_config`.

@@ -1,8 +1,8 @@
 """Executes the runs of a record in order, each in a directory of its own, and resumes a stopped record.
 
 A run makes a new store, starts a server under its limits, sends the warm-up and the measured load, drains, and ends
-the server. Runs of different arms alternate. `run.json` is written last. When the same command is given again, it
-repeats a run that has no such file or failed.
+the server. Runs of different arms alternate. `run.json` is written last. The same command, given again, repeats runs
+that failed or have no such file.
 """
 
 import hashlib
@@ -57,9 +57,9 @@ STATISTICS = {
     "vllm.stat_logger_plugins": "kvtier_request_stats = kvtier.tools.bench.serve.vllm_stat_logger:RequestStats"
 }
 STATISTICS_PATH = "KVTIER_REQUEST_STATS"
-"""The environment variable that names the file ``engine.jsonl``, which the plug-in `STATISTICS` of vLLM writes."""
+"""The environment variable with the path of ``engine.jsonl``. vLLM's plug-in `STATISTICS` writes this file."""
 JOURNAL = "journal"
-"""Directory of kvtier's journal in a run, from which `kvtier.jsonl` is made."""
+"""Directory of kvtier's journal in a run. `kvtier.jsonl` is made from it."""
 _QUIET_S = 1.0
 _OPTION = "--dir"
 
@@ -73,7 +73,7 @@ class RunKey(NamedTuple):
     ratio: float | None = None
     """R: KV bytes computed per second, divided by the tier's bytes per second; None if the drive is not throttled."""
     requests_per_s: float | None = None
-    """None means the workload's own rate, or the rate of `capacity_share`."""
+    """Requests per second; None means the workload's own rate, or the rate of `capacity_share`."""
     capacity_share: float | None = None
     """Requests per second as a share of `Record.capacity_per_s`."""
 
@@ -93,7 +93,7 @@ def run_order(
     rates: Sequence[float] = (),
     shares: Sequence[float] = (),
 ) -> list[RunKey]:
-    """Return all runs. In each repetition and for every rate, tiered arms run at every R in turn, the others once.
+    """Return all runs. For each repetition and rate, tiered arms run at every R in turn, and the others run once.
 
     The order of the arms and of the rates changes from one repetition to the next.
     """
@@ -117,7 +117,7 @@ def _rotated(items: Sequence[Any], by: int) -> list[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """What the figures depend on. A record has only runs with equal settings."""
+    """The settings on which the figures depend. All runs of a record have equal settings."""
 
     arms: tuple[Arm, ...]
     repeats: int
@@ -127,11 +127,11 @@ class ServeSettings:
     shares: tuple[float, ...] = ()
     """Further rates, as shares of `Record.capacity_per_s`."""
     model: Path | None
-    """Directory of a checkpoint; None means the one that `checkpoint` makes."""
+    """Directory of a checkpoint; None means the checkpoint that `checkpoint` makes."""
     vllm: VllmPython | None
-    """None if every arm is a server that was started elsewhere."""
+    """The Python that runs vLLM; None if every arm is a server that was started elsewhere."""
     lmcache: LmcachePackages | None = None
-    """Packages of the arm ``lmcache``."""
+    """Packages for the arm ``lmcache``."""
     device_kv_bytes: int
     host_bytes: int
     store_bytes: int
@@ -142,10 +142,10 @@ class ServeSettings:
     server_cores: tuple[int, ...]
     client_cores: tuple[int, ...]
     load: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The workload and its generator, as plain values."""
+    """The workload and the settings of the generator, as plain values."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the settings as `json` writes them."""
+        """Return the settings as plain values for JSON."""
         return json.loads(json.dumps(asdict(self), default=str))
 
 
@@ -173,7 +173,7 @@ class Record:
             self.drive = drive_of(directory)
             if settings.memory_bytes is not None:
                 with closing(MachineLimits(settings.memory_bytes, self.drive)) as limits:
-                    limits.throttle(1e9)  # a refusal comes before hours of runs
+                    limits.throttle(1e9)  # a refusal must come before hours of runs
         self.runs.mkdir(parents=True, exist_ok=True)
         # A record may grow by repetitions, values of R and loads.
         may_grow = {"repeats", "ratios", "rates", "shares"}
@@ -186,16 +186,16 @@ class Record:
         return run_order(it.arms, it.repeats, it.ratios, it.rates, it.shares)
 
     def done(self) -> list[Path]:
-        """Return the directories of the runs that have ended, in order."""
+        """Return the directories of the runs that have ended, in the order of the runs."""
         found = [self.runs / key.name for key in self.order()]
         return [it for it in found if (it / "run.json").exists()]
 
     def is_done(self, key: RunKey) -> bool:
-        """Return whether the run has ended well."""
+        """Return whether the run has ended without an error."""
         return _read(self.runs / key.name / "run.json").get("status") == "ok"
 
     def make_model(self) -> None:
-        """Write our own checkpoint if the record uses it and it is missing.
+        """Write the benchmark's own checkpoint if the record uses it and it is missing.
 
         Raises:
             ConfigError: vLLM's Python cannot write it.
@@ -209,13 +209,13 @@ class Record:
             raise ConfigError(f"{vllm.python} cannot write a checkpoint: {error}") from error
 
     def calibrated(self) -> dict[str, float] | None:
-        """Return what `calibrate` has measured, or None if it has not run."""
+        """Return the measurements of `calibrate`, or None if it has not run."""
         return _read(self.runs / CALIBRATION) or None
 
     def calibrate(self) -> dict[str, float]:
-        """Measure, once for the record, the KV bytes that the model computes per second for the load's typical prompt.
+        """Measure, once per record, the KV bytes that the model computes per second for a typical prompt of the load.
 
-        An idle server computes prompts one at a time, and the engine's own prefill time counts.
+        An idle server computes prompts one at a time. The prefill time that the engine itself reports counts.
 
         Raises:
             KvError: the server fails.
@@ -235,7 +235,7 @@ class Record:
                 get(f"{server.url}/v1/completions", asked, limit_s=120.0)
 
             compute()  # a warm-up
-            # The fastest prompt counts, because whatever else the machine does slows the others.
+            # The fastest prompt counts, because other work of the machine slows down the others.
             found = [_prefills(server)]
             for _ in range(CALIBRATION_PROMPTS):
                 compute()
@@ -256,7 +256,7 @@ class Record:
         return result
 
     def capacity_per_s(self) -> float:
-        """Return how many prompts of mean length a server without offloading computes per second, one at a time.
+        """Return the prompts of mean length per second that a server without offloading computes one at a time.
 
         Raises:
             KvError: see `calibrate`.
@@ -265,7 +265,7 @@ class Record:
         return known["tokens"] / known["prefill_s"] / self._load.prompt_tokens
 
     def _load_of(self, key: RunKey) -> dict[str, float]:
-        """Return what distinguishes the loads of runs, in the form of `run.json`."""
+        """Return the figures that distinguish the loads of runs, in the form of `run.json`."""
         if key.capacity_share is None:
             return {} if key.requests_per_s is None else {"requests_per_s": key.requests_per_s}
         rate = float(f"{key.capacity_share * self.capacity_per_s():.3g}")
@@ -274,7 +274,7 @@ class Record:
     def run(self, key: RunKey, tick: Callable[[], None]) -> dict[str, Any]:
         """Execute one run in a new directory with a new store. Return the content of `run.json`.
 
-        If the server or the generator fails, the run fails, and its measurements stay.
+        If the server or the generator fails, the run fails, but its measurements are kept.
         """
         rate = None if key.ratio is None else self.calibrate()["kv_bytes_per_s"] / key.ratio
         load = self._load_of(key)
@@ -338,7 +338,7 @@ class Record:
 
     @contextmanager
     def _serving(self, arm: Arm, place: Path) -> Generator[tuple[Server, MachineLimits | None]]:
-        """Start the server of an arm with a new store, and wait until it is healthy. Remove both at the end."""
+        """Start an arm's server with a new store, and wait until it is healthy. Remove server and store at the end."""
         settings, vllm = self.settings, self.settings.vllm
         if not arm.is_ours:
             server = Server(arm.url)
@@ -379,7 +379,7 @@ class Record:
             packages = write_packages(self._store.absolute(), STATISTICS)
             lmcache = settings.lmcache if arm.kind == "lmcache" else None
             environment = vllm_environment(vllm, packages, settings.server_cores, lmcache)
-            # For vLLM's sockets, whose paths must be short. vLLM leaves them behind.
+            # vLLM's sockets need short paths, and vLLM leaves them behind.
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-", ignore_cleanup_errors=True))
             environment |= {STATISTICS_PATH: str(logged / "engine.jsonl"), "TMPDIR": scratch}
             server = ServerProcess(
@@ -403,9 +403,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def known_context(directory: Path) -> int | None:
-    """Return the models' context in tokens from the record in `directory`, or None without a record.
+    """Return the model's context in tokens from the record in `directory`, or None without a record.
 
-    With it, a record can be shown and continued while servers that were started elsewhere are away.
+    This context lets a record be shown and continued while servers that were started elsewhere are unreachable.
     """
     with suppress(KeyError, TypeError):
         return int(_read(directory / "runs" / SETTINGS)["settings"]["load"][CONTEXT])
@@ -414,7 +414,7 @@ def known_context(directory: Path) -> int | None:
 
 @contextmanager
 def pinned(cores: Sequence[int]) -> Generator[None]:
-    """Run this process and its children on `cores`, if any. A record made afterwards names all cores again."""
+    """Run this process and its children on `cores`, if any, and restore the previous cores at the end."""
     before = os.sched_getaffinity(0)
     if cores:
         os.sched_setaffinity(0, cores)
@@ -425,7 +425,7 @@ def pinned(cores: Sequence[int]) -> Generator[None]:
 
 
 def _drain(server: Server) -> None:
-    """Wait until the server's processes write nothing more, so that the run includes all of its I/O."""
+    """Wait until the server's processes no longer write, so that the run includes all of its I/O."""
     until_s = time.monotonic() + DRAIN_S
     processes, before = Processes(), None
     while time.monotonic() < until_s and (pids := server.pids()) and not server.why_over():
@@ -438,7 +438,7 @@ def _drain(server: Server) -> None:
 
 
 def _prefills(server: Server) -> tuple[float, float]:
-    """Return the seconds of prefill and the prompt tokens since the server's start."""
+    """Return the seconds of prefill and the number of prompt tokens since the server's start."""
     found = parse_metrics(get(f"{server.url}/metrics"))
     try:
         return found["vllm:request_prefill_time_seconds_sum"], found["vllm:prompt_tokens_total"]
@@ -447,7 +447,7 @@ def _prefills(server: Server) -> tuple[float, float]:
 
 
 def _gather_journal(place: Path) -> None:
-    """Make `kvtier.jsonl` from the files of a run's journal."""
+    """Combine the files of a run's journal into `kvtier.jsonl`."""
     files = sorted((place / JOURNAL).glob("*.jsonl"))
     if files:
         with (place / "kvtier.jsonl").open("wb") as out:
@@ -461,7 +461,7 @@ def _digest(value: object) -> str:
 
 
 def _same_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings, or compare them with those already written."""
+    """Write the settings, or compare them with the settings that were written earlier."""
     try:
         before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

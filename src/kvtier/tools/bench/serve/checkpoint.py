@@ -1,11 +1,11 @@
-"""Makes the checkpoint of `kvtier bench serve`: much KV for little compute, random weights, words as tokens.
+"""Makes the checkpoint of `kvtier bench serve`, with much KV for little compute, random weights, and words as tokens.
 
-On one core a common small model computes KV more slowly than any drive reads it, so offloading would always win. Here
-a token has 32 KiB of KV in 4 layers of few parameters. Attention dominates. For each byte of KV it takes as many
-operations as the context has tokens, and wide heads keep the softmax's share small.
+On one core a common small model computes KV more slowly than any drive reads it, so offloading would always win. In
+this checkpoint a token has 32 KiB of KV in 4 layers of few parameters. Attention dominates. For each byte of KV it
+takes as many operations as the context has tokens. Wide heads keep the softmax's share small.
 
-vLLM's Python, which has torch and Transformers, runs it: ``python checkpoint.py DIRECTORY``. It imports nothing of
-kvtier.
+vLLM's Python, which has torch and Transformers, runs this module: ``python checkpoint.py DIRECTORY``. It imports
+nothing from kvtier.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 
 SPECIAL = ("<unk>", "<s>", "</s>")
 WORDS = range(len(SPECIAL), 1024)
-"""Word ``t3`` is token 3, and so on."""
+"""Numbers of the tokens that are words. Word ``t3`` is token 3."""
 ROLES = ("system", "user", "assistant")
 VOCABULARY = 1088
 
@@ -31,13 +31,13 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 8,
     "head_dim": 256,
 }
-"""Much KV for its compute: 32 KiB a token. One core computes a common small model's KV slower than drives read it."""
+"""Fields of the model's configuration. A token has 32 KiB of KV, which is much for the model's compute."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
-"""The template only appends, so a conversation is a prefix of its next prompt, token for token."""
+"""The chat template. It only appends, so a conversation is a prefix of its next prompt, token for token."""
 
 CONTEXT_TOKENS = 32768
 
@@ -50,7 +50,7 @@ def kv_bytes_per_token(shape: dict[str, Any] = SHAPE) -> int:
 def make_checkpoint(directory: Path, seed: int = 7, shape: dict[str, Any] = SHAPE) -> None:
     """Write a Llama of `shape` with random weights of normal scale, a tokenizer of words and a chat template.
 
-    The same seed writes the same bytes. `directory` appears whole or not at all.
+    Equal seeds give equal bytes. `directory` appears with all files or not at all.
     """
     torch, transformers = import_module("torch"), import_module("transformers")
     special = {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
@@ -73,7 +73,7 @@ def make_checkpoint(directory: Path, seed: int = 7, shape: dict[str, Any] = SHAP
 
 
 def _drawn(torch: Any, label: str, weight: Any) -> Any:  # noqa: ANN401 - torch is optional
-    """Draw weights that neither vanish nor explode, with attention sharp enough to tell tokens apart."""
+    """Draw weights that neither vanish nor explode, and that make attention sharp enough to tell tokens apart."""
     noise = torch.randn(weight.shape)
     if weight.ndim == 1:
         return weight + 0.1 * noise
@@ -82,7 +82,7 @@ def _drawn(torch: Any, label: str, weight: Any) -> Any:  # noqa: ANN401 - torch 
     gain = 1.5 if ".q_proj" in label or ".k_proj" in label else 2.0 if "attn" in label or "lm_head" in label else 1.0
     drawn = noise * gain / math.sqrt(weight.shape[-1])
     if "lm_head" in label:
-        drawn[: WORDS.start] = drawn[WORDS.stop :] = 0.0  # never the largest logit: answers are words alone
+        drawn[: WORDS.start] = drawn[WORDS.stop :] = 0.0  # never the largest logit, so answers have only words
     return drawn
 
 

@@ -141,6 +141,6 @@ def serve(
     takes a minute more than --seconds. The same command continues where an earlier one was stopped, and shows its
     results if all runs are there.
     """
-    from kvtier.tools.bench.serve.command_run import run  # imports numpy, which would slow the help
+    from kvtier.tools.bench.serve.command_run import run  # late, because numpy would slow the help
 
     return run(**given)

@@ -1,4 +1,4 @@
-"""Runs `kvtier bench serve`, and prints what it measured."""
+"""Runs `kvtier bench serve`, and prints the results."""
 
 import os
 import shutil
@@ -34,13 +34,13 @@ from kvtier.tools.trace.reading import load_trace
 
 ARMS = ("none", "native", "kvtier")
 SERVER_BYTES = 3 << 30
-"""Memory of a server besides KV: its processes, weights and some page cache."""
+"""Memory of a server in addition to KV: processes, weights and some page cache."""
 LMCACHE_BYTES = 1 << 30
-"""Memory of LMCache's server process besides KV. All arms of the record get it."""
+"""Memory of LMCache's server process in addition to KV. All arms of the record get it."""
 BLOCK_TOKENS = 128
-"""Block size of vLLM in tokens on a CPU, where blocks are largest."""
+"""Block size of vLLM on a CPU, in tokens. Other devices have smaller blocks."""
 RESERVE_BYTES = 2 << 30
-"""Bytes that the file system keeps free beside the store."""
+"""Bytes that stay free in the file system of the store."""
 SIZES = {
     "users": "users",
     "rounds": "rounds",
@@ -127,7 +127,7 @@ def _run(it: Record, key: RunKey, expected_s: float, advance: Any) -> bool:  # n
 
 
 def _record(directory: Path, given: dict[str, Any]) -> Record:
-    """Open the record in `directory`, and check everything that can be checked before a server starts."""
+    """Open the record in `directory`, and make all checks that are possible before a server starts."""
     arms = parse_arms(given["arms"] or ARMS, _kvtier_settings(given["settings"]))
     find_generator(given["generator"])
     is_ours = any(arm.is_ours for arm in arms)
@@ -181,7 +181,7 @@ def _record(directory: Path, given: dict[str, Any]) -> Record:
 
 
 def _kvtier_settings(flags: tuple[str, ...]) -> dict[str, Any]:
-    """Return the values of ``--set`` by name, checked as kvtier would check them in the server."""
+    """Return the values of ``--set`` by name, after the checks that kvtier would make in the server."""
     if not flags:
         return {}
     extra: dict[str, Any] = engine_settings.given(load(environ={}, flags=flags, tiers=["disk:/store"]))
@@ -191,7 +191,7 @@ def _kvtier_settings(flags: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _check_device_kv(settings: ServeSettings) -> None:
-    """Refuse a device that cannot hold one request, as vLLM would."""
+    """Refuse a device that cannot hold one request, because vLLM would refuse it."""
     per_token = kv_bytes_per_token() if settings.model is None else float(of(settings.model).bytes_per_token)
     needed = (settings.context_tokens + BLOCK_TOKENS) * per_token  # vLLM never uses one of its blocks
     if settings.vllm is not None and needed > settings.device_kv_bytes:
@@ -229,7 +229,7 @@ def _load_settings(
 
 
 def _sizes(given: dict[str, Any]) -> ConversationSizes | SingleShotSizes:
-    """Return the preset's sizes on this machine, overridden by those on the command line."""
+    """Return the preset's sizes on this machine, with those from the command line in their place."""
     name = given["preset"] or "dell"
     if name not in PRESETS:
         raise ConfigError(f"--preset {name}: allowed: {', '.join(PRESETS)}")
@@ -243,7 +243,7 @@ def _sizes(given: dict[str, Any]) -> ConversationSizes | SingleShotSizes:
 
 
 def _cores(*, is_cpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the client's cores and the server's: one each, but a server with a GPU gets all others."""
+    """Return the client's cores and the server's. Each gets one core, but a server with a GPU gets all other cores."""
     usable = tuple(sorted(os.sched_getaffinity(0)))
     if len(usable) < 2:
         return (), usable
@@ -251,7 +251,7 @@ def _cores(*, is_cpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _conditions(it: Record) -> dict[str, object]:
-    """Return what the report prints about model, workload, limits and arms."""
+    """Return the text for the report about model, workload, limits and arms."""
     settings = it.settings
     vllm, memory = settings.vllm, settings.memory_bytes
     is_cpu = vllm is None or vllm.is_cpu

@@ -1,7 +1,7 @@
-"""Sends a workload to a server with aiperf, a load generator in an environment of its own (ADR 21).
+"""Sends a workload to a server with aiperf, a load generator in a separate environment (ADR 21).
 
-While the run goes on, `run` writes ``requests.jsonl``, one line for each request that has ended. aiperf needs a
-tokenizer from the hub even where the server counts tokens. It gets a one-word tokenizer in a hub cache of its own.
+During the run, `run` writes ``requests.jsonl``, with one line for each request that has ended. aiperf requires a
+tokenizer from the hub even if the server counts tokens. It gets a one-word tokenizer in a separate hub cache.
 """
 
 import json
@@ -29,7 +29,7 @@ from kvtier.tools.bench.serve.workload import Conversation, Pace, ServeWorkload,
 AIPERF = "aiperf"
 VERSION = "0.13.0"
 BESIDE = Path(kvtier.__file__).parents[2] / ".venv-aiperf" / "bin" / AIPERF
-"""aiperf in the environment that `make` builds beside the checkout."""
+"""aiperf in the environment that `make` builds in the checkout's folder."""
 INSTALL = f"python -m venv aiperf && aiperf/bin/pip install aiperf=={VERSION}"
 REQUESTS_FILE = "requests.jsonl"
 _POLL_S = 0.1
@@ -38,66 +38,66 @@ _CANCEL_S = 5.0
 _ANSWER_S = 60.0
 """The longest wait for a request of one token, and for aiperf to print its version."""
 _REFUSED_MAX = 3
-"""Failed connections in a row, at least `_CONNECT_S` apart, after which the server counts as dead."""
+"""Consecutive failed connections, at least `_CONNECT_S` apart, after which the server counts as dead."""
 _CONNECT_S = 0.5
 _WARM_UP_S = 2.0
 """Time between the warm-up requests that precede a recorded trace."""
 _LOG_LINES = 5
 _BODY_MAX = 500
 _SURROUNDINGS = (
-    "AIPERF_RECORD_EXPORT_BATCH_SIZE=1",  # each record is in the file when its request has ended
-    "AIPERF_DATASET_MMAP_CACHE_ENABLED=false",  # a cache in the home directory, which only grows
+    "AIPERF_RECORD_EXPORT_BATCH_SIZE=1",  # write each record as soon as its request has ended
+    "AIPERF_DATASET_MMAP_CACHE_ENABLED=false",  # it would grow in the home directory
 )
 _FIELDS: dict[str, Any] = {"ignore_eos": True, "temperature": 0, "skip_special_tokens": False}
-"""Fields of every request, so that answers have the requested length and all of their words."""
+"""Fields of every request. They give answers the requested length and all words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSettings:
-    """How a workload is sent."""
+    """The settings for sending a workload."""
 
     url: str
     """The server's address, without ``/v1``."""
     model: str
-    """The name that the server knows."""
+    """The model's name on the server."""
     command: str = AIPERF
     """The value of ``--generator``: aiperf's command, or the Python of an environment that has it."""
     cores: tuple[int, ...] = ()
-    """Cores that the generator runs on. Empty means all."""
+    """Cores on which the generator runs. Empty means all."""
     seconds: float
-    """No request is sent later than this after the first counted one."""
+    """No request is sent later than this many seconds after the first counted one."""
     request_deadline_s: float = 60.0
-    """A request that takes longer has failed."""
+    """Seconds after which a request counts as failed."""
     end_deadline_s: float = 30.0
-    """Time that the last requests get beyond `seconds`."""
+    """Additional time for the last requests after `seconds`."""
     start_deadline_s: float = 120.0
-    """Time limit for start-up and warm-up, until the first counted request."""
+    """Time limit for start-up and warm-up, up to the first counted request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorResult:
-    """One run. All times are Unix seconds."""
+    """The result of one run. All times are Unix seconds."""
 
     began_s: float
     measured_from_s: float | None
-    """When the first counted request was sent, or None if none was."""
+    """Time at which the first counted request was sent, or None if none was sent."""
     ended_s: float
     requests: int
     """Counted requests that have ended, including failed ones."""
     failed: int
     error: str | None
-    """Why the run is incomplete: the server ended, or the generator did."""
+    """Why the run is incomplete: the server or the generator ended early."""
 
 
 def find_generator(command: str = AIPERF) -> tuple[str, ...]:
     """Return the command that starts aiperf.
 
     Args:
-        command: as in `GeneratorSettings`. By default aiperf on the path, else the one in ``.venv-aiperf`` beside the
-            checkout.
+        command: as in `GeneratorSettings`. The default is aiperf on the path, else that in the checkout's
+            ``.venv-aiperf``.
 
     Raises:
-        ConfigError: aiperf does not run. The message has the command that installs it.
+        ConfigError: aiperf does not run. The message contains the command that installs it.
     """
     is_beside = command == AIPERF and shutil.which(AIPERF) is None and BESIDE.exists()
     parts = (str(BESIDE),) if is_beside else tuple(shlex.split(command))
@@ -116,13 +116,13 @@ def find_generator(command: str = AIPERF) -> tuple[str, ...]:
 
 
 def served_model(url: str, model: str = "") -> tuple[str, int | None]:
-    """Return a server's model and its context in tokens, after a one-token request has shown that it can chat.
+    """Return a server's model and its context in tokens, after a one-token chat request has succeeded.
 
-    The context is None if the server does not report it; vLLM and SGLang do.
+    The context is None if the server does not report it. vLLM and SGLang report it.
 
     Args:
         url: as in `GeneratorSettings`.
-        model: name of the model; an empty one means the first that the server lists.
+        model: name of the model. An empty name means the first model that the server lists.
 
     Raises:
         ConfigError: the server does not answer, does not have the model, or the model has no chat template.
@@ -163,16 +163,16 @@ def run(
     started: Callable[[int], None] = lambda _pid: None,
     is_over: Callable[[], str] = lambda: "",
 ) -> GeneratorResult:
-    """Send `workload` and write ``requests.jsonl`` in `directory`, where no such file may exist.
+    """Send `workload` and write ``requests.jsonl`` in `directory`, where this file must not exist.
 
-    A run that is cut short returns within seconds, with its `error`. The file then has the requests that ended before.
+    A run that is cut short returns within seconds, with its `error`. The file then has the requests that have ended.
 
     Args:
-        workload: what to send.
-        settings: where and how to send it.
-        directory: directory of the run. aiperf's own files are in ``generator`` below it.
-        started: called with the process id of the generator, whose process group it leads.
-        is_over: called about ten times a second. A text, which says why the server has ended, ends the run.
+        workload: the requests to send.
+        settings: the server, and the settings for sending.
+        directory: directory of the run. aiperf's own files are in its subdirectory ``generator``.
+        started: called with the process id of the generator, which leads its own process group.
+        is_over: called about ten times a second. Any text ends the run and says why the server has ended.
 
     Raises:
         ConfigError: the generator is missing, or the workload cannot be sent.
@@ -183,11 +183,11 @@ def run(
     room = directory.absolute() / "generator"
     room.mkdir(parents=True)
     configured = _configured(workload, settings, room)
-    # `env` adds to our own environment without changing it. aiperf reads dozens of settings there.
+    # `env` extends the environment without changing this process's. aiperf reads dozens of settings there.
     surroundings = ("HF_HUB_OFFLINE=1", f"HF_HUB_CACHE={room / 'hub'}", *_SURROUNDINGS)
     began_s, error = time.time(), None
     with (
-        # For aiperf's sockets, whose paths must be short, and a copy of its data. aiperf leaves both behind.
+        # aiperf leaves its sockets, whose paths must be short, and a copy of its data behind.
         tempfile.TemporaryDirectory(prefix="kvtier-", ignore_cleanup_errors=True) as scratch,
         (directory / REQUESTS_FILE).open("w", encoding="utf-8") as kept,
         (room / "log.txt").open("wb") as log,
@@ -204,7 +204,7 @@ def run(
         )
         try:
             if settings.cores:
-                os.sched_setaffinity(process.pid, settings.cores)  # before it has made any process
+                os.sched_setaffinity(process.pid, settings.cores)  # before it starts any process
             started(process.pid)
             error = _watched(process, requests, settings, is_over)
         finally:
@@ -233,7 +233,7 @@ def _watched(
     settings: GeneratorSettings,
     is_over: Callable[[], str],
 ) -> str | None:
-    """Wait for the generator. Return why it must be ended, or None if it ended by itself."""
+    """Wait for the generator. Return the reason to end it, or None if it ended by itself."""
     until_s = time.monotonic() + settings.start_deadline_s + settings.seconds + settings.end_deadline_s
     refused, tried_s = 0, 0.0
     while process.poll() is None:
@@ -338,7 +338,7 @@ def _configured(workload: ServeWorkload, settings: GeneratorSettings, room: Path
 
 
 def _leading(workload: ServeWorkload) -> list[Conversation]:
-    """Return the warm-up conversations at the start. Fillers between counted conversations are sent with those."""
+    """Return the warm-up conversations at the start. Fillers between counted conversations count with those."""
     return list(takewhile(lambda it: it.is_warm_up, workload.conversations))
 
 
@@ -356,7 +356,7 @@ def _turns_line(conversation: Conversation, workload: ServeWorkload) -> dict[str
 
 
 def _trace_lines(workload: ServeWorkload) -> Iterator[dict[str, Any]]:
-    """Yield one request per line. Warm-up requests come before the recorded ones, at times of their own."""
+    """Yield one line per request. Warm-up requests precede the recorded ones, `_WARM_UP_S` apart."""
     later_s = _WARM_UP_S * len(_leading(workload))
     for place, conversation in enumerate(workload.conversations):
         (turn,) = conversation.turns
@@ -370,7 +370,7 @@ def _trace_lines(workload: ServeWorkload) -> Iterator[dict[str, Any]]:
 
 
 def _write_tokenizer(place: Path) -> None:
-    """Write a model as the hub caches it, with the tokenizer that aiperf asks for."""
+    """Write a model in the form of a hub cache, with the tokenizer that aiperf asks for."""
     revision = "0" * 40
     files = place / "snapshots" / revision
     files.mkdir(parents=True)
@@ -395,7 +395,7 @@ def _write_tokenizer(place: Path) -> None:
 
 @dataclass(slots=True)
 class _EndedRequests:
-    """Copies requests from aiperf's growing records into ours."""
+    """Copies ended requests from aiperf's growing records into ``requests.jsonl``."""
 
     records: Path
     kept: IO[str]
@@ -405,7 +405,7 @@ class _EndedRequests:
     first_sent_s: float | None = None
     is_last_failed: bool = False
     first_error: str | None = None
-    """What the first failed request among the counted ones reported."""
+    """The error of the first counted request that failed."""
     _read_bytes: int = field(default=0, init=False)
 
     def read(self) -> None:

@@ -25,7 +25,7 @@ LINE_BYTES_MAX = 1 << 20
 LINES_MAX = 2_000_000
 RUN_BYTES_MAX = 16 << 20
 UNCOVERED_S = 2.0
-"""An interval may extend this far before its first sample and after its last one."""
+"""Most seconds of an interval, at both ends together, that lie outside its samples."""
 
 Row = dict[str, Any]
 
@@ -85,13 +85,13 @@ def read_run(directory: Path) -> RunFiles:
 
 
 def grown(samples: Sequence[Row], name: str, since_s: float, until_s: float) -> float | None:
-    """Return by how much a counter in the samples grew, interpolated at both ends.
+    """Return the growth of a counter in the samples, interpolated at both ends.
 
-    The result is None if it fell, or if the samples leave more than `UNCOVERED_S` of the interval uncovered.
+    The result is None if the counter fell, or if the samples leave more than `UNCOVERED_S` of the interval uncovered.
 
     Args:
         samples: samples in order of time.
-        name: dotted name, such as ``device.read_bytes``. For a metric it is ``metrics.`` and the sample's name.
+        name: dotted name, such as ``device.read_bytes``. A metric's name is ``metrics.`` and the sample's name.
         since_s: start in Unix seconds.
         until_s: end in Unix seconds.
     """
@@ -162,7 +162,7 @@ def count(row: Mapping[str, Any], name: str) -> int | None:
 
 
 def counts(value: object) -> dict[str, int] | None:
-    """Return the numbers of a JSON object, without its other values, or None for anything but an object."""
+    """Return the numbers of a JSON object without its other values, or None for anything else."""
     if not isinstance(value, dict):
         return None
     row = as_row(cast("object", value))
@@ -170,7 +170,7 @@ def counts(value: object) -> dict[str, int] | None:
 
 
 def column_of(samples: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
-    """Return times and values of the samples that have the number `name`. A dotted name is in an inner object."""
+    """Return times and values of the samples that have the number `name`. A dotted name leads into an inner object."""
     times: list[float] = []
     values: list[float] = []
     outer, _, inner = name.partition(".")
@@ -183,13 +183,13 @@ def column_of(samples: Sequence[Row], name: str) -> tuple[list[float], list[floa
 
 
 EDGES_MAX = 20_000
-"""Maximum number of intervals of a run that are joined. Later ones are left out."""
+"""Most intervals of a run that are joined. Later intervals are left out."""
 
 COMPUTED, RESIDENT, CACHED, EXTERNAL = "computed", "resident", "cached", "external"
 ENGINE_PLACES = (COMPUTED, RESIDENT, CACHED)
 """Places that are not tiers."""
 NO_CONNECTOR = "none"
-"""The arm that computes everything its engine's prefix cache lacks. Prefill times are fitted to its requests."""
+"""The arm that computes everything that the engine's prefix cache lacks. Prefill times are fitted to its requests."""
 SOURCE_COUNTERS = {
     COMPUTED: 'vllm:prompt_tokens_by_source_total{source="local_compute"}',
     RESIDENT: 'vllm:prompt_tokens_by_source_total{source="local_cache_hit"}',
@@ -218,10 +218,10 @@ class JoinedRequest:
     prompt_tokens: int | None
     output_tokens: int | None
     queue_s: float | None
-    """Time from arrival in the engine to the first step, without the load, which the engine counts as queueing."""
+    """Time from arrival in the engine to the first step, minus the load, which the engine counts as queueing."""
     prefill_s: float | None
     tokens_by_place: dict[str, int] | None
-    """The values add up to `prompt_tokens`, unless `is_sum_wrong`."""
+    """Tokens by place. The values add up to `prompt_tokens`, unless `is_sum_wrong`."""
     is_sum_wrong: bool
     offered_tokens: dict[str, int] | None
     """Tokens of the prompt that each tier had and the engine did not."""
@@ -306,7 +306,7 @@ def _joined(row: Row, files: RunFiles) -> JoinedRequest:
 
 
 def _places(prompt: int | None, engine: Row, own: Row, files: RunFiles) -> dict[str, int] | None:
-    """Return tokens by place. The client counts the prompt, the engine what it computed, kvtier what it loaded."""
+    """Return tokens by place. The client counts the prompt, the engine the computed and kvtier the loaded tokens."""
     of_engine, cached = count(engine, "prompt_tokens"), count(engine, "cached_tokens")
     if prompt is None or of_engine is None or cached is None:
         return None
@@ -316,13 +316,13 @@ def _places(prompt: int | None, engine: Row, own: Row, files: RunFiles) -> dict[
     resident, loaded = count(own, "resident_tokens"), counts(own.get("loaded_tokens"))
     if resident is None or loaded is None:
         return None
-    # vLLM counts a load when it starts. What did not arrive was computed.
+    # vLLM counts a load when it starts. Tokens that did not arrive were computed.
     computed[COMPUTED] += max(0, (count(own, "wanted_tokens") or 0) - sum(loaded.values()))
     return computed | {RESIDENT: resident} | loaded
 
 
 def write_joined(directory: Path, run: JoinedRun) -> None:
-    """Write `joined.jsonl`, a line for each request, and `seconds.json` beside the run's own files.
+    """Write `joined.jsonl`, with a line for each request, and `seconds.json` into the run's directory.
 
     Raises:
         ConfigError: the files cannot be written.
@@ -343,7 +343,7 @@ _COUNTERS = {
     "client_cpu_cores": ("client_cpu_s", "", 1.0),
     "package_watts": ("package_joules", "", 1.0),
 }
-"""For each column: its counter, the fallback counter, and the factor. A drive counts all processes."""
+"""The counter, the fallback counter and the factor of each column. A drive counts all processes."""
 _GAUGES = {
     "rss_bytes": "rss_bytes",
     "memory_bytes": "memory_bytes",
@@ -353,7 +353,7 @@ _GAUGES = {
 
 
 def _offered(own: Row) -> dict[str, int] | None:
-    """Subtract resident tokens from those found. They come first in the prompt, so the first places have them."""
+    """Subtract resident tokens from the found ones. They lead the prompt, so the first places contain them."""
     found, resident = counts(own.get("found_tokens")), count(own, "resident_tokens")
     if found is None or resident is None:
         return None
@@ -401,7 +401,7 @@ def _per_second(
 
 
 def _streamed(requests: Iterable[JoinedRequest], edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the output tokens in each interval: the first when it arrived, the others spread evenly to the end."""
+    """Return the output tokens in each interval. The first counts on arrival; the others spread evenly to the end."""
     at_edges = np.zeros(len(edges))
     for it in requests:
         first_s, ended_s, tokens = it.first_s or 0.0, it.ended_s or 0.0, it.output_tokens or 0
@@ -413,6 +413,6 @@ def _streamed(requests: Iterable[JoinedRequest], edges: npt.NDArray[np.float64])
 def _summed(
     requests: Sequence[JoinedRequest], edges: npt.NDArray[np.float64], of: Callable[[dict[str, int]], int]
 ) -> list[float]:
-    """Sum a figure of the places over requests, by the interval of their first token."""
+    """Sum a figure of the places over requests, by the interval of a request's first token."""
     weights = [float(of(it.tokens_by_place or {})) for it in requests]
     return np.histogram([it.first_s or 0.0 for it in requests], edges, weights=weights)[0].tolist()

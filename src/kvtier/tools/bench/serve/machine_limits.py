@@ -1,7 +1,7 @@
-"""Limits one server with a control group: its memory, page cache included, and the bandwidth of one drive.
+"""Limits the memory of one server, page cache included, and the bandwidth of one drive, with a control group.
 
-Both versions of control groups work. Version 1 throttles what a process itself submits: reads and direct writes. The
-kernel writes back its buffered writes, which version 1 does not charge to the process. Version 2 does.
+Both versions of control groups work. Version 1 throttles the reads and direct writes that a process itself submits.
+The kernel writes back buffered writes. Only version 2 charges them to the process.
 """
 
 import os
@@ -19,25 +19,25 @@ from kvtier.tools.machine_facts import Mount, mount_of, read_mounts, whole_drive
 
 REMOVAL_S = 20.0
 PREFIX = "kvtier-serve-"
-"""Prefix of a group's name. The id of the process that made it follows."""
+"""Prefix of a group's name. The id of the process that made the group follows."""
 _ADVICE = "run as root, or with --no-limits, which leaves memory and drive unlimited and says so in the record"
 
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """The whole drive below a directory."""
+    """The whole drive that holds a directory."""
 
     name: str
-    """Name in /sys/block, such as ``nvme0n1``."""
+    """The drive's name in /sys/block, such as ``nvme0n1``."""
     number: str
-    """``major:minor``."""
+    """The device number, ``major:minor``."""
 
 
 def drive_of(directory: Path) -> Drive:
-    """Return the drive that `directory` is on.
+    """Return the drive that holds `directory`.
 
     Raises:
-        ConfigError: its file system is on no block device.
+        ConfigError: the file system of the directory is on no block device.
     """
     mount = mount_of(directory.resolve(), read_mounts())
     place = None if mount is None else Path("/sys/dev/block") / whole_drive(mount.device)
@@ -48,14 +48,14 @@ def drive_of(directory: Path) -> Drive:
 
 
 class MachineLimits:
-    """A control group (two with version 1), which the constructor makes and `close` removes.
+    """A control group, or two with version 1. The constructor makes it and `close` removes it.
 
     Args:
-        memory_bytes: limit on the memory of all its processes, page cache included.
+        memory_bytes: memory limit of all processes in the group, page cache included.
         drive: the drive whose bandwidth `throttle` limits.
 
     Raises:
-        ConfigError: this process may not make the group.
+        ConfigError: this process lacks the right to make the group.
     """
 
     def __init__(self, memory_bytes: int, drive: Drive) -> None:
@@ -77,7 +77,7 @@ class MachineLimits:
 
     @property
     def is_version_2(self) -> bool:
-        """Whether one group of version 2 has both limits."""
+        """Whether a single group of version 2 has both limits."""
         return (self._memory / "memory.max").exists()
 
     @property
@@ -136,7 +136,7 @@ class MachineLimits:
             self._made.pop()
 
     def _make(self, controller: str, name: str) -> Path:
-        """Make the group for one controller, by its name in version 1. In version 2 all controllers share a group."""
+        """Make the group for one controller, named as in version 1. In version 2 all controllers share a group."""
         for parent, is_version_2 in _parents(controller, read_mounts()):
             _remove_abandoned(parent)
             group = parent / name
@@ -155,7 +155,7 @@ class MachineLimits:
 
 
 def _parents(controller: str, mounts: Iterable[Mount]) -> Iterable[tuple[Path, bool]]:
-    """Yield groups that can have a child with this controller, and whether each is of version 2."""
+    """Yield the groups that can have a child with this controller, and whether each is a group of version 2."""
     own = control_groups(text_of(Path("/proc/self/cgroup")))
     for mount in mounts:
         top = Path(mount.point)
@@ -166,7 +166,7 @@ def _parents(controller: str, mounts: Iterable[Mount]) -> Iterable[tuple[Path, b
         elif mount.kind == "cgroup2":
             wanted = {"memory", "io"}
             inner = top / next((path for names, path in own if not names), "/").lstrip("/")
-            # In version 2 a group with processes of its own cannot contain limited groups, unless it is the root.
+            # In version 2 only the root can contain both processes and limited groups.
             for parent in dict.fromkeys((inner if inner == top else inner.parent, top)):
                 if wanted <= set(text_of(parent / "cgroup.controllers").split()):
                     yield parent, True

@@ -1,8 +1,9 @@
-"""Runs vLLM's own tiered offloading on a CPU: the arm ``native`` of `kvtier bench serve` and of `bench/vllm.py`.
+"""Runs vLLM's own tiered offloading on a CPU, for the arm ``native`` of `kvtier bench serve` and of `bench/vllm.py`.
 
-vLLM refuses it there, because its worker copies with CUDA. This worker copies in a thread of its own, with one call of
-torch for each tensor of a chunk. Everything else is unchanged: scheduler side, tiers in host memory and in a file
-system, eviction, back-pressure. `spec_name` and `spec_module_path` in `kv_connector_extra_config` select this module.
+vLLM refuses tiered offloading on a CPU, because its worker copies with CUDA. This worker copies in a separate thread,
+with one call of torch for each tensor of a chunk. Everything else is unchanged: the scheduler side, tiers in host
+memory and in a file system, eviction, back-pressure. `spec_name` and `spec_module_path` in `kv_connector_extra_config`
+select this module.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -25,18 +26,18 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CopyRun(NamedTuple):
-    """Blocks of one tensor that lie side by side in one chunk of host memory."""
+    """Blocks of one tensor that are adjacent in one chunk of host memory."""
 
     tensor: int
     blocks: torch.Tensor
     """The numbers of the blocks."""
     chunk: int
     place: int
-    """Position of the first block in its chunk."""
+    """Position of the first block in the chunk."""
 
 
 class MemcpyWorker(OffloadingWorker):
-    """Copies between vLLM's blocks and its host tier.
+    """Copies between vLLM's blocks and vLLM's host tier.
 
     Args:
         caches: vLLM's KV memory, a tensor of [blocks, bytes of a page] for each layer.
@@ -48,7 +49,7 @@ class MemcpyWorker(OffloadingWorker):
         self._blocks_per_chunk = blocks_per_chunk
         self._region = region
         self._layers = caches.group_data_refs
-        # View the memory as 8-byte words, because torch would index bytes one by one.
+        # View the memory as 8-byte words, because torch indexes element by element.
         self._blocks = [it.tensor.view(it.tensor.shape[0], -1).view(torch.int64) for it in caches.tensors]
         self._host = [
             region.create_next_worker_view(it.page_size_bytes * blocks_per_chunk).view(torch.int64)
@@ -68,7 +69,7 @@ class MemcpyWorker(OffloadingWorker):
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,  # noqa: ARG002, FBT001, FBT002 - from 0.33 on; one thread has nothing to overtake
     ) -> bool:
-        """Copy host memory to blocks."""
+        """Copy blocks from host memory."""
         return self._submit(job_id, dst_spec, src_spec.block_ids, is_store=False)
 
     def get_finished(self) -> list[TransferResult]:
@@ -77,7 +78,7 @@ class MemcpyWorker(OffloadingWorker):
         return [self._jobs.pop(job).result(0) for job in ended]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait for these transfers."""
+        """Wait until these transfers end."""
         wait([self._jobs[job] for job in job_ids if job in self._jobs])
 
     def shutdown(self) -> None:
@@ -125,7 +126,7 @@ class MemcpyTieringSpec(TieringOffloadingSpec):
     """vLLM's tiering with `MemcpyWorker`."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return the worker of this process, which is created once."""
+        """Return the worker of this process. The first call creates it."""
         if self._worker is None:
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,

@@ -1,4 +1,4 @@
-"""Sends one run's load to its server in `kvtier bench serve`: draws a workload, and drives the generator with it."""
+"""Sends the load of a run of `kvtier bench serve` to the run's server: draws a workload and drives the generator."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,12 +32,12 @@ tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
 print(len(tokenizer(sys.argv[2]).input_ids))
 """
 ROUND_TOKENS = 8
-"""Tokens that a chat template may add to a question and its answer, such as two words for the roles."""
+"""Most tokens that a chat template may add to a question and its answer, such as words for the two roles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings:
-    """The workload of all runs, and how to send it."""
+    """The settings of the workload of all runs, and of the generator."""
 
     sizes: ConversationSizes | SingleShotSizes | None
     """Sizes of the conversations; None if a trace is replayed."""
@@ -55,12 +55,12 @@ class LoadSettings:
     """The model's longest context."""
     generator: str
     cores: str
-    """Cores that the generator runs on, such as ``0,1``. Empty means all."""
+    """Cores on which the generator runs, such as ``0,1``. Empty means all."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GeneratedLoad:
-    """Sends the load of runs. All arms of a repetition get the same workload, and each repetition gets another one.
+    """Sends the load of runs. All arms of a repetition get the same workload; other repetitions get other workloads.
 
     Raises:
         ConfigError: the workload is longer than the model's context.
@@ -69,7 +69,7 @@ class GeneratedLoad:
     settings: LoadSettings
     recording: TraceArrays | None = None
     tokens_per_word: float = 1.0
-    """The result of the function `tokens_per_word` for the model's tokenizer."""
+    """Mean tokens per word of the workload in the model's tokenizer, from the function `tokens_per_word`."""
     _pid: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class GeneratedLoad:
 
     @property
     def prompt_tokens(self) -> int:
-        """Mean length of the counted prompts in the model's tokens. A prompt contains everything said before it."""
+        """Mean length of the counted prompts in the model's tokens. A prompt includes all earlier turns."""
         drawn = self.workload(0, None)
         lengths: list[int] = []
         for talk in drawn.conversations:
@@ -103,7 +103,7 @@ class GeneratedLoad:
         return min(-(-needed // CONTEXT_STEP) * CONTEXT_STEP, self.settings.context_tokens)
 
     def workload(self, repetition: int, requests_per_s: float | None) -> ServeWorkload:
-        """Return what a run sends."""
+        """Return the workload of a run."""
         it = self.settings
         if it.sizes is None:
             assert self.recording is not None
@@ -135,7 +135,7 @@ class GeneratedLoad:
     def drive(
         self, url: str, directory: Path, *, repetition: int, requests_per_s: float | None, is_over: Callable[[], str]
     ) -> GeneratorResult:
-        """Send warm-up and measured requests, and write ``requests.jsonl`` in `directory`, within a deadline.
+        """Send the warm-up and the measured requests within a deadline, and write ``requests.jsonl`` in `directory`.
 
         Raises:
             KvError: nothing can be sent to the server.
@@ -163,7 +163,7 @@ class GeneratedLoad:
 
 
 def tokens_per_word(python: VllmPython, model: Path) -> float:
-    """Return how many tokens a checkpoint's tokenizer makes of a word of the workload, on average.
+    """Return the mean number of tokens that a checkpoint's tokenizer makes from a word of the workload.
 
     Raises:
         ConfigError: the tokenizer cannot be read.
@@ -171,7 +171,7 @@ def tokens_per_word(python: VllmPython, model: Path) -> float:
     words = np.arange(FIRST_WORD, VOCABULARY)
     arguments = ("-c", _COUNT_TOKENS, str(model.absolute()), text_of(words))
     try:
-        # The tokenizer may prepend a special token (BOS): do not count it.
+        # Do not count a special token (BOS) that the tokenizer may prepend.
         return max(1.0, (int(python_output(python.python, *arguments, limit_s=_COUNT_S).split()[-1]) - 1) / len(words))
     except (ServerError, ValueError, IndexError) as error:
         raise ConfigError(

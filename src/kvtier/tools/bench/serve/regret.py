@@ -1,4 +1,4 @@
-"""Computes regret: what a planner's choice cost, compared with the best choice that it had."""
+"""Computes regret: the additional time of a planner's choice compared with the best available choice."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ from kvtier.tools.bench.serve.join import (
 
 FIT_POINTS_MIN = 8
 FIT_RANGE = 2.0
-"""A fit is valid up to this multiple of the largest number of tokens measured."""
+"""A fit is valid up to this multiple of the largest measured number of tokens."""
 OWN_SHARE = 0.9
 """A load counts towards a tier's rate if at least this share of its tokens came from that tier."""
 
@@ -40,7 +40,7 @@ REGRET = (
 
 @dataclass(frozen=True, slots=True)
 class PrefillFit:
-    """Seconds of a prefill: ``base + token * n + pair * n * (before + n / 2)`` for n tokens after `before` others."""
+    """Prefill seconds: ``base + token * n + pair * n * (before + n / 2)`` for n tokens after `before` others."""
 
     base_s: float
     token_s: float
@@ -49,7 +49,7 @@ class PrefillFit:
 
     @classmethod
     def of(cls, requests: Iterable[JoinedRequest]) -> "PrefillFit | None":
-        """Fit by least squares of the relative error, without negative terms; None below `FIT_POINTS_MIN` requests."""
+        """Fit non-negative terms by least squares of the relative error; None below `FIT_POINTS_MIN` requests."""
         points: list[tuple[int, int, float]] = []
         for it in requests:
             if it.tokens_by_place is None or it.is_sum_wrong or not it.prefill_s or it.prefill_s < 0:
@@ -74,14 +74,14 @@ class PrefillFit:
         return cls(base_s, token_s, pair_s, int(computed.max()))
 
     def seconds(self, computed: int, before: int) -> float | None:
-        """Return the time to compute `computed` tokens after `before`, or None far outside the measured range."""
+        """Return the seconds to compute `computed` tokens after `before`, or None far outside the measured range."""
         if computed > FIT_RANGE * self.tokens_most:
             return None
         return self.base_s + self.token_s * computed + self.pair_s * computed * (before + computed / 2)
 
 
 def _least_squares(terms: npt.NDArray[np.float64]) -> list[float]:
-    """Return the factors for which the scaled columns of `terms` add up most nearly to one."""
+    """Return the factors with which the columns of `terms` add up most nearly to one."""
     found: list[float] = np.linalg.lstsq(terms, np.ones(len(terms)), rcond=None)[0].tolist()
     return found
 
@@ -100,7 +100,7 @@ def join_runs(directories: Iterable[Path]) -> list[JoinedRun]:
         if run.files.arm == NO_CONNECTOR and request.tokens_by_place is not None
     ]
     least = min(((it.tokens_by_place or {}).get(COMPUTED, math.inf) for it in plain), default=0)
-    # What is computed after a load is shorter than all of these, and the curve must not be extrapolated to it.
+    # Computations after a load are shorter than all of these, and the curve must not be extrapolated to them.
     short = [
         request
         for run in joined
@@ -122,7 +122,7 @@ def _regret_s(it: JoinedRequest, fit: PrefillFit, rates: Mapping[str, float]) ->
     if places is None or it.is_sum_wrong or it.prefill_s is None or not offered:
         return None
     prompt, resident = sum(places.values()), places.get(RESIDENT, 0)
-    # The engine computes at least one token of a prompt that is stored as a whole.
+    # The engine computes at least one token, even if the whole prompt is stored.
     held = min(resident + sum(offered.values()), prompt - 1)
     loaded = prompt - resident - places.get(COMPUTED, 0)
     taken_s = (it.load_s or 0.0) + it.prefill_s
@@ -143,9 +143,9 @@ def _regret_s(it: JoinedRequest, fit: PrefillFit, rates: Mapping[str, float]) ->
 def token_rates(run: JoinedRun) -> dict[str, float]:
     """Return the tokens per second of loads from each tier, including waits behind other loads.
 
-    Requests that loaded at least `OWN_SHARE` of their tokens from a tier give its rate. Without any, the tier's
-    objects do: their bytes over the time in which at least one was being read. Host memory has no objects. Without
-    such requests its rate comes from the time that mixed loads took beyond their other tokens.
+    Requests that loaded at least `OWN_SHARE` of their tokens from a tier give its rate. Without such requests, the
+    tier's objects give it: their bytes over the time in which at least one was being read. Host memory has no objects.
+    Its rate then comes from the time that mixed loads took in addition to that for their other tokens.
     """
     tokens: dict[str, float] = {}
     seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Makes the report of `kvtier bench serve`."""
+"""Builds the report of `kvtier bench serve`."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ _LOOKS: dict[str, tuple[str, Dash]] = {
     "native": ("D", DASHED),
     "lmcache": ("^", (0, (7, 2, 1, 2))),
 }
-"""Marker and line style by arm. Other arms have a circle and a solid line."""
+"""Marker and line style of each arm. Other arms have a circle and a solid line."""
 _PLACE_HUES = {COMPUTED: "line", RESIDENT: "gpu", "host": "host", "disk": "disk", EXTERNAL: "shared", CACHED: "shared"}
 TIMES = (p50_ms, p95_ms)
 LABELS: dict[Figure, str] = {
@@ -59,18 +59,18 @@ SERIES = (
     ("cpu", "Processor of the server", (("cpu_cores", ""),), "cores"),
     ("watts", "Power", (("gpu_watts", "GPU"), ("package_watts", "processor")), "W"),
 )
-"""Charts over time, each with name, heading, labelled columns and unit."""
+"""Charts over time. Each has a name, a heading, labelled columns and a unit."""
 COSTS = {
     "per_million_output_tokens": "cost, output tokens",
     "per_million_tokens": "cost, all tokens",
     "kwh_per_million_output_tokens": "kWh, output tokens",
     "joules_per_output_token": "J per output token",
 }
-"""Figures of `unit_cost` and their headings."""
+"""Figures of `unit_cost`, and the headings of their columns."""
 
 
 def serve_report(served: ServeRecord) -> Report:
-    """Return the report of a record. It includes the cost if prices are stated."""
+    """Build the report of a record. It includes the cost if prices are stated."""
     cost = [cost_table(served)]
     is_priced = (served.prices.machine_hour, served.prices.kwh) != (None, None)
     timed = joined([run_name(it) for it in served.results if it.series])
@@ -104,7 +104,7 @@ def serve_report(served: ServeRecord) -> Report:
 
 
 def conditions(served: ServeRecord) -> list[tuple[str, str]]:
-    """Return the conditions of the figures, as name and text."""
+    """Return the conditions of the figures, each as name and text."""
     found: list[tuple[str, str]] = []
     varied = {name for it in served.results for name in it.load}
     for name, value in served.conditions.items():
@@ -120,7 +120,7 @@ def conditions(served: ServeRecord) -> list[tuple[str, str]]:
 
 
 def _rates(served: ServeRecord) -> Iterator[str]:
-    """Yield the requested rate of each load, and the rate at which each arm ran."""
+    """Yield the requested rate of each load, and the rate that each arm reached."""
     preset = as_row(as_row(served.conditions.get("workload")).get("sizes")).get("requests_per_s")
     for load in sorted({load for load, _ in served.points}):
         asked = dict(load).get("requests_per_s", preset)
@@ -137,13 +137,13 @@ def _rates(served: ServeRecord) -> Iterator[str]:
 
 
 def _flat(value: object) -> str:
-    """Format a JSON object as ``name value, name value``. Inner objects are formatted in the same way."""
+    """Format a JSON object and its inner objects as ``name value, name value``."""
     inner = as_row(value)
     return ", ".join(f"{key.replace('_', ' ')} {_flat(it)}" for key, it in inner.items()) if inner else str(value)
 
 
 def notes(served: ServeRecord) -> Iterator[str]:
-    """Yield notes on what limits the figures."""
+    """Yield notes on the limits of the figures."""
     for it in served.results:
         if it.status != "ok":
             done = f"{it.requests} of {it.requests + it.failed} requests completed; " if it.failed else ""
@@ -198,7 +198,7 @@ def arms_table(served: ServeRecord) -> Table:
 
 
 def work_table(served: ServeRecord) -> Table:
-    """Return the table of what the figures of `arms_table` cost, with the same rows."""
+    """Return the table of the work behind the figures of `arms_table`, with the same rows."""
     rows = [
         (
             *_point(runs), _cell(runs, lambda it: hit_share(it.tokens_by_place), share_text), _session_hits(runs),
@@ -222,7 +222,7 @@ def work_table(served: ServeRecord) -> Table:
 
 
 def _rows(served: ServeRecord) -> list[list[ArmResult]]:
-    """Return the repetitions, ordered by load and R, with arms in the order of the record."""
+    """Return the repetitions in the order of load and R, with the arms in the order of the record."""
     found = repetitions(served.results)
     return [runs for _, runs in sorted(found.items(), key=lambda it: (it[0][1], served.names.index(it[0][0])))]
 
@@ -238,7 +238,7 @@ def _cell(runs: list[ArmResult], figure: Figure, show: Callable[[float], str] = 
 
 
 def _session_hits(runs: Sequence[ArmResult]) -> str:
-    """Return the least, median and largest share of a conversation's prompt tokens that was not computed."""
+    """Return the smallest, median and largest share of a conversation's prompt tokens that was not computed."""
     found = [it.hits_by_session for it in runs if it.hits_by_session and it.hits_by_session["sessions"]]
     ends = [(each["min"] or 0.0, each["median"] or 0.0, each["max"] or 0.0) for each in found]
     if not ends:
@@ -248,7 +248,7 @@ def _session_hits(runs: Sequence[ArmResult]) -> str:
 
 
 def cost_table(served: ServeRecord) -> Table:
-    """Return the cost and energy of a million tokens at the stated prices, at the point of the answer."""
+    """Return the table of cost and energy of a million tokens, at the stated prices and the point of the answer."""
 
     def cell(name: str, field: str) -> str:
         return _cell(served.runs_at(name, served.top), lambda it: unit_cost(it, served.prices)[field])
@@ -299,7 +299,7 @@ def run_name(run: ArmResult) -> str:
 
 
 def answer_charts(served: ServeRecord) -> Charts:
-    """Draw TTFT and output tokens against what was varied."""
+    """Draw TTFT and output tokens against the varied load or R."""
     limited = [ratio for ratio in served.ratios if ratio]
     loads = {load for load, _ in served.points}
     make = _against_ratio if limited else _against_load if len(loads) > 1 else _of_arms
@@ -315,7 +315,7 @@ def answer_charts(served: ServeRecord) -> Charts:
 
 
 def place_charts(served: ServeRecord) -> Charts:
-    """Draw where prompt tokens came from, also by turn. If R was varied too, draw the answer against the load."""
+    """Draw the sources of prompt tokens, also by turn. If R was varied as well, draw the answer against the load."""
     charts = {"places": _places(served)}
     if any(served.ratios) and len({load for load, _ in served.points}) > 1:
         charts["ttft-load"] = _against_load(served, "Time to first token", p50_ms)
@@ -330,13 +330,13 @@ def place_charts(served: ServeRecord) -> Charts:
 
 
 def series_charts(served: ServeRecord) -> Charts:
-    """Draw what the runs did over time, if it was recorded."""
+    """Draw the recorded figures of the runs over time."""
     hues = _hues(served.names, _HUES)
     charts: dict[str, Chart] = {}
     for name, heading, columns, unit in SERIES:
         is_bytes = unit == "bytes a second"
         curves = [
-            # An unknown value leaves a gap, because zero would be wrong.
+            # An unknown value leaves a gap, because a zero would be wrong.
             Curve(
                 x=np.array(run.series["at_s"], dtype=float),
                 y=np.array(run.series[column], dtype=float) * (1e9 if is_bytes else 1.0),
@@ -478,7 +478,7 @@ def _medians(served: ServeRecord, of: Figure) -> list[float]:
 
 
 def _axis(of: Figure, values: Sequence[float] = ()) -> Axis:
-    """Return the axis of a figure. Both times to first token share an axis, so that the eye can compare them."""
+    """Return the axis of a figure. The two figures of TTFT share an axis, so that the eye can compare them."""
     ends = min(values, default=0.0), max(values, default=0.0)
     if 0 < LOGARITHMIC_FROM * ends[0] < ends[1]:
         return Axis(label=LABELS[of], is_log=True, least=ends[0] / MARGIN, most=ends[1] * MARGIN)

@@ -33,11 +33,11 @@ from kvtier.tools.bench.serve.regret import REGRET
 from kvtier.tools.run_record import RecordedSetting, make_record
 
 SERIES_POINTS = 120
-"""A series in a record has at most this many points. `seconds.json` of a run has all."""
+"""Most points of a series in a record. `seconds.json` of a run has all points."""
 TURNS_MAX = 64
 JOULES_PER_KWH = 3.6e6
 TTFT_LIMIT_S = 1.0
-"""Requests whose first token comes within this time count as goodput. `kvtier plan` has the same limit."""
+"""Requests whose first token arrives within this time count as goodput. `kvtier plan` uses the same limit."""
 
 Percentiles = dict[str, float | None]
 
@@ -52,11 +52,11 @@ class ArmResult:
     """R: KV bytes computed per second, divided by the tier's bytes per second; None if the drive is not throttled."""
     tier_bytes_per_s: float | None
     load: dict[str, float]
-    """What besides R differs between runs of one arm, such as the requested ``requests_per_s``."""
+    """The values, except R, that differ between runs of one arm, such as the requested ``requests_per_s``."""
     status: str
     error: str | None
     seconds: float
-    """Time from the start of the measured part to the end of its last request, even if that failed."""
+    """Time from the start of the measured part to the end of its last request, even if that request failed."""
     requests: int
     """Requests that were sent in the measured part and did not fail."""
     failed: int
@@ -67,27 +67,27 @@ class ArmResult:
     tpot_ms: Percentiles
     queue_ms: Percentiles
     load_ms: Percentiles
-    """Load times of the requests that loaded."""
+    """Load times of the requests that loaded KV."""
     prompt_tokens: int
     output_tokens: int
     computed_tokens: int | None
-    """None if the places of a request are unknown."""
+    """Computed tokens; None if the places of a request are unknown."""
     tokens_by_place: dict[str, int] | None
     wrong_sums: int
-    """Requests whose places are negative, or do not add up to the prompt. No sum of places includes them."""
+    """Requests whose places are negative or do not add up to the prompt. No sum of places includes these requests."""
     unmatched: int
-    """Requests for which the engine's log or kvtier's has no line."""
+    """Requests without a line in the engine's log or in kvtier's."""
     skipped_lines: int
     loaded_bytes: int | None
     read_bytes: int | None
-    """Bytes that the server's processes read from storage, until they were quiet after the last request."""
+    """Bytes that the server's processes read from storage, until they stopped after the last request."""
     written_bytes: int | None
-    """Bytes that the same processes wrote to storage in that time."""
+    """Bytes that the server's processes wrote to storage in the same time."""
     cpu_s: float | None
     """Processor time of the server's processes."""
     client_cpu_s: float | None
     rss_bytes: int | None
-    """Peak resident memory of the server's processes. A page that they share counts once (PSS)."""
+    """Peak resident memory of the server's processes. A page that several processes share counts once (PSS)."""
     memory_bytes: int | None
     """Peak memory of the control group, page cache included."""
     energy_j: float | None
@@ -96,19 +96,19 @@ class ArmResult:
     """Number of `requests` with a known regret, its `mean` and `p95`, and its `share` of their TTFT."""
     by_turn: list[dict[str, Any]]
     hits_by_session: dict[str, float | None] | None = None
-    """For conversations with two or more requests: their number `sessions`, and `min`, `median` and `max` of the share
-    of their prompt tokens that was not computed. None in older records."""
+    """Figures of conversations with two or more requests: their number `sessions`, and the `min`, `median` and `max`
+    share of their prompt tokens that was not computed. None in older records."""
     load_average: list[float] | None = None
     """The machine's one-minute load average before the server started and after it ended."""
     ttft_limit_s: float | None = None
     goodput_per_s: float | None = None
-    """Requests per second whose first token came within `ttft_limit_s`."""
+    """Requests per second whose first token arrived within `ttft_limit_s`."""
     series: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
-    """Series of the first repetition at one load and R, which `keep_series` chooses."""
+    """Series over time, only in the run of each arm that `keep_series` chooses."""
 
     @property
     def point(self) -> tuple[tuple[tuple[str, float], ...], float]:
-        """The load and R (see `docs/benchmarks.md`) of all repetitions. R is 0 if the drive is not throttled."""
+        """The load and R (`docs/benchmarks.md`) that all repetitions share. R is 0 if the drive is not throttled."""
         return tuple(sorted(self.load.items())), self.tier_ratio or 0.0
 
 
@@ -121,7 +121,7 @@ class Spread:
     high: float
 
     def text(self, show: Callable[[float], str] = digits) -> str:
-        """Return the median, with the smallest and the largest if there are several."""
+        """Return the median as text, with the smallest and the largest value if there are several."""
         middle = show(self.median)
         return middle if self.low == self.high else f"{middle} ({show(self.low)} to {show(self.high)})"
 
@@ -132,7 +132,7 @@ class Prices:
 
     machine_hour: float | None = None
     kwh: float | None = None
-    """None if the price of the machine's hour includes energy."""
+    """Price of a kilowatt-hour; None if the price of the machine's hour includes energy."""
 
 
 def arm_result(run: JoinedRun, ttft_limit_s: float = TTFT_LIMIT_S) -> ArmResult:
@@ -145,7 +145,7 @@ def arm_result(run: JoinedRun, ttft_limit_s: float = TTFT_LIMIT_S) -> ArmResult:
     places = _places(run, counted)
     placed = sum(it.tokens_by_place is not None and not it.is_sum_wrong for it in counted)
 
-    # Writes go on after the last answer. Sampling continues until they are on the drive.
+    # Writes continue after the last answer. Sampling continues until the drive has them.
     quiet_s = max(until_s, samples[-1]["time_s"]) if samples else until_s
 
     def grew(name: str, end_s: float = until_s) -> float | None:
@@ -201,7 +201,7 @@ def arm_result(run: JoinedRun, ttft_limit_s: float = TTFT_LIMIT_S) -> ArmResult:
 
 
 def keep_series(results: Sequence[ArmResult]) -> list[ArmResult]:
-    """Return the results, with series in only one run of each arm: most load, least R, first repetition."""
+    """Return the results, with series in only one run per arm: the highest load, lowest R and first repetition."""
     kept: dict[str, ArmResult] = {}
     for it in sorted(results, key=lambda it: ([-value for _, value in it.point[0]], it.point[1], it.repetition)):
         if it.series and it.status == "ok":
@@ -224,7 +224,7 @@ def serve_record(
         runs: the runs of all arms.
         settings: see `make_record`.
         seed: seed of the workload.
-        conditions: what the report prints about model, workload, limits and arms: a string, or an object of strings.
+        conditions: text for the report about model, workload, limits and arms: a string, or an object of strings.
         directory: a directory on the drive of the tiers.
         ttft_limit_s: limit of goodput.
     """
@@ -251,7 +251,7 @@ def repetitions(results: Iterable[ArmResult]) -> dict[tuple[str, Any], list[ArmR
 
 
 def spread(runs: Iterable[ArmResult], figure: Callable[[ArmResult], float | None]) -> Spread | None:
-    """Return a figure over the runs in which it is known."""
+    """Return the spread of a figure over the runs in which it is known."""
     known = [value for it in runs if (value := figure(it)) is not None]
     return Spread(median(known), min(known), max(known)) if known else None
 
@@ -301,14 +301,14 @@ def _sum_places(requests: Iterable[JoinedRequest]) -> dict[str, int] | None:
 
 
 def _places(run: JoinedRun, counted: Sequence[JoinedRequest]) -> dict[str, int] | None:
-    """Return tokens by place. `CACHED` is split in the ratio of the engine's counters over the same time."""
+    """Return tokens by place, with `CACHED` split in the ratio of the engine's counters over the same time."""
     total = _sum_places(counted)
     counters = {
         name: grown(run.files.samples, f"metrics.{counter}", run.since_s, run.until_s)
         for name, counter in SOURCE_COUNTERS.items()
     }
     if total is None:
-        # A foreign server has no log of ours. Its counters include requests that began or ended outside the interval.
+        # A server started elsewhere has no logs here. Its counters include requests across the ends of the interval.
         return {name: round(value) for name, value in counters.items() if value is not None} or None
     resident, external = counters[RESIDENT], counters[EXTERNAL]
     if CACHED in total and resident is not None and external is not None and resident + external:
@@ -319,7 +319,7 @@ def _places(run: JoinedRun, counted: Sequence[JoinedRequest]) -> dict[str, int] 
 
 
 def _energy(run: JoinedRun, until_s: float) -> tuple[float | None, str]:
-    """Return joules and their source: the GPU's counter or its power over time, and the package's counter."""
+    """Return joules and their source: the GPU's counter, or its power over time, and the package's counter."""
     samples, since_s = run.files.samples, run.since_s
     found = {"GPU": grown(samples, "gpu.joules", since_s, until_s)}
     if found["GPU"] is None:
@@ -347,7 +347,7 @@ def _regret(counted: Sequence[JoinedRequest]) -> dict[str, float | None]:
 
 
 def _by_turn(counted: Sequence[JoinedRequest]) -> list[dict[str, Any]]:
-    """Return requests, median TTFT and tokens by place for each turn of the conversations."""
+    """Return the requests, the median TTFT and the tokens by place of each turn of the conversations."""
     turns = sorted({it.turn for it in counted if it.turn is not None})[:TURNS_MAX]
     rows: list[dict[str, Any]] = []
     for turn in turns:
@@ -358,7 +358,7 @@ def _by_turn(counted: Sequence[JoinedRequest]) -> list[dict[str, Any]]:
 
 
 def _by_session(counted: Sequence[JoinedRequest]) -> dict[str, float | None]:
-    """Return the value of `ArmResult.hits_by_session`."""
+    """Compute `ArmResult.hits_by_session`."""
     sessions = {it.user: [own for own in counted if own.user == it.user] for it in counted if it.user is not None}
     shares = [hit_share(_sum_places(own)) for own in sessions.values() if len(own) > 1]
     known = [share for share in shares if share is not None]
@@ -367,7 +367,7 @@ def _by_session(counted: Sequence[JoinedRequest]) -> dict[str, float | None]:
 
 
 def _thinned(seconds: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
-    """Average neighbours until at most `SERIES_POINTS` are left. Values have four digits."""
+    """Average adjacent values until at most `SERIES_POINTS` are left. Round the values to four digits."""
     count = len(seconds.get("at_s", ()))
     width = -(-count // SERIES_POINTS) if count else 1
     out: dict[str, list[float | None]] = {}

@@ -1,7 +1,7 @@
 """Samples the machine once a second while a server is measured. Each sample is a line of `samples.jsonl`.
 
-Counters are cumulative, as the kernel and the server keep them. An unknown figure is null, because nothing is
-estimated. NVML's counter or `nvidia-smi` gives the energy of a GPU, and RAPL that of processor packages.
+Counters are cumulative, as in the kernel and the server. An unknown figure is null, because the sampler estimates
+nothing. NVML's counter or `nvidia-smi` gives the energy of a GPU, and RAPL the energy of processor packages.
 """
 
 import json
@@ -23,7 +23,7 @@ from kvtier.tools.bench.serve.machine_limits import Drive, MachineLimits
 from kvtier.tools.bench.serve.server import Server, ServerError, get
 
 DEADLINE_S = 5.0
-"""The longest wait for one call of nvidia-smi."""
+"""Longest wait for one call of nvidia-smi, in seconds."""
 _POWERCAP = Path("/sys/class/powercap")
 
 
@@ -39,7 +39,7 @@ class Nvml:
         return self._asked("nvmlDeviceGetTotalEnergyConsumption", 1e3)
 
     def watts(self) -> float | None:
-        """Return the current power, or None if the device does not report it."""
+        """Return the current power in watts, or None if the device does not report it."""
         return self._asked("nvmlDeviceGetPowerUsage", 1e3)
 
     def utilisation(self) -> float | None:
@@ -61,11 +61,11 @@ class NvidiaSmi:
         self._command = ["nvidia-smi", "-i", device, "--format=csv,noheader,nounits"]
 
     def joules(self) -> float | None:
-        """Return None: the program reports no counter."""
+        """Return None, because the program reports no counter."""
         return None
 
     def watts(self) -> float | None:
-        """Return the current power, or None if the device does not report it."""
+        """Return the current power in watts, or None if the device does not report it."""
         return self._asked("power.draw")
 
     def utilisation(self) -> float | None:
@@ -97,7 +97,7 @@ class Rapl:
     def joules(self) -> float | None:
         """Return the joules of all packages since this object was made, or None if a counter is missing or unreadable.
 
-        A counter wraps to zero after minutes to hours. Call this more often.
+        A counter wraps to zero after minutes to hours, so the method must be called more often.
         """
         now = [_number(it / "energy_uj") for it in self._zones]
         for zone, before, after in zip(self._zones, self._before, now, strict=True):
@@ -120,7 +120,7 @@ Sensor = Nvml | NvidiaSmi
 
 
 def first_gpu() -> Sensor | None:
-    """Return a sensor of the machine's first GPU, or None if there is none. This does not need torch."""
+    """Return a sensor of the machine's first GPU, or None if there is none. The function works without torch."""
     if find_spec("pynvml") is not None:
         nvml: Any = import_module("pynvml")
         with suppress(nvml.NVMLError):
@@ -151,10 +151,10 @@ WANTED = {
     "vllm:num_preemptions_total",
     "vllm:kv_cache_usage_perc",
 }
-"""Metrics of vLLM that are kept. All of kvtier's are kept too."""
+"""Metrics of vLLM that are kept. All metrics of kvtier are kept as well."""
 OWN = "vllm:kvtier_"
 _LEFT_OUT = {"engine", "model_name"}
-"""Labels that are dropped, because they are the same in every sample."""
+"""Labels that are dropped, because every sample has the same ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class ProcessFigures:
     read_bytes: int = 0
     """Bytes read from storage, not from the page cache."""
     written_bytes: int = 0
-    """Bytes written to storage: direct writes, and pages made dirty."""
+    """Bytes written to storage: direct writes and dirtied pages."""
 
     def __add__(self, other: "ProcessFigures") -> "ProcessFigures":
         return ProcessFigures(
@@ -179,7 +179,7 @@ class ProcessFigures:
 
 
 class Processes:
-    """Sums figures over processes that come and go. The last counters of an ended process still count."""
+    """Sums figures over processes that start and end. The last counters of an ended process still count."""
 
     def __init__(self) -> None:
         self._known: dict[int, ProcessFigures] = {}
@@ -205,13 +205,13 @@ def _process(pid: int) -> ProcessFigures | None:
 
 
 def _resident_bytes(place: Path) -> int | None:
-    """Return a process's resident bytes (``Pss``). Processes that share a page split it equally."""
+    """Return the resident bytes (``Pss``) of a process. Processes that share a page split it equally."""
     rows = text_of(place / "smaps_rollup").splitlines()
     return next((int(row.split()[1]) << 10 for row in rows if row.startswith("Pss:")), None)
 
 
 def drive_figures(drive: Drive) -> dict[str, Any] | None:
-    """Return a drive's counters since the machine started, from its ``stat``, or None if the drive has gone."""
+    """Return the counters in a drive's ``stat`` since the machine's start, or None if the drive is gone."""
     fields = [int(word) for word in text_of(Path("/sys/block") / drive.name / "stat").split()]
     if not fields:
         return None
@@ -227,7 +227,7 @@ def drive_figures(drive: Drive) -> dict[str, Any] | None:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Return the samples of `WANTED` and of kvtier in Prometheus' text format, by name and labels, without buckets."""
+    """Parse Prometheus' text format into samples of `WANTED` and of kvtier by name and labels, without buckets."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         name, _, _ = line.partition("{")
@@ -246,16 +246,16 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 class Sampler:
-    """Writes a line each second from now until it is closed.
+    """Writes a line each second until it is closed.
 
     Args:
         path: path of `samples.jsonl`.
-        server: the server that is measured.
+        server: the measured server.
         client_pids: processes of the load generator.
         drive: the drive of the tiers; None if unknown.
         limits: the server's control group, if any.
         gpu: sensor of the GPU, if any.
-        has_processors: whether this machine's processors are the server's, so that their energy counts.
+        has_processors: whether the server runs on this machine's processors, so that their energy counts.
         tick: called after each sample.
     """
 
@@ -285,12 +285,12 @@ class Sampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop writing lines."""
+        """Stop the sampling."""
         self._stop.set()
         self._thread.join(2 * _METRICS_S)
 
     def sample(self) -> dict[str, Any]:
-        """Return a line for the current state."""
+        """Return a sample of the current state."""
         pids = self._server.pids()
         own = self._own.figures(pids)
         gpu = self._gpu

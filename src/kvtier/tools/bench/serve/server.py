@@ -29,11 +29,11 @@ _ANSWER_S = 30.0
 _LAST_LINES = 30
 _BODY_MAX = 500
 _PR_SET_PDEATHSIG = 1
-"""An operation of prctl(2) whose effect outlives execve(2)."""
+"""An operation of prctl(2). The effect outlives execve(2)."""
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 """Flags of unshare(2) and mount(2)."""
 _STATE_SESSION = 3
-"""Index of the session in /proc/PID/stat, counted from the state, which follows the command's name."""
+"""Index of the session in /proc/PID/stat, counted from the state. The state follows the command's name."""
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -41,7 +41,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_COLOR": "0",
     "TOKENIZERS_PARALLELISM": "false",
-    # Otherwise vLLM compiles the helpers of its sampling, which takes twelve seconds.
+    # Otherwise vLLM spends twelve seconds on compiling the helpers of its sampling.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
@@ -55,7 +55,7 @@ LMCACHE_ENVIRONMENT = {
 
 
 class ServerError(KvError):
-    """A server did not come up, did not answer in time, or ended."""
+    """A server did not start, did not answer in time, or ended."""
 
 
 class Server:
@@ -65,7 +65,7 @@ class Server:
         self.url = url
 
     def pids(self) -> list[int]:
-        """Return the server's processes, or none if it runs elsewhere."""
+        """Return the server's processes: none, because it was started elsewhere."""
         return []
 
     def why_over(self) -> str:
@@ -74,15 +74,15 @@ class Server:
 
 
 class ServerProcess(Server):
-    """A process that serves at `url`, in a session of its own, until it is closed.
+    """A process that serves at `url`, in its own session, until it is closed.
 
     Args:
         command: the program and its arguments.
-        url: where it will answer.
-        log: file for everything that it prints.
+        url: address at which the server will answer.
+        log: file for the output of the server.
         environment: variables that override this process's.
-        cores: cores that it and its children run on.
-        limits: the control group that it joins.
+        cores: cores on which the process and its children run.
+        limits: control group that the process joins.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ServerProcess(Server):
         return "\n".join([f"the server has ended {cause}; the last lines of {self._log}:", *self._last_lines()])
 
     def close(self) -> None:
-        """End the server and its children. Kill what does not end in time."""
+        """End the server and its children. Kill the processes that do not end in time."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -173,7 +173,7 @@ def await_health(server: Server, path: str = "/health", limit_s: float = 30.0) -
 
 
 def get(url: str, body: object = None, limit_s: float = _ANSWER_S) -> str:
-    """Return the answer to GET, or to POST if there is a `body`.
+    """Return the answer to a GET request, or to a POST request if there is a `body`.
 
     Raises:
         ServerError: the server does not answer, or answers with an error.
@@ -193,7 +193,7 @@ def get(url: str, body: object = None, limit_s: float = _ANSWER_S) -> str:
 
 
 def session_pids(session: int) -> list[int]:
-    """Return the live processes of a session, in order."""
+    """Return the live processes of a session in ascending order."""
     found: list[int] = []
     for place in Path("/proc").iterdir():
         if place.name.isdecimal():
@@ -205,7 +205,7 @@ def session_pids(session: int) -> list[int]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different ports of this machine that are free now."""
+    """Return `count` different ports of this machine that are free now."""
     with ExitStack() as probes:
         servers = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [server.getsockname()[1] for server in servers]
@@ -223,7 +223,7 @@ class VllmPython:
 
 @dataclass(frozen=True, slots=True)
 class LmcachePackages:
-    """A folder for PYTHONPATH with LMCache, and what it needs besides vLLM's packages."""
+    """A folder for PYTHONPATH with LMCache and the packages that it requires in addition to vLLM's."""
 
     folder: Path
     version: str
@@ -233,7 +233,7 @@ def python_output(python: Path, *arguments: str, limit_s: float, packages: Path 
     """Run a Python interpreter in another working directory, with `packages` on its path. Return its output.
 
     Raises:
-        ServerError: it does not start, fails or takes too long. The message has the last line that it printed.
+        ServerError: the interpreter does not start, fails or takes too long. The message has the last printed line.
     """
     command = [str(python), *arguments]
     added = {} if packages is None else LMCACHE_ENVIRONMENT | {"PYTHONPATH": str(packages)}
@@ -248,7 +248,7 @@ def python_output(python: Path, *arguments: str, limit_s: float, packages: Path 
 
 
 def find_vllm(given: Path | None) -> VllmPython:
-    """Return the Python `given`, else the running one if it has vLLM, else ``.venv-vllm`` beside the checkout.
+    """Return the Python `given`, else the running one if it has vLLM, else that in the checkout's ``.venv-vllm``.
 
     Raises:
         ConfigError: none of them can import vLLM.
@@ -261,7 +261,7 @@ def find_vllm(given: Path | None) -> VllmPython:
         if program is None:
             tried.append(f"{python} is not a program")
             continue
-        place = Path(program).absolute()  # not resolved: that would leave a virtual environment
+        place = Path(program).absolute()  # not resolved, because a resolved path leaves the virtual environment
         try:
             version, is_cpu = json.loads(python_output(place, "-c", asked, limit_s=_IMPORT_S).splitlines()[-1])
             return VllmPython(place, version, is_cpu)
@@ -271,7 +271,7 @@ def find_vllm(given: Path | None) -> VllmPython:
 
 
 def find_lmcache(given: Path | None, vllm: VllmPython) -> LmcachePackages:
-    """Return the folder `given`, else ``.lmcache`` beside the checkout. Its LMCache works in vLLM's Python.
+    """Return the folder `given`, else the checkout's ``.lmcache``. The LMCache in it works in vLLM's Python.
 
     Raises:
         ConfigError: LMCache's connector cannot be imported from the folder.
@@ -289,10 +289,10 @@ def find_lmcache(given: Path | None, vllm: VllmPython) -> LmcachePackages:
 
 
 def write_packages(directory: Path, entry_points: Mapping[str, str]) -> Path:
-    """Write a folder for PYTHONPATH with this kvtier, and a distribution of entry points that no other server sees.
+    """Write a folder for PYTHONPATH with this kvtier, and with entry points that no other server sees.
 
     Args:
-        directory: where to make the folder.
+        directory: directory in which to make the folder.
         entry_points: maps a group to ``name = module:object``.
     """
     folder = directory / "packages"
@@ -308,7 +308,7 @@ def write_packages(directory: Path, entry_points: Mapping[str, str]) -> Path:
 def vllm_environment(
     python: VllmPython, packages: Path, cores: Sequence[int], lmcache: LmcachePackages | None = None
 ) -> dict[str, str]:
-    """Return the variables for vLLM's server, and for LMCache's, which is its child."""
+    """Return the environment of vLLM's server, and of LMCache's server, which is a child of it."""
     found = ENVIRONMENT | {"PYTHONPATH": str(packages)}
     if lmcache is not None:
         found |= LMCACHE_ENVIRONMENT | {"PYTHONPATH": f"{packages}{os.pathsep}{lmcache.folder}"}
@@ -318,7 +318,7 @@ def vllm_environment(
 
 
 def _become(start: Mapping[str, Any]) -> None:
-    """Join the control groups, take the cores, and become the command, which ends with its parent process."""
+    """Join the control groups, take the cores, and become the command. It ends with its parent process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _own_shared_memory()
     for entry in start["entries"]:
@@ -329,10 +329,10 @@ def _become(start: Mapping[str, Any]) -> None:
 
 
 def _own_shared_memory() -> None:
-    """Give this process and its children a /dev/shm of their own, which goes away with the last of them.
+    """Give this process and its children a private /dev/shm, which disappears with the last of these processes.
 
-    Otherwise each server of vLLM would leave its host tier there: hundreds of megabytes. Without the right to do so
-    nothing changes.
+    Otherwise each server of vLLM would leave a host tier of hundreds of megabytes in /dev/shm. Without the right to
+    mount, nothing changes.
     """
     call = ctypes.CDLL(None)
     if call.unshare(_CLONE_NEWNS) == 0 and call.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0:

@@ -1,4 +1,4 @@
-"""Sums up a record of `kvtier bench serve`, in figures for its charts and in one sentence."""
+"""Sums up a record of `kvtier bench serve` in figures for charts and in one sentence."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +12,12 @@ from kvtier.tools.bench.serve.results import ArmResult, Prices, Spread, read_res
 
 OWN = "kvtier"
 SAME = 1.03
-"""Times whose ratio is below this are called the same."""
+"""Two figures count as equal if their ratio is smaller than this."""
 REQUESTS_LEAST = 30
 """A verdict needs this many requests per arm, over all its runs.
 
-The 95 % interval of a median goes from the 10th to the 21st of 30 requests. For 6 requests it is the whole range (ranks
-from the binomial distribution)."""
+The 95 % interval of a median extends from the 10th to the 21st of 30 requests. For 6 requests it is the whole range
+(ranks from the binomial distribution)."""
 Point = tuple[tuple[tuple[str, float], ...], float]
 """A load and R, as in `ArmResult.point`."""
 Figure = Callable[[ArmResult], float | None]
@@ -25,7 +25,7 @@ Figure = Callable[[ArmResult], float | None]
 
 @dataclass(frozen=True, slots=True)
 class ServeRecord:
-    """The arms of one record, which the charts draw."""
+    """The arms of one record, with the figures that the charts draw."""
 
     results: list[ArmResult]
     conditions: dict[str, Any]
@@ -35,42 +35,42 @@ class ServeRecord:
 
     @classmethod
     def of(cls, record: dict[str, Any], prices: Prices | None = None) -> "ServeRecord":
-        """Return the arms of a record that `serve_record` made."""
+        """Read the arms of a record that `serve_record` made."""
         inside = record["results"]
         parts = inside["conditions"], inside["definitions"], record["machine"]
         return cls(read_results(record), *parts, prices or Prices())
 
     @property
     def names(self) -> list[str]:
-        """The arms: no connector first, kvtier last."""
+        """The names of the arms: no connector first, kvtier last."""
         found = dict.fromkeys(it.name for it in self.results)
         return sorted(found, key=lambda it: (it != NO_CONNECTOR, it == OWN))
 
     @property
     def plain(self) -> str | None:
-        """The arm that others are compared with: the one without a connector, or the first."""
+        """The baseline: the arm without a connector, or else the first arm."""
         names = self.names
         return NO_CONNECTOR if NO_CONNECTOR in names else names[0] if len(names) > 1 else None
 
     @property
     def points(self) -> list[Point]:
-        """Loads and R, in ascending order."""
+        """Pairs of load and R, in ascending order."""
         return sorted({it.point for it in self.results})
 
     @property
     def ratios(self) -> list[float]:
-        """R of all runs; 0 means a drive without a limit."""
+        """Values of R of all runs; 0 means a drive without a limit."""
         return sorted({it.tier_ratio or 0.0 for it in self.results})
 
     @property
     def own(self) -> str | None:
-        """The arm that the answer is about: kvtier, or the last."""
+        """The arm that the answer is about: kvtier, or else the last arm."""
         names = [name for name in self.names if name != self.plain]
         return OWN if OWN in names else names[-1] if names else None
 
     @property
     def top(self) -> Point:
-        """The point of the answer: the highest load, and then the smallest R, at which both its arms were measured."""
+        """The point of the answer: the highest load, and then the smallest R, with measurements of both arms."""
         own = {point for name, point in repetitions(self.results) if name == self.own}
         both = {point for point in own if self.plain and self.at(self.plain, point, p50_ms)}
         points = both or own or set(self.points)
@@ -78,7 +78,7 @@ class ServeRecord:
         return load, min(ratio for other, ratio in points if other == load)
 
     def label(self, name: str) -> str:
-        """Return an arm's label, which says if the copies of native tiering are not vLLM's own."""
+        """Return an arm's label. It says if the copies of native tiering are not vLLM's own."""
         if name == "native":
             return "native (memcpy stand-in)" if "memcpy" in str(self.conditions) else "native tiering"
         return {NO_CONNECTOR: "without", "lmcache": "LMCache"}.get(name, name)
@@ -94,11 +94,11 @@ class ServeRecord:
         return runs
 
     def at(self, name: str, point: Point, figure: Figure) -> Spread | None:
-        """Return a figure of an arm over the runs of `runs_at`."""
+        """Return the spread of an arm's figure over the runs of `runs_at`."""
         return spread(self.runs_at(name, point), figure)
 
     def requests(self, names: Sequence[str], point: Point) -> int:
-        """Return how many requests ended well over all runs, for the arm among `names` that has the fewest."""
+        """Return the successful requests over all runs of the arm among `names` that has the fewest."""
         return min(sum(run.requests for run in self.runs_at(name, point)) for name in names)
 
 
@@ -117,7 +117,7 @@ goodput_per_s: Figure = attrgetter("goodput_per_s")
 tokens_per_s: Figure = attrgetter("output_tokens_per_s")
 """Output tokens per second."""
 requests_per_s: Figure = attrgetter("requests_per_s")
-"""Requests per second that ended well."""
+"""Successful requests per second."""
 
 
 def headline(served: ServeRecord) -> str:
@@ -168,13 +168,13 @@ def answer(served: ServeRecord) -> str:
 
 
 def _too_few(served: ServeRecord, own: str, plain: str) -> str:
-    """Return why there is no verdict, or an empty string if there are enough requests."""
+    """Return the reason for no verdict, or an empty string if there are enough requests."""
     count = served.requests((own, plain), served.top)
     return f"too few requests for a verdict (n = {count})" if count < REQUESTS_LEAST else ""
 
 
 def _by_run(served: ServeRecord, own: str, plain: str) -> list[float]:
-    """Return the speed-up of `own` over `plain` in each repetition that both completed, ascending."""
+    """Return the speed-ups of `own` over `plain` in the repetitions that both completed, in ascending order."""
     ours, theirs = (
         {run.repetition: value for run in served.runs_at(name, served.top) if (value := p50_ms(run))}
         for name in (own, plain)
@@ -210,7 +210,7 @@ def _failed_text(served: ServeRecord) -> str:
 
 
 def sweep_text(served: ServeRecord, own: str, plain: str) -> str:
-    """Return at which values of R loading wins and at which it does not, or an empty string without a sweep."""
+    """Return the values of R at which loading wins and at which it does not, or an empty string without a sweep."""
     load = served.top[0]
     verdicts: dict[str, list[float]] = {}
     least = math.inf
@@ -228,7 +228,7 @@ def sweep_text(served: ServeRecord, own: str, plain: str) -> str:
 
 
 def behind_text(served: ServeRecord, own: str) -> str:
-    """Return where and which other arm was better by more than `SAME`; empty without a comparison."""
+    """Return which other arm was better by more than `SAME`, and at which points; empty without a comparison."""
     cells: list[str] = []
     compared = 0
     for point in served.points:
@@ -276,7 +276,7 @@ def load_text(load: Mapping[str, float]) -> str:
 
 
 def ms_text(value: float | None) -> str:
-    """Format a time in milliseconds, or from two seconds on in seconds."""
+    """Format a time in milliseconds, or in seconds from two seconds on."""
     if value is None:
         return NONE
     return f"{digits(value)} ms" if value < 2000 else f"{value / 1e3:.3g} s"

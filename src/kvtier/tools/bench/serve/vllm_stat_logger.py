@@ -1,4 +1,4 @@
-"""A plug-in of vLLM's server. For each request that has ended it writes a line with what vLLM knows about it.
+"""A plug-in for vLLM's server. It writes a line with vLLM's figures about each request that has ended.
 
 It is an entry point of the group `vllm.stat_logger_plugins`, which vLLM loads in the process of its API server. kvtier
 does not install it. `kvtier bench serve` gives it to all servers that it starts, including those without kvtier.
@@ -41,7 +41,7 @@ CLOSE_S: Final = 1.0
 
 
 class RequestStats(AggregateStatLoggerBase):
-    """Writes the lines, for all engines of a server.
+    """Writes the lines of the requests of all engines of a server.
 
     Raises:
         ConfigError: the file cannot be created, or already exists.
@@ -74,7 +74,7 @@ class RequestStats(AggregateStatLoggerBase):
 
 def _lines(noted: tuple[float, Any]) -> Iterator[bytes]:
     time_s, finished = noted
-    # An event that has not happened has the time 0. The clock starts with the machine.
+    # The time 0 marks an event that has not happened. The clock starts with the machine.
     has_begun, has_answered = finished.queued_time >= 0, finished.num_generation_tokens > 0
     line = {
         "id": client_id(finished.request_id or ""),

@@ -1,7 +1,7 @@
-"""Draws conversations and recorded traces as texts of words, from a seed. Uses no clock and no network.
+"""Draws conversations and recorded traces as texts of words from a seed, without a clock or a network.
 
-Texts are words such as ``t7``. With a tokenizer that has these words (the benchmark's own model) one word is one
-token, so the lengths here are exact; with another tokenizer they are words.
+Texts are words such as ``t7``. The benchmark's own model has a tokenizer with these words, so a word is a token and
+lengths are exact. With any other tokenizer, lengths count words.
 """
 
 import csv
@@ -19,14 +19,14 @@ from kvtier.errors import ConfigError
 from kvtier.tools.trace.arrays import TraceArrays
 
 FIRST_WORD = 3
-"""Smaller numbers are special tokens."""
+"""Number of the first word. Smaller numbers are special tokens."""
 VOCABULARY = 1024
 _WORDS = VOCABULARY - FIRST_WORD
 LENGTH_MAX = 4.0
-"""The largest length that is drawn, as a multiple of the mean. One long answer must not dominate a run."""
+"""Largest drawn length, as a multiple of the mean. It keeps one long answer from dominating a run."""
 WARM_UP_ROUNDS = 2
 TEMPLATE_TOKENS = 64
-"""Tokens that a chat template may add to a prompt."""
+"""Most tokens that a chat template may add to a prompt."""
 
 Tokens = npt.NDArray[np.int64]
 
@@ -37,7 +37,7 @@ def _check(name: str, value: int, least: int) -> None:
 
 
 class Pace(StrEnum):
-    """What decides when a request is sent."""
+    """The rule that decides when a request is sent."""
 
     USERS = "users"
     """Each user asks at a fixed interval, but not before the last answer has ended (LMBenchmark)."""
@@ -49,7 +49,7 @@ class Pace(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: what it adds to the conversation, and the answer."""
+    """One request: its new tokens, and the answer."""
 
     question: Tokens
     """The new tokens of the prompt. In a first turn they include the history, but not the system prompt."""
@@ -63,10 +63,10 @@ class Conversation:
     """All turns of one user. A prompt includes all earlier questions and answers of its conversation."""
 
     user: int
-    """Not negative. Conversations of a recorded session share a number, and so do visits of a single-shot prompt."""
+    """Number from 0 on. Conversations of one recorded session share a number, as do visits of a single-shot prompt."""
     turns: tuple[Turn, ...]
     first_turn: int = 0
-    """Number of `turns[0]`. A recorded request is a conversation by itself, because its prompt is complete."""
+    """Number of `turns[0]`. Each recorded request is a separate conversation, because its prompt is complete."""
     is_warm_up: bool = False
     """Whether the conversation is sent but not counted."""
 
@@ -81,19 +81,19 @@ class ConversationSizes:
     """The conversations of many users, in LMBenchmark's terms."""
 
     users: int
-    """Users that are active at a time. A new user replaces one that has asked its last question."""
+    """Users that are active at the same time. A new user replaces each user who has asked the last question."""
     rounds: int
     system_tokens: int
     """Length of the system prompt, which all users share."""
     history_tokens: int
-    """Length of a document that comes with each user's first question."""
+    """Length of the document in each user's first question."""
     question_tokens: int = 20
     answer_tokens: int
     requests_per_s: float
     """Rate of all users together. Each user asks every users / requests_per_s seconds."""
     sub_rounds: int = 0
-    """Rounds of a sub-agent; 0 means none. After the first `users`, every second conversation is a sub-agent. It starts
-    with the first question of the conversation before it, and a task of its own."""
+    """Rounds of a sub-agent; 0 means no sub-agents. After the first `users`, every second conversation is one. It
+    starts with the first question of the preceding conversation, and adds a task."""
 
     def __post_init__(self) -> None:
         least = {"users": 1, "rounds": 2, "question_tokens": 1, "answer_tokens": 1}
@@ -105,12 +105,12 @@ class ConversationSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleShotSizes:
-    """Prompts of growing length, each computed first and fetched later."""
+    """Prompts of growing length. Each is computed first and fetched later."""
 
     prompt_tokens: tuple[int, ...]
     answer_tokens: int = 1
     between_tokens: int = 0
-    """Tokens of other prompts between the two visits: more than fit in tiers that must not serve the second one."""
+    """Tokens of other prompts between the two visits: more than fit into tiers that must not serve the second visit."""
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens or min(self.prompt_tokens) < 1:
@@ -121,7 +121,7 @@ class SingleShotSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A published workload in two sizes: as published, and scaled down for a small model on two cores."""
+    """A published workload in two sizes: the published one, and one scaled down for a small model on two cores."""
 
     source: str
     original: ConversationSizes | SingleShotSizes
@@ -177,25 +177,25 @@ PRESETS = {
         here=SingleShotSizes(prompt_tokens=(128, 256, 512, 1024, 2048, 4096), between_tokens=65536),
     ),
 }
-"""Presets by name. `here` is a starting point; the server's side knows the sizes of tier and device."""
+"""Presets by name. `here` is only a starting point, because the sizes of tier and device are known elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeWorkload:
-    """What the generator sends in one run."""
+    """The requests that the generator sends in one run."""
 
     pace: Pace
     system: Tokens
     """The system prompt of all conversations, which may be empty."""
     conversations: tuple[Conversation, ...]
-    """Conversations in the order in which they start. Warm-up conversations come first."""
+    """Conversations in the order of their starts. Warm-up conversations come first."""
     users: int = 0
-    """Used with `Pace.USERS` only, like `requests_per_s`."""
+    """Number of active users. Like `requests_per_s`, it is used with `Pace.USERS` only."""
     requests_per_s: float = 0.0
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the longest prompt with its answer, without what a chat template adds."""
+        """Tokens of the longest prompt with its answer, without those that a chat template adds."""
         return len(self.system) + max(it.tokens for it in self.conversations)
 
     def check_context(self, context_tokens: int, origin: str) -> None:
@@ -214,7 +214,7 @@ class ServeWorkload:
 
 
 def text_of(tokens: Tokens) -> str:
-    """Return the words of `tokens`."""
+    """Return the text of `tokens`."""
     return " ".join(f"t{token}" for token in tokens.tolist())
 
 
@@ -230,11 +230,11 @@ def draw(
     """Draw the workload of one run. The same arguments give the same workload.
 
     Args:
-        sizes: a preset's sizes, or others.
+        sizes: sizes of a preset, or others.
         seed: seed of everything drawn.
-        number: number of the run. Runs with other numbers share no text, not even the system prompt, so none warms
-            the next.
-        seconds: length of the run, which decides how many users are drawn.
+        number: number of the run. Runs with different numbers share no text, not even the system prompt, so no run
+            warms the next.
+        seconds: length of the run. It determines how many users are drawn.
         warm_up: number of conversations that are sent first and not counted.
         has_real_lengths: vary questions and answers around their means as in the ShareGPT sample.
     """
@@ -246,11 +246,11 @@ def draw(
     if not 0 < seconds < math.inf:
         raise ConfigError(f"seconds = {seconds}; allowed: above 0")
     system = _tokens(rng, sizes.system_tokens)
-    # Each conversation that ends is replaced. Some more are drawn, because the first ones are short.
+    # A new conversation replaces each one that ends. A few more are drawn, because the first ones are short.
     replaced = math.ceil(1.1 * seconds * sizes.requests_per_s / min(sizes.rounds, sizes.sub_rounds or sizes.rounds)) + 2
     conversations: list[Conversation] = []
     for user in range(warm_up + sizes.users + replaced):
-        later = user - warm_up - sizes.users  # aiperf gives the first ones a number of rounds below the mean
+        later = user - warm_up - sizes.users  # aiperf gives the first users fewer rounds than the mean
         is_sub = sizes.sub_rounds > 0 and later >= 0 and later % 2 == 0
         rounds = WARM_UP_ROUNDS if user < warm_up else sizes.sub_rounds if is_sub else sizes.rounds
         lengths, answers = _lengths(sizes, rounds, rng, has_real_lengths=has_real_lengths)
@@ -285,16 +285,16 @@ def recorded(
     Args:
         trace: a trace of any format. Without block ids all prompts differ.
         seed: seed of all words.
-        number: number of the run. Runs with other numbers share no text.
-        seconds: requests whose scaled time is later are cut off.
+        number: number of the run. Runs with different numbers share no text.
+        seconds: length of the run. Requests with a later scaled time are cut off.
         time_factor: replayed times are recorded times multiplied by this; 0.1 is ten times as fast.
-        length_factor: factor for blocks, prompts and answers alike, so that equal shares stay equal.
-        context_tokens: the model's context, of which a chat template gets `TEMPLATE_TOKENS`; None means no limit.
-        is_longer_skipped: leave out requests that exceed it.
+        length_factor: factor for the lengths of blocks, prompts and answers, so that shared parts stay shared.
+        context_tokens: the model's context, including `TEMPLATE_TOKENS` for a chat template; None means no limit.
+        is_longer_skipped: leave out requests that exceed the context.
         warm_up: number of requests with other words that are sent first and not counted.
 
     Raises:
-        ConfigError: a request exceeds `context_tokens`, none is left, or scaled blocks are too short to differ.
+        ConfigError: a request exceeds `context_tokens`, no request is left, or scaled blocks are too short to differ.
     """
     for name, factor in (("time_factor", time_factor), ("length_factor", length_factor), ("seconds", seconds)):
         if not 0 < factor < math.inf:
@@ -328,7 +328,7 @@ def recorded(
 
 @cache
 def sharegpt_lengths() -> npt.NDArray[np.float64]:
-    """Return the tokens of questions and answers in the ShareGPT sample, with the shape [lines, 2]."""
+    """Return the tokens of questions and answers in the ShareGPT sample, as an array [lines, 2]."""
     text = (files("kvtier.tools.bench.serve") / "data" / "sharegpt_lengths.csv").read_text(encoding="utf-8")
     return np.asarray(list(csv.reader(text.splitlines()))[1:], np.float64)
 
@@ -340,7 +340,7 @@ def _tokens(rng: np.random.Generator, count: int) -> Tokens:
 def _lengths(
     sizes: ConversationSizes, rounds: int, rng: np.random.Generator, *, has_real_lengths: bool
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of the questions and of the answers of one conversation."""
+    """Return the lengths in tokens of the questions and of the answers of one conversation."""
     if not has_real_lengths:
         return [sizes.question_tokens] * rounds, [sizes.answer_tokens] * rounds
     # The question and the answer of a turn come from the same line of the sample.
@@ -377,7 +377,7 @@ def _single_shots(sizes: SingleShotSizes, rng: np.random.Generator, warm_up: int
 class _BlockWords:
     """The words of a trace's prompts.
 
-    A block's text starts with its number, in digits of the vocabulary, so different blocks have different texts.
+    A block's text starts with the block's number in digits of the vocabulary, so different blocks have different texts.
     """
 
     def __init__(self, trace: TraceArrays, length_factor: float, seed: int, number: int) -> None:
@@ -395,7 +395,7 @@ class _BlockWords:
         self._offset = int(np.random.default_rng(self._seeds).integers(self._numbers))
 
     def prompt(self, request: int) -> Tokens:
-        """Return the words of the scaled prompt of `request`, at least one."""
+        """Return the words of the scaled prompt of `request`. It has at least one word."""
         trace = self._trace
         ids = trace.blocks(request)
         recorded_tokens = int(trace.input_tokens[request])
@@ -419,8 +419,8 @@ class _BlockWords:
 
 def _too_long(trace: TraceArrays, request: int, count: int, length_factor: float, limit: int) -> ConfigError:
     longest = int((trace.input_tokens[:count].astype(np.int64) + trace.output_tokens[:count]).max())
-    factor = (limit - 2) / longest  # prompt and answer are rounded
-    if trace.has_blocks:  # and so are blocks
+    factor = (limit - 2) / longest  # prompt and answer may be rounded up
+    if trace.has_blocks:  # and so may blocks
         factor = math.floor(factor * trace.block_tokens) / trace.block_tokens
     return ConfigError(
         f"trace {trace.name}, request {request + 1}: its prompt and answer x {length_factor:g} exceed the model's "

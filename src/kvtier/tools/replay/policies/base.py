@@ -16,13 +16,13 @@ class Policy:
     def __init__(self, capacity: int, trace: TraceArrays) -> None:
         self.capacity = capacity
         self.present = bytearray(trace.block_count)
-        """1 for each cached block."""
+        """1 for each cached block, 0 for every other block."""
         self.held = 0
         """Number of cached blocks."""
         self.evictions = 0
 
     def begin(self, request: int) -> None:
-        """Start a request. The replay counts its hits after this call and before `access`."""
+        """Start a request. The replay counts the request's hits after this call and before `access`."""
 
     def access(self, blocks: Sequence[int]) -> tuple[int, int]:
         """Access the request's blocks from the last to the first. Return the numbers of hits and of inserts."""
@@ -41,7 +41,7 @@ class Policy:
         """Use a cached block. `place` is its index in the prompt."""
 
     def insert(self, block: int, place: int) -> bool:
-        """Offer a block that missed. Return whether it is cached now."""
+        """Offer a block that missed. Return whether the policy has cached it."""
         raise NotImplementedError
 
     def _enter(self, block: int) -> None:

@@ -1,8 +1,8 @@
-"""Policies to compare with, which are not shipped: LRU, S3-FIFO, ARC and upper bounds.
+"""Policies for comparison, which are not shipped: LRU, S3-FIFO, ARC and upper bounds.
 
 Sources: S3-FIFO, Yang et al., SOSP 2023; ARC, Megiddo and Modha, FAST 2003. LRU and ARC hit the same blocks as in
-libCacheSim. Belady's MIN, with bypass and ties to the deeper block, keeps whole prefixes, because an ancestor's next
-use is never later than its descendant's. So no policy that keeps whole prefixes hits more.
+libCacheSim. Belady's MIN has bypass here, and of equal blocks evicts the deeper one. It keeps whole prefixes, because
+an ancestor's next use is never later than a descendant's. So no policy that keeps whole prefixes has more hits.
 """
 
 from collections import OrderedDict, deque
@@ -21,7 +21,7 @@ _REQUESTS = 1 << 12
 
 
 class PlainLru(Policy):
-    """LRU. A prompt's last block is accessed first, so a prefix outlives its continuations."""
+    """LRU. A prompt's last block is accessed first, so a prefix outlives the continuations."""
 
     def __init__(self, capacity: int, trace: TraceArrays) -> None:
         super().__init__(capacity, trace)
@@ -41,7 +41,7 @@ class PlainLru(Policy):
 
 
 class S3Fifo(Policy):
-    """S3-FIFO: a small FIFO for new blocks, a main FIFO for reused ones, and ghosts of the small one."""
+    """S3-FIFO: a small FIFO queue for new blocks, a main one for reused blocks, and ghosts of the small one."""
 
     SMALL_SHARE = 0.1
     USES_MAX = 3
@@ -58,7 +58,7 @@ class S3Fifo(Policy):
         self._ghosts_max = int(capacity * (1 - self.SMALL_SHARE))
 
     def touch(self, block: int, place: int) -> None:  # noqa: ARG002  the interface's arguments
-        """Count the use, up to `USES_MAX`."""
+        """Count the use, up to `USES_MAX` uses."""
         if self._uses[block] < self.USES_MAX:
             self._uses[block] += 1
 
@@ -99,7 +99,7 @@ class S3Fifo(Policy):
 
 
 class Arc(Policy):
-    """ARC: two LRU queues for recency and frequency. Hits on their ghosts move the boundary between them."""
+    """ARC: two LRU queues, for recency and frequency. Hits on ghosts move the boundary between the queues."""
 
     def __init__(self, capacity: int, trace: TraceArrays) -> None:
         super().__init__(capacity, trace)
@@ -173,7 +173,7 @@ class _Clairvoyant(Policy):
 
     Args:
         capacity: blocks that fit.
-        trace: the trace. The next use of each access takes four bytes.
+        trace: the trace. The next use takes four bytes per access.
     """
 
     def __init__(self, capacity: int, trace: TraceArrays) -> None:
@@ -199,12 +199,12 @@ class OracleLru(_Clairvoyant, PlainLru):
             self._drop(block)
 
     def insert(self, block: int, place: int) -> bool:
-        """Cache the block if it is used again."""
+        """Cache the block if the trace uses it again."""
         return self._uses[place] != NEVER and super().insert(block, place)
 
 
 class Min(_Clairvoyant):
-    """Belady's MIN with bypass: evicts or bypasses the block with the farthest next use, among equals the deeper."""
+    """Belady's MIN with bypass: evicts or bypasses the block with the farthest next use, of equal ones the deeper."""
 
     def __init__(self, capacity: int, trace: TraceArrays) -> None:
         super().__init__(capacity, trace)
@@ -212,7 +212,7 @@ class Min(_Clairvoyant):
         self._heap: list[tuple[int, int, int]] = []
 
     def touch(self, block: int, place: int) -> None:
-        """Update the next use. Drop the block if there is none."""
+        """Update the next use of the block, or drop the block if there is none."""
         following = self._uses[place]
         if following == NEVER:
             del self._keys[block]
@@ -221,7 +221,7 @@ class Min(_Clairvoyant):
             self._put(block, following, place)
 
     def insert(self, block: int, place: int) -> bool:
-        """Cache the block if it is used before some cached block."""
+        """Cache the block if its next use is before that of some cached block."""
         following = self._uses[place]
         if following == NEVER:
             return False
@@ -249,7 +249,7 @@ class Min(_Clairvoyant):
 
 
 def infinite_hit_tokens(trace: TraceArrays) -> int:
-    """Return the hit tokens of an infinite cache. The result equals a replay of `Infinite`, but is vectorized."""
+    """Return the hit tokens of an infinite cache: the result of a replay of `Infinite`, but vectorized."""
     first = np.full(trace.block_count, NEVER, np.int32)
     starts, hit = trace.starts, 0
     for begin in range(0, len(trace), _REQUESTS):
@@ -267,7 +267,7 @@ def infinite_hit_tokens(trace: TraceArrays) -> int:
 
 
 def next_uses(trace: TraceArrays) -> npt.NDArray[np.int32]:
-    """Return for each access the next request that has its block, or NEVER if there is none."""
+    """Return for each access the next request with the same block, or NEVER if there is none."""
     following = np.full(trace.block_count, NEVER, np.int32)
     out = np.empty(len(trace.ids), np.int32)
     starts = trace.starts.tolist() if len(trace) < 1 << 20 else trace.starts

@@ -1,4 +1,4 @@
-"""All policies of a replay by name: the shipped ones, and those to compare with."""
+"""All policies of a replay by name: the shipped ones, and those for comparison."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -40,7 +40,7 @@ REFERENCES: dict[str, Reference] = {
 
 
 def policy_names() -> list[str]:
-    """Return all names, the shipped policies first."""
+    """Return the names of all policies, the shipped ones first."""
     return [DEFAULT, *evictor_names(), *REFERENCES]
 
 
@@ -62,7 +62,7 @@ def make_policy(name: str, capacity: int, trace: TraceArrays) -> Policy:
     Args:
         name: "default", an evictor, or one of `REFERENCES`.
         capacity: number of blocks that fit.
-        trace: the trace that is replayed.
+        trace: the replayed trace.
 
     Raises:
         ConfigError: there is no such policy.

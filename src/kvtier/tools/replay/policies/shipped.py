@@ -35,12 +35,12 @@ class Shipped(Policy):
         self._trace = trace
         self._evictor = evictor
         self._names: list[bytes | None] = [block.to_bytes(8, "big") for block in range(trace.block_count)]
-        self._names.append(None)  # for parent -1, which a first block has
+        self._names.append(None)  # for parent -1 of first blocks
         self._parent_names: list[bytes | None] = [self._names[parent] for parent in trace.parents.tolist()]
         self._session: str | None = None
 
     def begin(self, request: int) -> None:
-        """Pass the hint of the previous request, and note the session of this one."""
+        """Pass the hint of the previous request to the evictor, and record the session of this request."""
         if self._hinted is not None and self._session is not None and request:
             self._hinted.expects(self._session, self._next_turns[request - 1])
         session = int(self._trace.session[request])
@@ -53,7 +53,7 @@ class Shipped(Policy):
         added, touched = self._evictor.added, self._evictor.touched
         hits = inserted = 0
         for block in reversed(blocks):
-            # The constructor of `Use` takes twice as long, and this runs for each access.
+            # The constructor of `Use` would take twice as long, and this code runs for each access.
             use: Use = tuple.__new__(  # pyright: ignore[reportUnknownMemberType]
                 Use, (names[block], parent_names[block], session)
             )
@@ -77,7 +77,7 @@ class Shipped(Policy):
 
 
 def _next_turns(trace: TraceArrays, *, turns: bool, ends: bool) -> Sequence[NextTurn | None]:
-    """Return the hint that follows each request."""
+    """Return the hint after each request."""
     known: list[NextTurn | None] = [None] * len(trace)
     if turns:
         known = [NEXT_TURNS[place] if place >= 0 else None for place in trace.next_turn.tolist()]

@@ -1,4 +1,4 @@
-"""Models known by name. The TOML files beside this one list them with the fields of each model's config.json."""
+"""Models known by name. The TOML files in this folder list the models with the fields of each config.json."""
 
 import tomllib
 from collections.abc import Mapping
@@ -19,24 +19,24 @@ class ModelEntry:
 
     name: str
     repository: str
-    """Repository of the config.json, as organisation/name."""
+    """Repository of the config.json, in the form organisation/name."""
     via: str
-    """Where the copy was read."""
+    """Site from which the copy was read."""
     date: str
-    """When the copy was read, YYYY-MM-DD."""
+    """Date on which the copy was read, YYYY-MM-DD."""
     aliases: tuple[str, ...]
     parameters_billion: float | None
     active_billion: float | None
     weights: str
     """Format of most weights in the repository."""
     experts: tuple[int, int]
-    """Routed experts per layer, and how many a token uses; zeros if there are none, or they are unknown."""
+    """Routed experts per layer, and experts that a token uses; zeros if there are none, or they are unknown."""
     config: Mapping[str, object]
 
 
 @cache
 def entries() -> Mapping[str, ModelEntry]:
-    """Read all models, by name, in alphabetical order."""
+    """Read all models, and map the names to them in alphabetical order."""
     tables = {
         file.name: tomllib.loads(file.read_text(encoding="utf-8"))
         for file in files(__name__).iterdir()
@@ -56,7 +56,7 @@ def find(name: str) -> ModelEntry | None:
 
 @cache
 def by_any_name() -> Mapping[str, ModelEntry]:
-    """Return the models by all their names and aliases."""
+    """Map all names and aliases to models."""
     by_name: dict[str, ModelEntry] = {}
     for entry in entries().values():
         for name in (entry.name, entry.repository, *entry.aliases):
@@ -87,7 +87,7 @@ def _entry(name: str, table: dict[str, Any], copy: dict[str, Any]) -> ModelEntry
 
 
 def _expanded(value: object, layers: int) -> object:
-    """Replace each ``{ repeat = [...] }`` in `value` by the list for all layers."""
+    """Replace each ``{ repeat = [...] }`` in `value` with the list for all layers."""
     if not isinstance(value, dict):
         return value
     inner = cast("dict[str, object]", value)

@@ -1,6 +1,6 @@
 """The reader interface of a trace format, the choice of a reader, and fields that several formats share.
 
-The first line of a trace shows its format. Block ids of any kind become integers, so that all other code works on
+The first line of a trace shows the format. Block ids of any kind become integers, so that all other code works with
 plain arrays.
 """
 
@@ -25,9 +25,9 @@ UNIT_NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
 UNIT_REQUESTS_MIN = 3
 _BUSY_TOKENS_PER_S = 1e6
 _BUSY_REQUESTS_PER_S = 100.0
-"""Above either rate, the unit of timestamps is more likely a longer one."""
+"""Rate above which the timestamps probably have a longer unit."""
 _IDLE_REQUESTS_PER_S = 1 / 60
-"""Below this rate, the unit of timestamps is more likely a shorter one."""
+"""Rate below which the timestamps probably have a shorter unit."""
 
 _NO_PARENT = ("-1", "None", "")
 """Values of `parent_chat_id` on a session's first line."""
@@ -36,14 +36,14 @@ Ids = npt.NDArray[np.integer[Any]]
 
 
 class Contents(NamedTuple):
-    """What a prompt consists of, whatever precedes each part."""
+    """The parts of a prompt, each identified without the preceding parts."""
 
     ids: Ids
-    """A number for each part, or for each token of a text. Equal numbers are equal contents."""
+    """A number for each part, or for each token of a text. Equal numbers mean equal contents."""
     tokens: Ids = np.zeros(0, np.int64)
-    """Tokens of each part; if empty, one each."""
+    """Tokens of each part; empty if each part is one token."""
     kinds: tuple[str, ...] = ()
-    """The name of each part's kind; empty without names."""
+    """Name of each part's kind; empty if kinds have no names."""
     answer: Ids = np.zeros(0, np.int64)
     """Tokens of the response to a text."""
     text: str = ""
@@ -57,25 +57,25 @@ class TraceRequest(NamedTuple):
     input_tokens: int
     output_tokens: int
     blocks: Ids
-    """Ids of the prompt's blocks. An id names the whole prefix up to its block. The last block may be partial."""
+    """Ids of the prompt's blocks. An id names the whole prefix up to the block's end. The last block may be partial."""
     session: str | None
     line: int
     """Line number in the file, starting at 1."""
     next_turn: NextTurn | None = None
-    """What continues the session after the response; None if unknown."""
+    """The kind of turn that follows the response; None if unknown."""
     model: str | None = None
     contents: Contents | None = None
-    """None if the format does not have them, or `ReadOptions.has_contents` is False."""
+    """Contents of the prompt; None if the format lacks them or `ReadOptions.has_contents` is False."""
 
 
 class TraceWarning(str):
-    """A note that something is wrong with the trace."""
+    """A sentence on something that is wrong with the trace."""
 
     __slots__ = ()
 
 
 class UnitDoubt(TraceWarning):
-    """A warning about a unit that the user gave. ``--strict`` does not refuse it."""
+    """A warning about a unit that the user gave. ``--strict`` does not turn it into an error."""
 
     __slots__ = ()
 
@@ -90,16 +90,16 @@ class TraceReader:
     has_blocks = True
     """Whether requests have block ids. Without them, reuse is unknown."""
     options: ClassVar[tuple[str, ...]] = ()
-    """Fields of `ReadOptions` that this format uses and others may not."""
+    """Fields of `ReadOptions` that this format uses, but others may not use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = str(path)
         self.block_tokens = 1
         self._factor = 1
-        """Number of the trace's blocks that make up one block of `block_tokens`."""
+        """Number of the trace's own blocks in one block of `block_tokens`."""
         self.notes: tuple[str, ...] = ()
-        """Sentences on how the trace was read. They are complete when `requests` is exhausted."""
+        """Sentences on how the trace was read. They are complete once `requests` is exhausted."""
 
     def requests(self) -> Iterator[TraceRequest]:
         """Yield the requests in the order of the file. Formats that merge several sources sort by time.
@@ -110,7 +110,7 @@ class TraceReader:
         raise NotImplementedError
 
     def _set_block_tokens(self, own_tokens: int, wanted: int | None) -> None:
-        """Set `block_tokens` to `wanted`; None keeps the trace's own.
+        """Set `block_tokens` to `wanted`. None keeps the trace's own size.
 
         Raises:
             ConfigError: `wanted` is not a multiple of `own_tokens`.
@@ -126,20 +126,20 @@ class TraceReader:
 class Sessions:
     """Names the sessions of a trace's lines.
 
-    A line's session is its `session_id` or `chat_id`. If lines have a `parent_chat_id`, each request has a chat id of
-    its own, and the session is the chat at the start of the chain of parents.
+    A line's session is its `session_id` or `chat_id`. If lines have a `parent_chat_id`, each request has its own chat
+    id, and the session is the chat at the start of the chain of parents.
     """
 
     def __init__(self) -> None:
         self._roots: dict[str, str] = {}
 
     def of(self, line: dict[str, Any]) -> str | None:
-        """Return the session of `line`, if any. Lines come in the order of the file, parents first."""
+        """Return the session of `line`, if any. Lines must come in the order of the file, parents first."""
         session = line.get("session_id", line.get("chat_id"))
         if session is None or "session_id" in line or "parent_chat_id" not in line:
             return None if session is None else str(session)
         chat, parent = str(session), str(line["parent_chat_id"])
-        # A parent that precedes the file names the session of its answers.
+        # A parent from before the file names the session of its answers.
         root = chat if parent in _NO_PARENT else self._roots.get(parent, parent)
         return self._roots.setdefault(chat, root)
 
@@ -147,7 +147,7 @@ class Sessions:
 def time_after(line: dict[str, Any], previous_s: float | None) -> float | None:
     """Return the time of a line that has a `delay`, in ms after its session's previous request (AIPerf).
 
-    The result is None if the line has no delay, if it has a `timestamp`, or if it is the session's first.
+    The result is None if the line has no delay, has a `timestamp`, or is the session's first line.
     """
     if previous_s is None or line.get("delay") is None or line.get("timestamp") is not None:
         return None
@@ -173,8 +173,7 @@ def time_unit_warning(
 ) -> tuple[str, ...]:
     """Return a warning if timestamps in `time_unit` give an implausible load, else an empty tuple.
 
-    A service may be idle. A low rate is therefore a reason for doubt only if `is_given`, when `time_unit` is not the
-    format's own.
+    A service may be idle. A low rate is therefore a reason for doubt only if `is_given`: the user gave the unit.
     """
     span_s = max(times_s, default=0.0) - min(times_s, default=0.0)
     count, tokens = len(times_s), sum(input_tokens)
@@ -201,31 +200,31 @@ def time_unit_warning(
 
 
 OWN_IDS_MAX = 1 << 25
-"""Smaller ids are kept. Others (hashes, strings) get the numbers -1, -2, ... in the order of their first use."""
+"""Smaller ids are kept. Other ids (hashes, strings) get the numbers -1, -2, ... in the order of first use."""
 RUN_IDS_MAX = 1 << 30
 """Ids in runs are dense numbers, so they are kept up to this larger limit."""
 REQUEST_BLOCKS_MAX = 1 << 20
-"""Maximum number of blocks in one request: with 16 tokens each, 16 million tokens."""
+"""Most blocks in one request: 16 million tokens in blocks of 16."""
 HELD_BLOCKS_MAX = 1 << 28
-"""Maximum number of blocks that a reader keeps in memory to sort them: 1 or 2 GiB."""
+"""Most blocks that a reader keeps in memory for sorting: 1 or 2 GiB."""
 
 
 class Numbering:
-    """Maps ids that are not small integers to numbers. Each reading of a trace has its own."""
+    """Maps ids that are not small integers to numbers. Each reading of a trace has its own mapping."""
 
     def __init__(self) -> None:
         self._numbers: dict[int | str, int] = {}
 
     def numbered(self, ids: Sequence[object], name: str = "hash_ids") -> Ids:
-        """Return the `ids` of the field `name` as numbers. Small integers stay, and each other id gets a negative one.
+        """Return the `ids` of the field `name` as numbers. Small integers stay; every other id gets a negative number.
 
         Raises:
-            ConfigError: there are more than `REQUEST_BLOCKS_MAX`, or one is neither an integer nor a string.
+            ConfigError: there are more than `REQUEST_BLOCKS_MAX` ids, or one is neither an integer nor a string.
         """
         if len(ids) > REQUEST_BLOCKS_MAX:
             raise ConfigError(f"{name} has {len(ids)} blocks; allowed: at most {REQUEST_BLOCKS_MAX}")
         try:
-            # numpy would turn strings into an array as wide as the longest.
+            # numpy would turn strings into an array that is as wide as the longest string.
             own = np.asarray(array("q", cast("Sequence[int]", ids)))
         except (TypeError, OverflowError):
             own = None
@@ -242,7 +241,7 @@ class Numbering:
 
 
 def from_runs(runs: object) -> Ids:
-    """Return the ids of a list of [first id, count].
+    """Return the ids in a list of runs, each [first id, count].
 
     Raises:
         ConfigError: the list is malformed, an id is out of range, or there are more than `REQUEST_BLOCKS_MAX` blocks.
@@ -282,7 +281,7 @@ def blocks_of(line: dict[str, Any], numbering: Numbering, name: str = "hash_ids"
 
 
 def merge_blocks(blocks: Ids, factor: int) -> Ids:
-    """Merge every `factor` blocks into one. The last id names its whole prefix, so it names the larger block."""
+    """Merge every `factor` blocks into one. The last id names its whole prefix, and so the merged block."""
     if factor == 1:
         return blocks
     taken = blocks[factor - 1 :: factor]
@@ -290,10 +289,10 @@ def merge_blocks(blocks: Ids, factor: int) -> Ids:
 
 
 def by_time(path: Path, requests: Iterable[TraceRequest]) -> list[TraceRequest]:
-    """Return the requests sorted by time, which takes all of them in memory.
+    """Sort the requests by time. All of them are then in memory.
 
     Raises:
-        ConfigError: they have more than `HELD_BLOCKS_MAX` blocks. The message names `path` and the line.
+        ConfigError: the requests have more than `HELD_BLOCKS_MAX` blocks. The message names `path` and the line.
     """
     held: list[TraceRequest] = []
     blocks = 0
@@ -312,7 +311,7 @@ def by_time(path: Path, requests: Iterable[TraceRequest]) -> list[TraceRequest]:
 PROMPT_FIELDS = ("input", "prompt", "text_input", "prompt_token_ids", "messages")
 """Fields of a request with text or tokens that may hold the prompt."""
 BODY_FIELDS = ("body", "payload")
-"""Fields that may hold these fields."""
+"""Fields whose objects may contain the fields of the prompt."""
 CONVERSATION_FIELDS = ("conversations", "conversation")
 """Fields that may hold a whole conversation."""
 _ALLOWED = (
@@ -329,17 +328,17 @@ _UNREAD: tuple[tuple[set[str], str, str], ...] = (
     ({"timing_events"}, "TraceLab's trace", "use its mooncake_trace, with input_length and hash_ids"),
     ({"text"}, "a dataset of texts or AIPerf's single_turn dataset", "rename text to prompt"),
 )
-"""Fields that mark a format, its name, and what to do with it."""
+"""Fields that mark an unreadable format, its name, and advice to the user."""
 
-# Each reader is imported where it is made, because a trace needs only one of them.
+# Each reader is imported where it is made, because a trace needs only one reader.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """Settings that a trace itself does not define."""
+    """Settings that a trace does not define itself."""
 
     block_tokens: int | None = None
-    """Number of tokens per block; None means the trace's own, 256 for sessions, or 64 for text."""
+    """Number of tokens per block; None means the trace's own number, 256 for sessions, or 64 for text."""
     window_h: float = 10.0
     """Hours within which sessions without absolute times start."""
     seed: int = 1
@@ -349,7 +348,7 @@ class ReadOptions:
     tokenizer: Path | None = None
     """Tokenizer file for traces of text."""
     has_contents: bool = False
-    """Keep each prompt's `Contents` where the format has them, and blocks of the trace's own size."""
+    """Keep each prompt's `Contents` if the format has them, and blocks of the trace's own size."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -367,7 +366,7 @@ class ReadOptions:
 
 
 def open_trace(path: Path, options: ReadOptions | None = None) -> TraceReader:
-    """Return the reader of a trace: plain, gzip or zstd. Request lines, sessions and texts may be a directory.
+    """Return the reader of a plain, gzip or zstd trace. Request lines, sessions and texts may be in a directory.
 
     Raises:
         ConfigError: the trace cannot be read, is empty, or has an unknown format.
@@ -423,10 +422,10 @@ def _with_ids(path: Path, options: ReadOptions, *, has_components: bool) -> Trac
 
 
 def _first_record(file: Path) -> tuple[str, int, object]:
-    """Return the first JSON value of a file as `records` does, or the first line of CSV.
+    """Return the first JSON value of a file, like `records`, or the first line of a CSV file.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, or is neither.
+        ConfigError: the file cannot be read, is empty, or is neither JSON nor CSV.
     """
     try:
         for first in records(file):
@@ -443,7 +442,7 @@ def _first_record(file: Path) -> tuple[str, int, object]:
 
 
 def _seems(keys: AbstractSet[str]) -> str:
-    """Return what a record of unknown fields seems to be, and what to do with it."""
+    """Return the likely format of a record with unknown fields, and advice to the user."""
     for marks, name, way in _UNREAD:
         if marks <= keys:
             return f"this seems to be {name}, which is not read; {way}"

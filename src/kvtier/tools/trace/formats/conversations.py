@@ -1,8 +1,8 @@
 """Reads whole conversations without times: ShareGPT's `conversations`, or `conversation` (LMSYS-Chat-1M, WildChat).
 
-ShareGPT is one JSON array of `{"id": …, "conversations": [{"from": "human", "value": …}, …]}`, as ShareGPTDataset of
-vllm/benchmarks/datasets reads it. The others have `role` and `content`. Each answer of the model is a request, whose
-prompt is everything before it.
+ShareGPT is one JSON array of `{"id": …, "conversations": [{"from": "human", "value": …}, …]}`, the input of
+ShareGPTDataset in vllm/benchmarks/datasets. The others have `role` and `content`. Each answer of the model is a
+request. Its prompt is everything before the answer.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from kvtier.tools.trace.formats.prompt_lines import PromptLines, notes_on
 from kvtier.tools.trace.trace_files import json_lines
 
 TURN_S = 30.0
-"""Time between two requests of a conversation."""
+"""Assumed seconds between two requests of a conversation."""
 
 
 class Conversations(PromptLines):
-    """Reads conversations. Each draws a start, uniform in a window, from `numpy.random.default_rng(seed)`.
+    """Reads conversations. Their starts are uniform in a window, drawn from `numpy.random.default_rng(seed)`.
 
     Args:
         path: the file, or a directory of such files.

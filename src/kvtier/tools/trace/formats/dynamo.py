@@ -1,8 +1,8 @@
-"""Reads Dynamo's request trace, schema `dynamo.request.trace.v1`, with a record for each event.
+"""Reads Dynamo's request trace (schema `dynamo.request.trace.v1`), which has a record for each event.
 
 Source: https://docs.nvidia.com/dynamo/dev/observability/request-traces, and the crate dynamo-data-gen. A request's
-record has the type `request_end`, and its `replay` has a hash for each block of the prompt, the partial last one
-included. Records of other types (`request_payload`, `tool_…`) are skipped. A record may be inside an `event`.
+record has the type `request_end`, and a field `replay` with a hash for each block of the prompt, including the partial
+last one. Records of other types (`request_payload`, `tool_…`) are skipped. A record may be inside an `event`.
 """
 
 from typing import Any, cast
@@ -15,7 +15,7 @@ SCHEMA = "dynamo.request.trace.v1"
 
 
 class DynamoTrace(RequestLines):
-    """Reads such records, which are in the order of their ends, and sorts them by time."""
+    """Reads Dynamo's records, which are in the order of the requests' ends, and sorts them by time."""
 
     options = ()
     names = Names("request_received_ms", "input_length", "output_tokens", "input_sequence_hashes", "trace_block_size")

@@ -1,8 +1,8 @@
 """Reads a JSON object for each coding-agent session (kv-cache-tester): `requests`, nested sub-agents, `block_size`.
 
-Ids are local to a session unless its `hash_id_scope` is "global", and times count from its start. The trace has no
-start times. Each session draws one, uniform in a window, from `numpy.random.default_rng(seed)` in the order of the
-file. A sub-agent's times count from the `t` of its entry.
+Ids are local to a session unless its `hash_id_scope` is "global". Times count from the start of a session, but the
+trace has no start times. The reader draws them in the order of the file, uniformly in a window, from
+`numpy.random.default_rng(seed)`. A sub-agent's times count from the `t` of its entry.
 """
 
 from collections.abc import Iterator
@@ -27,23 +27,23 @@ from kvtier.types import NextTurn
 
 BLOCK_TOKENS_DEFAULT = 256
 SESSION_MAX_S = 30 * 86_400.0
-"""If a session is longer than this, its times are more likely milliseconds."""
+"""Longest plausible session. Times of a longer one are probably milliseconds."""
 DEPTH_MAX = 32
-"""The deepest nesting of sub-agents."""
+"""Deepest nesting of sub-agents."""
 SESSION_BLOCKS_MAX = 1 << 24
-"""Maximum number of merged blocks in all requests of one session."""
+"""Most merged blocks in all requests of one session."""
 _IDS_MAX = (1 << 31) - 1
 
 
 class SessionLines(TraceReader):
-    """Reads session lines and sorts their requests by time. All requests are in memory, with merged blocks.
+    """Reads session lines and sorts all requests by time. All requests are in memory, with merged blocks.
 
     Args:
         path: the file, or a directory of such files.
         block_tokens: number of tokens per block, a multiple of the trace's own.
         window_h: hours within which sessions start.
         seed: seed of the start times.
-        least_tokens: without `block_tokens`, blocks have at least this many tokens.
+        least_tokens: least number of tokens per block, if `block_tokens` is not given.
 
     Raises:
         ConfigError: the file cannot be read, a line is malformed, or `block_tokens` does not fit.
@@ -95,7 +95,7 @@ class SessionLines(TraceReader):
                 times_back += time_s < latest_s.get(agent, time_s)
                 latest_s[agent] = max(time_s, latest_s.get(agent, time_s))
                 longest_s = max(longest_s, time_s - start_s)
-                # int32, because they stay in memory.
+                # int32, because the blocks stay in memory.
                 blocks = merge_blocks(blocks_of(fields, numbering), self._factor).astype(np.int32)
                 next_turn = _next_turn(fields, is_sub_agent=agent != name)
                 lengths = whole(fields, "in"), whole(fields, "out")
@@ -131,7 +131,7 @@ def _shape(_file: Path, _line: int, session: dict[str, Any]) -> tuple[int, bool]
 
 
 def _renumbered(requests: list[TraceRequest], first_id: int) -> tuple[list[TraceRequest], int]:
-    """Return one session's requests with ids from `first_id` on, and the next free id."""
+    """Return one session's requests with ids from `first_id` on, and the next unused id."""
     if not requests:
         return requests, first_id
     known, numbers = np.unique(np.concatenate([it.blocks for it in requests]), return_inverse=True)
@@ -158,7 +158,7 @@ def _time_warnings(times_back: int, longest_s: float) -> tuple[str, ...]:
 def _flattened(
     session: dict[str, Any], start_s: float, name: str, depth: int
 ) -> Iterator[tuple[float, str, dict[str, Any]]]:
-    """Yield (time, agent, fields) of each request. A sub-agent's times count from its entry's time."""
+    """Yield (time, agent, fields) of each request. A sub-agent's times count from the time of its entry."""
     requests = session.get("requests")
     if not isinstance(requests, list):
         raise ConfigError("'requests' is missing or not a list")

@@ -1,14 +1,15 @@
-"""Reads KV events, as vLLM and SGLang publish them for routers, as requests.
+"""Reads the KV events that vLLM and SGLang publish for routers, and infers requests from them.
 
 The file is a sequence of batches: msgpack as published over ZMQ, or JSON lines. A batch is ``[time, events, rank]`` or
-an object with `ts` and `events`; an event is ``[type, fields...]`` or an object with `type`.
+an object with `ts` and `events`. An event is ``[type, fields...]`` or an object with `type`.
 
 Events name the blocks that an engine *stored*, each with its hash and its parent. A request is inferred from the
-blocks that it added, and its prompt is the chain up to the last of them. Blocks that continue its chain belong to it.
-Several at once within `PROMPT_S` are prompt, and single ones within `OUTPUT_S` are output. The events do not show
-requests whose whole prompt was cached (unless the engine reports reuse, vLLM's ``kv_cache_report_mode: full``), tokens
-after the last whole block, next turns within those seconds, or which of two requests with the same prompt continued.
-SGLang stores an output when it is complete, which looks like another prompt.
+blocks that it added. Its prompt is the chain up to the last of these blocks. Later blocks that continue the chain
+belong to the request: several together within `PROMPT_S` are prompt, and single ones within `OUTPUT_S` are output.
+
+The events do not show requests whose whole prompt was cached, unless the engine reports reuse (vLLM's
+``kv_cache_report_mode: full``). Nor do they show tokens after the last whole block, next turns within these seconds,
+or which of two requests with the same prompt continued. SGLang stores a complete output, which looks like a prompt.
 """
 
 import json
@@ -37,15 +38,15 @@ PROMPT_S: Final = 2.0
 OUTPUT_S: Final = 10.0
 """Longest pause between two blocks of an output."""
 SECONDS_MAX: Final = 1e11
-"""Larger times are not in seconds since 1970."""
+"""Largest time in seconds since 1970. Larger times have another unit."""
 BATCH_BYTES_MAX: Final = 1 << 24
-"""The largest batch. In memory it takes up to 64 times its bytes: 1 GiB."""
+"""Largest batch. In memory it takes up to 64 times as many bytes, 1 GiB."""
 _ITEMS_MAX: Final = 1 << 20
-"""Maximum number of items in one array or map, because msgpack allocates the announced length."""
+"""Most items in one array or map. The limit exists because msgpack allocates the announced length."""
 _BLOCK_STORED_FIELDS: Final = (
     *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
 )
-"""Order of the fields in an event that is an array, which is the same in both engines."""
+"""Order of the fields in an event that is an array. Both engines use the same order."""
 _HISTORY: Final = (None, "full_attention", "mla_attention", "sink_full_attention")
 """Kinds of KV groups that keep all blocks of a prompt."""
 _CONVENTION: Final = (
@@ -57,7 +58,7 @@ Tip = tuple[object, int]
 
 
 class _StoredBlocks(NamedTuple):
-    """A `BlockStored` event of GPU memory."""
+    """A `BlockStored` event for GPU memory."""
 
     batch: int
     time_s: float
@@ -76,7 +77,7 @@ class _OpenRequest:
     first: _StoredBlocks
     latest: _StoredBlocks
     prompt_end: int
-    """Last block of its prompt."""
+    """Last block of the request's prompt."""
     tip: Tip
     output_blocks: int = 0
 
@@ -85,7 +86,7 @@ class _OpenRequest:
         return len(stored.hashes) == 1 and stored.batch != self.latest.batch
 
     def is_continued_by(self, stored: _StoredBlocks) -> bool:
-        """Return whether blocks after its last one belong to it. A prompt does not grow after its first output."""
+        """Return whether blocks after its last one belong to it. A prompt does not grow after the first output."""
         pause_s = stored.time_s - self.latest.time_s
         return pause_s <= OUTPUT_S if self.is_output(stored) else pause_s <= PROMPT_S and not self.output_blocks
 
@@ -112,7 +113,7 @@ class KvEvents(TraceReader):
         self.notes = (_CONVENTION,)
 
     def requests(self) -> Iterator[TraceRequest]:
-        """Yield the requests in the order of their first events. Times count from the first."""
+        """Yield the requests in the order of their first events. Times count from the first request."""
         unknown = self._cleared = 0
         chains = _Chains()
         waiting: deque[_OpenRequest] = deque()
@@ -208,7 +209,7 @@ def _remove(tips: dict[Tip, list[_OpenRequest]], request: _OpenRequest) -> None:
 
 
 class _Chains:
-    """Blocks by number, each with its parent. A hash that does not cover its prefix gets a block for each parent."""
+    """Blocks by number, with their parents. A hash that does not cover the prefix gets a block for each parent."""
 
     def __init__(self) -> None:
         self._latest: dict[object, int] = {}
@@ -220,7 +221,7 @@ class _Chains:
         return None if name is None else self._latest.get(name)
 
     def extend(self, parent: int | None, names: list[object]) -> list[int]:
-        """Return the blocks of `names` after `parent`. Unknown blocks are added."""
+        """Return the blocks of `names` after `parent`. Add unknown blocks."""
         before = -1 if parent is None else parent
         out: list[int] = []
         for name in names:
@@ -232,7 +233,7 @@ class _Chains:
         return out
 
     def path(self, block: int) -> list[int]:
-        """Return the chain up to `block`, cut one block beyond `REQUEST_BLOCKS_MAX`."""
+        """Return the chain up to `block`, but at most one block more than `REQUEST_BLOCKS_MAX`."""
         out: list[int] = []
         while block >= 0 and len(out) <= REQUEST_BLOCKS_MAX:
             out.append(block)
@@ -241,7 +242,7 @@ class _Chains:
 
 
 def _batches(path: Path) -> Iterator[tuple[int, object]]:
-    """Yield batches with their numbers from 1. In JSON these are line numbers."""
+    """Yield batches with their numbers from 1. In JSON, the numbers are line numbers."""
     if not is_msgpack(path):
         for line_number, text in text_lines(path):
             with LineErrors(path, line_number, "batch"):

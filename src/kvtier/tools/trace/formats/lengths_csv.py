@@ -1,7 +1,8 @@
-"""Reads CSV with arrivals and lengths, without blocks: Azure's traces, and BurstGPT's.
+"""Reads CSV files with arrivals and lengths, but without blocks: the traces of Azure and BurstGPT.
 
-Azure's have TIMESTAMP, ContextTokens and GeneratedTokens. BurstGPT's (README.md of HPMLL/BurstGPT) have Timestamp in
-seconds, Request tokens, Response tokens (0: the request failed), and from release 1.2 on a Session ID for chats.
+Azure's traces have TIMESTAMP, ContextTokens and GeneratedTokens. BurstGPT's (README.md of HPMLL/BurstGPT) have
+Timestamp in seconds, Request tokens, Response tokens (0 for a failed request), and from release 1.2 on a Session ID
+for chats.
 """
 
 import csv
@@ -16,7 +17,7 @@ from kvtier.tools.trace.formats.base import TraceReader, TraceRequest
 from kvtier.tools.trace.trace_files import LineErrors, number, short, text_lines, whole
 
 HEADERS = (("TIMESTAMP", "ContextTokens", "GeneratedTokens"), ("Timestamp", "Request tokens", "Response tokens"))
-"""Columns of time, prompt and answer: Azure's, and BurstGPT's."""
+"""Columns of time, prompt and answer in Azure's and in BurstGPT's files."""
 _SESSION = "Session ID"
 _EPOCH = datetime(2020, 1, 1, tzinfo=UTC)
 
@@ -35,7 +36,7 @@ class LengthsCsv(TraceReader):
         self.notes = ("the trace has arrivals and lengths only, not which blocks are reused",)
 
     def requests(self) -> Iterator[TraceRequest]:
-        """Yield the requests in the order of the file. Times count from the first."""
+        """Yield the requests in the order of the file. Times count from the first request."""
         lines = text_lines(self.path)
         first_line, first = next(lines, (1, ""))
         with LineErrors(self.path, first_line):
@@ -72,7 +73,7 @@ def _date_s(fields: dict[str, str], name: str) -> float:
         time = datetime.fromisoformat(text.strip())
     except ValueError:
         raise ConfigError(f"{name} is {short(text)}; allowed: a time such as 2023-11-16 18:15:46.680590") from None
-    zoned = time if time.tzinfo else time.replace(tzinfo=UTC)  # Azure's later traces have the zone
+    zoned = time if time.tzinfo else time.replace(tzinfo=UTC)  # only Azure's later traces have the zone
     return (zoned - _EPOCH).total_seconds()
 
 

@@ -1,6 +1,6 @@
-"""Turns the messages of a chat into text: those of OpenAI (`role`, `content`) and of ShareGPT (`from`, `value`).
+"""Turns the messages of a chat into text, in the form of OpenAI (`role`, `content`) or ShareGPT (`from`, `value`).
 
-A tokenizer.json has no chat template, so all chats are written in one plain form, which keeps what they share.
+A tokenizer.json has no chat template, so all chats are written in one plain form. It preserves shared prefixes.
 """
 
 import json
@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError
 from kvtier.tools.trace.trace_files import short
 
 _ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "model"), "assistant")}
-"""OpenAI's names of ShareGPT's roles."""
+"""OpenAI's names for the roles of ShareGPT."""
 _CALLS = ("tool_calls", "function_call")
 
 
@@ -22,7 +22,7 @@ class Message(NamedTuple):
     role: str
     text: str
     other_parts: int = 0
-    """Number of images and other parts. Each counts as a few tokens, which differ with its content."""
+    """Number of images and other parts. Each counts as a few tokens that depend on the content."""
 
 
 def messages_of(fields: dict[str, Any], name: str) -> list[Message]:

@@ -1,4 +1,4 @@
-"""Reads a JSON object per request, with its text or tokens.
+"""Reads one JSON object per request, with the text or the tokens of the prompt.
 
 The prompt is `input` (lmcache-agent-trace), `prompt` (OpenAI's completions, `vllm bench --dataset-name custom`),
 `text_input` (AIPerf), `prompt_token_ids` (vLLM), or the `messages` of a chat request. It may be in a `body` (a line of
@@ -37,23 +37,23 @@ from kvtier.tools.trace.trace_files import json_lines, number, short, whole
 
 BLOCK_TOKENS_DEFAULT = 64
 _PIECES = re.compile(r"\s*[A-Za-z]{1,6}|\s*\d{1,3}|\s*[^\sA-Za-z\d]|\s+")
-"""The tokens if no tokenizer is given. They have about four characters each in English prose."""
+"""The tokens if no tokenizer is given. In English prose they have about four characters each."""
 _LENGTHS = ("output_tokens", "output_length", "max_completion_tokens", "max_output_tokens", "max_tokens")
-"""Fields with the length of the answer. Those named `max` give its limit."""
+"""Fields with the length of the answer. Fields named `max` give only a limit."""
 _BEFORE_MESSAGES = ("tools", "system", "instructions")
 
 Tokenize = Callable[[str], Sequence[object]]
 
 
 class PromptLines(TraceReader):
-    """Reads request lines with text. A block's id is a digest of its tokens and the previous id.
+    """Reads request lines with text. A block's id is a digest of the block's tokens and the previous id.
 
     Args:
         path: the file, or a directory of such files.
         block_tokens: number of tokens per block; None means 64.
         tokenizer: a tokenizer.json of Hugging Face; None means a simple rule.
         time_unit: unit of a `timestamp` that does not count from 1970: "s", "ms" or "us"; empty means ms.
-        has_contents: give each request its text and tokens, which are then all in memory.
+        has_contents: attach text and tokens to each request. All of them are then in memory.
 
     Raises:
         ConfigError: the file or the tokenizer cannot be read.
@@ -81,7 +81,7 @@ class PromptLines(TraceReader):
         self.notes = (self._how,)
 
     def requests(self) -> Iterator[TraceRequest]:
-        """Yield the requests sorted by time, which counts from the first. Such files are sorted by session."""
+        """Yield the requests sorted by time, which counts from the first. The files are sorted by session."""
         numbers: dict[bytes, int] = {}
         sessions, times = Sessions(), _Times(self._time_unit)
         limits = other_parts = 0
@@ -129,7 +129,7 @@ class PromptLines(TraceReader):
             self.notes += ("no timestamps: a request or session begins every second, in the order of the file",)
         times_s, input_tokens = [it.time_s for it in requests], [it.input_tokens for it in requests]
         if times.are_given and _unit_since_1970(times_s[-1]) is None:
-            # In any unit, a time since 1970 would be larger.
+            # A time since 1970 would be larger in any unit.
             self.notes += time_unit_warning(times_s, input_tokens, self._time_unit, is_given=self._is_given)
         for each in requests:
             yield each._replace(time_s=each.time_s - requests[0].time_s)
@@ -148,7 +148,7 @@ class PromptLines(TraceReader):
 
 
 class _Times:
-    """Assigns times to lines: a `timestamp`, a `delay` after the session's previous line, or one second after another.
+    """Assigns times to lines, by a `timestamp`, by a `delay` after the session's previous line, or one second apart.
 
     Args:
         unit: unit of a `timestamp` that does not count from 1970.
@@ -159,7 +159,7 @@ class _Times:
         self._latest_s: dict[str | None, float] = {}
         self._count = 0
         self.are_given = False
-        """Whether the first line has a timestamp. If so, all lines need a time."""
+        """Whether the first line has a timestamp. If so, all lines must have a time."""
 
     def has(self, session: str | None) -> bool:
         """Return whether an earlier line belongs to `session`."""

@@ -1,7 +1,7 @@
 """Reads request lines whose `hash_ids` name the components of a prompt by kind (RAGPulse).
 
-Other files of the directory have the tokens of each component: lines with `token_length` and an id. Components
-with different ids are assumed to differ from their first token on.
+Other files of the directory give the tokens of each component, in lines with `token_length` and an id. Components with
+different ids are assumed to differ from the first token on.
 """
 
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ BLOCK_TOKENS_DEFAULT = 64
 
 
 class ComponentLines(TraceReader):
-    """Reads request lines with components. A prompt is its components, one after the other.
+    """Reads request lines with components. A prompt is the sequence of its components.
 
     Args:
         path: the file with the requests, or the directory. The files with lengths are in the same directory.
         block_tokens: number of tokens per block; None means 64.
         time_unit: unit of `timestamp`: "s", "ms" or "us"; empty means s.
-        has_contents: give each request its components.
+        has_contents: attach the components to each request.
 
     Raises:
         ConfigError: a file cannot be read, or a line with a length is malformed.
@@ -63,7 +63,7 @@ class ComponentLines(TraceReader):
 
         def request(_file: Path, line_number: int, line: dict[str, Any]) -> TraceRequest:
             contents = self._contents(line["hash_ids"])
-            time = number({"timestamp": float(line["timestamp"])}, "timestamp")  # RAGPulse's is a string
+            time = number({"timestamp": float(line["timestamp"])}, "timestamp")  # a string in RAGPulse
             blocks = _blocks(contents, self.block_tokens, chains, numbers)
             answer = whole(line, "output_length") if "output_length" in line else 0
             return TraceRequest(
@@ -105,13 +105,14 @@ def _length(_file: Path, _number: int, line: dict[str, Any]) -> tuple[int, int]:
 def _blocks(
     contents: Contents, block_tokens: int, chains: dict[tuple[int, int], int], numbers: dict[tuple[int, int], int]
 ) -> Ids:
-    """Return ids of the blocks, each of which names its whole prefix.
+    """Return the ids of the blocks. Each id names the whole prefix.
 
     Args:
         contents: the prompt's components.
         block_tokens: tokens of a block; the last may be partial.
-        chains: numbers of leading components by the number of those before the last, and the last. It grows.
-        numbers: numbers of blocks by the leading components that they end in, and their end. It grows.
+        chains: numbers of chains of leading components, by the number of the chain without the last component, and that
+            component. The function adds to it.
+        numbers: numbers of blocks, by the chain in which a block ends, and the end. The function adds to it.
     """
     ends = np.cumsum(contents.tokens)
     places = [*range(block_tokens, int(ends[-1]), block_tokens), int(ends[-1])] if len(ends) else []

@@ -1,10 +1,10 @@
 """Reads a JSON object for each request: `timestamp`, lengths, and `hash_ids` or `hash_runs` (Mooncake, Qwen-Bailian).
 
-Timestamps are milliseconds. In Qwen-Bailian's traces, whose lines have a `parent_chat_id`, they are seconds.
+Timestamps are milliseconds, but seconds in Qwen-Bailian's traces, whose lines have a `parent_chat_id`.
 
 AIPerf's multi-turn traces (`docs/traces` and `docs/reference/conversation-context-mode.md` of ai-dynamo/aiperf) have a
-`timestamp` for the first turn of a session, and later a `delay` in ms. A later line has only the tokens and ids that
-its turn adds to the previous prompt and answer, unless its `context_mode` is "message_array_with_responses".
+`timestamp` for the first turn of a session, and a `delay` in ms for later turns. A later line has only the tokens and
+ids that the turn adds to the previous prompt and answer, unless the `context_mode` is "message_array_with_responses".
 """
 
 import math
@@ -55,15 +55,15 @@ class Names(NamedTuple):
     ids: str = "hash_ids"
     block_tokens: str = "block_size"
     same: tuple[str, ...] = ()
-    """Further fields with one value in all lines that have them."""
+    """Further fields, which have one value in all lines that have them."""
 
 
 class RequestLines(TraceReader):
     """Reads request lines. Subclasses give the fields other names.
 
     Args:
-        path: the file, or a directory of such files, whose times count from the same moment.
-        block_tokens: number of tokens per block, a multiple of the trace's own; None means its own.
+        path: the file, or a directory of such files with a common start of time.
+        block_tokens: number of tokens per block, a multiple of the trace's own number; None means that number.
         time_unit: unit of `timestamp`: "s", "ms" or "us"; empty means the format's own.
 
     Raises:
@@ -73,7 +73,7 @@ class RequestLines(TraceReader):
     options = ("time_unit",)
     names = Names(same=("context_mode",))
     own_unit: ClassVar[str] = ""
-    """Unit of time; if empty, it follows from the lines."""
+    """Unit of time. If it is empty, the lines determine it."""
     is_sorted: ClassVar[bool] = True
     """Whether the lines of a file are in order of time."""
 
@@ -95,8 +95,8 @@ class RequestLines(TraceReader):
         self._unit_s = UNITS_S[unit]
         self._numbering = Numbering()
         self._adds: bool | None = None
-        """Whether later lines of a session add to its prompt; None while the first lines are read."""
-        # The requests themselves are not kept, because one of them may have a million blocks.
+        """Whether later lines of a session add to the prompt; None while the first lines are read."""
+        # The requests themselves are not kept, because a request may have a million blocks.
         head = [(it.time_s, it.input_tokens, len(it.blocks)) for it in islice(self._lines(), HEAD_LINES)]
         times_s, tokens, _ = zip(*head, strict=True)
         if own is None:
@@ -111,7 +111,7 @@ class RequestLines(TraceReader):
             self.notes += time_unit_warning(times_s, tokens, unit, is_given=bool(time_unit))
 
     def requests(self) -> Iterator[TraceRequest]:
-        """Yield the requests in the order of the file. Those of a directory and of AIPerf are sorted by time."""
+        """Yield the requests in the order of the file. Requests of a directory and of AIPerf are sorted by time."""
         lines = self._whole_prompts() if self._adds else self._lines()
         if self._adds or self.path.is_dir() or not self.is_sorted:
             lines = by_time(self.path, lines)
@@ -161,7 +161,7 @@ class RequestLines(TraceReader):
         return self._parsed(request)
 
     def _whole_prompts(self) -> Iterator[TraceRequest]:
-        """Yield requests with their whole prompts. What follows a session's first prompt has ids of its own."""
+        """Yield requests with their whole prompts. Blocks after a session's first prompt get separate ids."""
         before: dict[str, tuple[Ids, int]] = {}
         for request in self._lines():
             if request.session is None:
@@ -175,7 +175,7 @@ class RequestLines(TraceReader):
             else:
                 places = range(len(blocks), tokens // own)
                 names = [f"{request.session} {place}" for place in places]
-                # The last block is partial, and a different one in the next prompt.
+                # The last block is partial, and differs in the next prompt.
                 last = [f"{request.session} {line} last"] if tokens % own else list[str]()
                 grown = np.append(blocks, self._numbering.numbered(names))
                 prompt = np.append(grown, self._numbering.numbered(last))
@@ -184,7 +184,7 @@ class RequestLines(TraceReader):
 
 
 def _inferred_block_tokens(head: list[tuple[int, int]]) -> tuple[int, str]:
-    """Return the power of two that fits all (tokens, blocks), else one that fits some, and a note."""
+    """Return a block size and a note. The size is the power of two that fits all (tokens, blocks), or else some."""
     blocked = [(tokens, blocks) for tokens, blocks in head if blocks]
     if not blocked:
         return 1, TraceWarning(f"none of the first {len(head)} requests has an id, so reuse is unknown")
@@ -193,7 +193,7 @@ def _inferred_block_tokens(head: list[tuple[int, int]]) -> tuple[int, str]:
     block = 2 ** math.ceil(math.log2(least))
     if block < most:
         return block, f"blocks of {block} tokens, derived from the numbers of ids"
-    # Engines give ids to whole blocks only.
+    # Engines give ids only to whole blocks.
     block = 2 ** int(math.log2(max(min(tokens / blocks for tokens, blocks in blocked), 1.0)))
     if block > max(tokens / (blocks + 1) for tokens, blocks in head):
         return block, f"blocks of {block} tokens, derived from the numbers of ids, which only whole blocks have"
