@@ -18,7 +18,7 @@ from kvtier.tools.plan.resolve import Deployment, resolve
 from kvtier.tools.plan.tier_demand import enough_bytes
 from kvtier.tools.size import of
 
-QUALITY: Mapping[Loss, str] = MappingProxyType({"none": "exact", "k8v4": "KL up to 0.5 N", "int4": "KL up to 4.8 N"})
+QUALITY: Mapping[Loss, str] = MappingProxyType({"none": "exact", "k8v4": "KL up to 0.5 N", "int4": "KL up to 5.0 N"})
 """What the records of `kvtier bench quality` say of each class, at the worst judge and text. N: see docs/lossy.md."""
 
 
