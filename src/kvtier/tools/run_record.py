@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -154,8 +155,12 @@ def drive(directory: Path) -> str:
     return text_of(place / "device" / "model").strip() or place.name
 
 
+@cache
 def commit() -> dict[str, object] | None:
-    """Return the commit of the checkout and whether the tree is modified, or None outside a checkout."""
+    """Return the commit of the checkout and whether the tree is modified, or None outside a checkout.
+
+    A record that is written after each part is a change of the tree itself, so the first answer stays.
+    """
     head = _git("rev-parse", "HEAD")
     if head is None:
         return None

@@ -58,3 +58,15 @@ def test_the_file_system_of_a_directory_that_is_not_there_yet_is_that_of_its_par
 def test_a_checkout_is_named_by_its_commit():
     told = run_record.commit()
     assert told is None or (len(told["id"]) == 40 and isinstance(told["is_modified"], bool))
+
+
+def test_a_record_that_is_written_again_is_no_change_of_the_tree(monkeypatch):
+    """A record that replaced its earlier self after the first part said that the tree had changes."""
+    answers = iter(["1" * 40, "", "1" * 40, " M bench/records/quality_qwen.json"])
+    monkeypatch.setattr(run_record, "_git", lambda *_: next(answers))
+    commit = run_record.commit.__wrapped__
+    assert [commit()["is_modified"], commit()["is_modified"]] == [False, True]  # without the cache
+    answers = iter(["1" * 40, "", "1" * 40, " M bench/records/quality_qwen.json"])
+    run_record.commit.cache_clear()
+    assert [run_record.commit()["is_modified"] for _ in range(2)] == [False, False]
+    run_record.commit.cache_clear()
