@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -80,17 +81,23 @@ class SettingsSection:
 
     def settings(self) -> Iterator[Setting]:
         """Return the settings, in the order in which they are declared."""
-        return (each._replace(section=self.label) for each in settings(type(self)))
+        label = self.label
+        return (each if label == each.section else each._replace(section=label) for each in settings(type(self)))
 
 
-def settings(section: type[SettingsSection]) -> Iterator[Setting]:
-    """Yield the settings of `section`, in the order in which they are declared, without other fields."""
+@cache
+def settings(section: type[SettingsSection]) -> tuple[Setting, ...]:
+    """Return the settings of `section`, in the order in which they are declared, without other fields."""
+    found: list[Setting] = []
     for spec in fields(cast("Any", section)):
         meta = spec.metadata
         if "kind" in meta:
             is_needed = spec.default is MISSING
             default = None if is_needed else spec.default
-            yield Setting(section.section, spec.name, meta["kind"], default, meta["help"], meta["source"], is_needed)
+            found.append(
+                Setting(section.section, spec.name, meta["kind"], default, meta["help"], meta["source"], is_needed)
+            )
+    return tuple(found)
 
 
 def read(setting: Setting, raw: object, origin: str, *, is_text: bool) -> object:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 from kvtier.config.schema import Setting, SettingsSection, setting, settings
@@ -98,6 +99,12 @@ class Rate(Number):
         return f"{bytes_text(value)}/s" if isinstance(value, int | float) else str(value)
 
 
+@cache
+def _from_zero(kind: Count | Number | Seconds | Size) -> Count | Number | Seconds | Size:
+    """Return the kind with a least value of 0."""
+    return replace(kind, least=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Or:
     """Another kind, or a special value: 0, or None, which is also written ``auto``."""
@@ -116,7 +123,7 @@ class Or:
         if self.value is None:
             return None if raw is None or raw == "auto" else self.kind.read(raw, is_text=is_text)
         with suppress(ValueError):
-            if not (zero := replace(self.kind, least=0).read(raw, is_text=is_text)):
+            if not (zero := _from_zero(self.kind).read(raw, is_text=is_text)):
                 return zero
         return self.kind.read(raw, is_text=is_text)
 
