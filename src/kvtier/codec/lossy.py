@@ -73,12 +73,13 @@ class Side(NamedTuple):
     bits: int
     token_group: int
     lows_at: int
-    """Offset of the lows in bytes. Both lows and steps are sorted by head, token and channel."""
+    """The byte at which the lows start. They are sorted by head, token and channel, as the steps are."""
     steps_at: int
     exponents_at: int
-    """Offset of the exponents of the tokens' scales, a byte each. Keys have no scales."""
+    """The byte at which the exponents of the tokens' scales start. Each takes one byte. Keys have no scales."""
     codes_at: int
-    """Offset of the codes, block by block of each head. A block has `bits` rows of a byte for each channel."""
+    """The byte at which the codes start. They are stored by head and block. A block has `bits` rows, with one byte for
+    each channel."""
 
 
 class Form(NamedTuple):

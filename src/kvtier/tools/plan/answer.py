@@ -433,7 +433,7 @@ def wear(plan: Plan) -> list[str]:
     if drives.write_share and not is_served(plan.planned_users, drives.users):
         by += f" (then {in_words(plan, drives.users)} within all limits{without_drives(plan)})"
     life = time_text(drives.life_years * YEAR_S)
-    deployment = plan.chosen.need.deployment if plan.chosen.need else plan.deployment
+    deployment = plan.planned_deployment
     if deployment.replicas % (most := deployment.host_engines):
         full_s = drives.life_years * YEAR_S * deployment.replicas / (most * deployment.hosts)
         life += f" on average, and {time_text(full_s)} in a host with {most} of the {deployment.replicas:,} engines"
@@ -447,7 +447,7 @@ def wear(plan: Plan) -> list[str]:
 
 def without_drives(plan: Plan) -> str:
     """State how many users the GPUs serve without drives, if a write budget leaves little of the drives' gain."""
-    deployment = plan.chosen.need.deployment if plan.chosen.need else plan.deployment
+    deployment = plan.planned_deployment
     names = {it.name for it in deployment.tiers} - {"disk"}
     users = most_users(deployment.only(names))
     is_little = plan.drives is not None and plan.drives.users < users * LEAST_GAIN

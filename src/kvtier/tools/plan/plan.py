@@ -218,9 +218,14 @@ class Plan:
         return replace(self, chosen=arm, drives=drives)
 
     @property
+    def planned_deployment(self) -> Deployment:
+        """The hardware for the requested load, or the given hardware if no number of GPUs is enough."""
+        return self.chosen.need.deployment if self.chosen.need else self.deployment
+
+    @property
     def refused(self) -> str:
         """Why kvtier or its engines refuse the model on the planned GPUs; empty if they accept it."""
-        deployment = self.chosen.need.deployment if self.chosen.need else self.deployment
+        deployment = self.planned_deployment
         if deployment.server_gpus > deployment.inputs.host.gpus:
             return "kvtier refuses engines of several nodes"
         if any(it.kind in _SPARSE for it, _ in deployment.basis.model.runs):

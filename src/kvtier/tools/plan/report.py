@@ -248,7 +248,7 @@ def _sizes(plan: Plan) -> Table:
 
 
 def _capacities(plan: Plan) -> Table:
-    deployment = plan.chosen.need.deployment if plan.chosen.need else plan.deployment
+    deployment = plan.planned_deployment
     load = deployment.workload
     stored = deployment.model.stored_bytes(load.stored_tokens)
     held = deployment.model.gpu_bytes(load.longest_tokens if load.has_users else load.session_tokens)

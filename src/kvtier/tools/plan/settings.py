@@ -22,8 +22,7 @@ def settings_toml(plan: Plan) -> str:
 
 
 def _lines(plan: Plan) -> Iterator[str]:
-    need = plan.chosen.need
-    deployment = need.deployment if need else plan.deployment
+    deployment = plan.planned_deployment
     inputs, replicas, kept = deployment.inputs, deployment.replicas, plan.chosen.tiers
     drives, software = plan.drives, inputs.software
     shared_bytes = inputs.shared.capacity_bytes if "shared" in kept else 0
