@@ -1,12 +1,12 @@
 """Write the tables and pictures of the documents, from records and a plan: `python bench/tables.py`.
 
-With `--check` it only compares the documents.
+With `--check` it only compares the documents. With `--shipped` it only fails if a record that they name was measured
+with code of the transfer path that has changed since.
 """
 
 import json
 import re
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from bench.parts.ages import age, is_shipped
 from bench.parts.compared import COMPARED, compared
 from bench.parts.samsung_plan import PublishedFigure, compare, figure_row
 from bench.parts.seen_table import seen_table
@@ -700,22 +701,17 @@ def _ms(latency: dict[str, float] | None) -> str:
     return "-" if latency is None else f"{latency['p99'] / 1e3:,.1f} ms"
 
 
-TRANSFER_PATH = ("src/kvtier/codec", "src/kvtier/core", "src/kvtier/runtime", "src/kvtier/tier", "src/kvtier/connect")
-"""Directories that decide how bytes are stored and moved. A record that is older than their last change is old."""
-
-
-def age(name: str) -> tuple[str, str, str, str]:
-    """Return a record's name, its date, the commits since it, and those among them that changed `TRANSFER_PATH`."""
-    record = _read(name)
-
-    def count(*paths: str) -> str:
-        command = ["git", "rev-list", "--count", f"{record['commit']['id']}..HEAD", "--", *paths]
-        return subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=True).stdout.strip()
-
-    return name, record["time"][:10], count(), count(*TRANSFER_PATH)
+def dated_records() -> dict[str, dict[str, Any]]:
+    """Return the records that the documents name, by name."""
+    named = "".join(it.read_text(encoding="utf-8") for it in DOCUMENTS)
+    records = {name: _read(name) for name in sorted(set(re.findall(r"bench/records/(\w+)\.json", named)))}
+    return {name: it for name, it in records.items() if "time" in it}
 
 
 if __name__ == "__main__":
+    if "--shipped" in sys.argv:
+        old = [name for name, it in dated_records().items() if not is_shipped(it["commit"]["id"])]
+        sys.exit(f"records of another transfer path: {', '.join(old)}; record them again" if old else 0)
     plan = make_plan(load(example="samsung"))
     figures = compare(plan)
     for document in (*DOCUMENTS, PLANNING):
@@ -728,8 +724,6 @@ if __name__ == "__main__":
         sys.exit()
     plan_report(plan).write(None, PLAN_PICTURE)
     write_picture(SERVED_PICTURE, _read("serve_dell"))
-    named = "".join(it.read_text(encoding="utf-8") for it in DOCUMENTS)
-    dated = (it for it in sorted(set(re.findall(r"bench/records/(\w+)\.json", named))) if "time" in _read(it))
-    rows = [age(name) for name in dated]
-    columns = ("record", "of", "commits since", "of the transfer path")
+    rows = [(name, *age(it)) for name, it in dated_records().items()]
+    columns = ("record", "of", "commits since", "of this transfer path")
     print_table(Table(columns, rows, numeric=2, title="Ages of the records in documents"))
