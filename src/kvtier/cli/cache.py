@@ -1,4 +1,4 @@
-"""`kvtier cache`: ask a running engine or give it orders, through its control socket."""
+"""`kvtier cache`: queries and controls a running engine through its control socket."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ salt_option = click.option(
 
 
 def engine_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the options that name an engine to a command, and pass the command a function that calls the engine."""
+    """Add to a command the options that name an engine. The command is passed a function that calls this engine."""
 
     @wraps(command)
     def with_engine(
@@ -61,7 +61,7 @@ def engine_options(command: Callable[..., int]) -> Callable[..., int]:
             type=Duration(0.1, DEADLINE_S_MAX),
             default=DEADLINE_S,
             show_default=True,
-            help="Longest wait for the answer.",
+            help="Longest time to wait for the answer.",
         ),
         click.option(
             "--socket",
@@ -102,7 +102,7 @@ def _socket(given: Path | None, file: Path | None, flags: tuple[str, ...]) -> Pa
 def sockets(path: Path) -> list[Path]:
     """Return the sockets that `path` matches if its name contains ``{pid}``, else `path` itself.
 
-    Sockets that killed engines left behind are returned only if no engine listens on any of them.
+    Sockets that killed engines left behind are returned only if no engine listens on any matching socket.
     """
     before, pid, after = path.name.partition(PID)
     found = path.parent.glob("*") if pid else [path]
@@ -123,7 +123,7 @@ def cache() -> None:
 
 
 def prompt_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the argument and options that name a prompt to a command, which gets them as the arguments of a call."""
+    """Add to a command the argument and options that name a prompt. The command gets them as arguments of a call."""
 
     @wraps(command)
     def with_prompt(*given: object, tokens: TextIO, salt: str | None, adapter: str, **more: object) -> int:
@@ -146,7 +146,7 @@ def prompt_options(command: Callable[..., int]) -> Callable[..., int]:
 def find(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
     """Show where the chunks of a prompt are, and how many tokens a request for it would load.
 
-    FILE (-: stdin) contains the token ids as a JSON list, or the answer of vLLM's /tokenize. Exits with code
+    FILE (-: stdin) contains the token ids as a JSON list, or a response from vLLM's /tokenize. Exits with code
     1 without a hit.
     """
     result = call("find", prompt)
@@ -170,7 +170,7 @@ def prefetch(call: Ask, prompt: Mapping[str, Any], as_json: bool) -> int:
 
 
 @cache.command()
-@click.option("--for", "seconds", type=Duration(), default=600.0, show_default=True, help="How long.")
+@click.option("--for", "seconds", type=Duration(), default=600.0, show_default=True, help="How long to keep it.")
 @engine_options
 @prompt_options
 def pin(call: Ask, prompt: Mapping[str, Any], seconds: float, as_json: bool) -> int:
@@ -222,8 +222,8 @@ def why(call: Ask, request: str, tokenizer: Path | None, as_json: bool) -> int:
 @cache.command()
 @click.option("--all", "is_all", is_flag=True, help="Clear all KV.")
 @salt_option
-@click.option("--model", metavar="ID", help="For stores only; the error names the command for a store.")
-@click.option("--age", type=Duration(0, 1e12), help="For stores only, like --model.")
+@click.option("--model", metavar="ID", help="Not for engines: `kvtier inspect free` removes the objects of a model.")
+@click.option("--age", type=Duration(0, 1e12), help="Not for engines, like --model.")
 @engine_options
 def clear(call: Ask, is_all: bool, as_json: bool, **given: object) -> int:
     """Make cached KV unreachable for this engine: all of it (--all), or that of requests with a --salt.
@@ -272,14 +272,16 @@ def read_tokens(file: TextIO) -> list[int]:
         found = cast("dict[str, Any]", found).get("tokens")
     if not isinstance(found, list) or not all(type(it) is int for it in cast("list[Any]", found)):
         raise ConfigError(
-            'the input is neither a JSON list of token ids nor an object with "tokens", such as the answer of '
-            f"/tokenize; allowed: at most {ANSWER_BYTES_MAX} characters"
+            f"the input must be JSON of at most {ANSWER_BYTES_MAX} characters: a list of token ids, or an object with "
+            'the list "tokens", such as a response from /tokenize'
         )
     return cast("list[int]", found)
 
 
 def _draw_found(result: Mapping[str, Any]) -> None:
-    click.echo(f"{result['hit_tokens']} of {result['tokens']} tokens would be loaded. End of the run: {result['end']}")
+    click.echo(
+        f"{result['hit_tokens']} of {result['tokens']} tokens would be loaded. What ends the hit: {result['end']}"
+    )
     rows = [
         (
             *(f"{it['from']}", f"{it['to']}"),
@@ -315,7 +317,9 @@ def _draw_why(result: Mapping[str, Any]) -> None:
     )
     print_table(Table(("reason", "detail"), [(it["code"], it["text"]) for it in result["reasons"]]))
     if result["missing_chunk_now"] is not None:
-        click.echo(f"the missing chunk is now in: {', '.join(result['missing_chunk_now']) or 'no place'}")
+        click.echo(
+            f"the missing chunk is now in: {', '.join(result['missing_chunk_now']) or 'neither host memory nor a tier'}"
+        )
     for cut in result["cuts"]:
         where = f"token {cut['at_token']}" if cut["is_exact"] else f"a token of the chunk at {cut['at_token']}"
         again = "" if cut["repeated_tokens"] is None else f"; {cut['repeated_tokens']} of them occur in both prompts"

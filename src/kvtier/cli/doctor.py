@@ -1,4 +1,4 @@
-"""`kvtier doctor`: find out why stored prompts are not found, for every engine or without one."""
+"""`kvtier doctor`: finds out why stored prompts are not found, for one engine or for those that are installed."""
 
 import shlex
 import sys
@@ -23,9 +23,9 @@ from kvtier.cli.doctor_checks import (
 from kvtier.cli.main import Commands
 from kvtier.cli.options import Duration, Quantity
 from kvtier.cli.sglang import python_option
-from kvtier.connect.programs import installed_version
-from kvtier.connect.sglang import engine_environment as sglang_environment
-from kvtier.connect.vllm import engine_environment as vllm_environment
+from kvtier.connect.installed_programs import installed_version
+from kvtier.connect.sglang import installed_engine as sglang_environment
+from kvtier.connect.vllm import installed_engine as vllm_environment
 from kvtier.errors import ConfigError, install_hint
 from kvtier.keys.secret import redacted
 
@@ -43,7 +43,7 @@ TERMS = EngineTerms(
 
 
 def doctor_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the options that all engines have."""
+    """Add the options that `kvtier doctor` has for every engine."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
         click.option(

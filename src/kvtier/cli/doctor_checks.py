@@ -36,7 +36,7 @@ from kvtier.layout import TOKEN_GROUP
 from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
 from kvtier.runtime.control_socket import FORMS, HEALTH, SETTING, ControlError, ask
-from kvtier.tier.files import store_notes as notes
+from kvtier.tier.files import fingerprint_notes as notes
 from kvtier.tier.files.path_checks import nearest_existing, path_problem
 from kvtier.tier.registry import TierKind, TierSettings, kind_of
 
@@ -90,14 +90,14 @@ ADVICE = {
         "use a file with mode 0600 that the server's user can read (chmod 600)",
     ),
 }
-"""Advice for settings that do not work on this machine, by the name or its last part."""
+"""Advice for settings that do not work on this machine, by the setting's whole name or the last part of it."""
 
 
 class DoctorFinding(NamedTuple):
     """The result of one check.
 
-    Error: stored KV cannot be found. Warning: less KV is found than expected. Unchecked: the time ran out. Note: a
-    property of every server that explains some misses.
+    Error: stored KV cannot be found. Warning: less KV is found than expected. Unchecked: the time ran out. Note: a fact
+    that may explain some misses. Fine: no problem was found.
     """
 
     level: Level
@@ -120,7 +120,7 @@ class EngineTerms(NamedTuple):
     exact: str
     """Advice on how to get answers without loss from an engine with a lossy class."""
     without_tiers: Level = "warning"
-    """Level of the finding that no tier is set. Unknown flags of the server may still name one."""
+    """Level of the finding that no tier is set. It is a note if flags of the server that are not known may name one."""
 
 
 class TimeLimit:
@@ -181,7 +181,7 @@ def run_checks(checks: Sequence[Check], limit: TimeLimit) -> list[DoctorFinding]
             except TimeoutError:
                 findings.append(late or limit.unchecked(about, "no answer"))
             except (KvError, OSError) as error:
-                findings.append(DoctorFinding("error", about, f"cannot be checked: {error}", "see the message"))
+                findings.append(DoctorFinding("error", about, f"cannot be checked: {error}", "act on the message"))
     return findings
 
 
@@ -192,7 +192,9 @@ def read_settings(
     try:
         return started("settings", lambda: server_settings(tiers, extra, name)).result(limit.left_s())
     except TimeoutError:
-        return DoctorFinding("error", "settings", f"cannot be read{limit}", "look at the settings file's file system")
+        return DoctorFinding(
+            "error", "settings", f"cannot be read{limit}", "check the file system that holds the settings file"
+        )
     except ConfigError as error:
         return DoctorFinding("error", "settings", str(error), advice)
 
@@ -279,7 +281,7 @@ def server_checks(
         find = partial(_tier, tier, content, limit, is_keyed=is_keyed)
         late = DoctorFinding("error", tier.label, f"does not answer{limit}", REACH) if kind_of(tier).is_remote else None
         checks.append(Check(tier.label, find, late))
-        is_keyed |= kind_of(tier).secret_path(tier) is not None  # the first tier with a secret keys all names
+        is_keyed |= kind_of(tier).secret_path(tier) is not None  # the first tier's secret keys all names
     socket = config.control.socket
     if socket is not None and SETTING not in unused:
         checks.append(Check(SETTING, lambda: _running(socket, limit)))
@@ -293,7 +295,9 @@ def _running(socket: Path, limit: TimeLimit) -> Iterator[DoctorFinding]:
             health = ask(path, HEALTH, {}, max(limit.left_s(READ_SHARE), 0.1), FORMS[HEALTH])
         except ControlError as error:
             level = "warning" if os.access(path, os.F_OK) else "note"
-            yield DoctorFinding(level, SETTING, str(error), "start the server, or look into its log if it should run")
+            yield DoctorFinding(
+                level, SETTING, str(error), "start the server, or check its log if it should be running"
+            )
             continue
         yield from _health(path, health)
 
@@ -305,7 +309,7 @@ def _health(path: Path, health: Mapping[str, Any]) -> Iterator[DoctorFinding]:
     yield DoctorFinding("fine" if is_ready else "error", SETTING, text, "" if is_ready else advice)
     for name, tier in health["tiers"].items():
         if down := " and ".join(way for way in ("reads", "writes") if not tier[way]):
-            text = f"{down} are stopped in the engine at {path}: {tier['detail']}"
+            text = f"{down} of this tier are stopped in the engine at {path}: {tier['detail']}"
             yield DoctorFinding("warning", f"{TIERS}.{name}", text, "repair the storage; kvtier retries by itself")
 
 
@@ -357,7 +361,7 @@ def _remote(tier: TierSettings, kind: TierKind[TierSettings]) -> DoctorFinding:
 
 
 def _inspectors(tier: TierSettings) -> list[StoreInspector]:
-    """Return the tier's stores, if they can be read without opening the tier. `machine` reports other folders."""
+    """Return the tier's stores, if they can be read without opening the tier. `_machine` reports unusable folders."""
     kind = kind_of(tier)
     if kind.inspect is None or kind.is_remote:
         return []
@@ -367,7 +371,7 @@ def _inspectors(tier: TierSettings) -> list[StoreInspector]:
 
 
 def _statistics(store: StoreInspector, tier: TierSettings, limit: TimeLimit) -> tuple[StoreStat, int]:
-    """Return the totals of the objects whose heads can be read in time, by name, and the number of all objects."""
+    """Return the totals of the objects whose heads can be read in time, in order of name, and the number of all."""
     found = store.objects()
     result = store.statistics(takewhile(lambda _: limit.left_s(READ_SHARE), found))
     if result.capacity_bytes is None and kind_of(tier).has_cap:
@@ -396,10 +400,12 @@ def _room(found: StoreStat, tier: TierSettings) -> Iterator[DoctorFinding]:
         text = f"the file system has only {size_text(found.free_bytes)} free; when it is full nothing is stored"
         yield DoctorFinding("warning", root, text, "free some space, or lower the tier's capacity_bytes")
     if found.capacity_bytes and (found.recorded_bytes or 0) >= FULL_SHARE * found.capacity_bytes:
-        text = f"its cap of {size_text(found.capacity_bytes)} is reached: each new chunk evicts the least recently used"
+        cap = size_text(found.capacity_bytes)
+        text = f"its cap of {cap} is reached, so each new chunk evicts the least recently used one"
         yield DoctorFinding("warning", root, text, f"raise {tier.label}.capacity_bytes if prompts are evicted too soon")
     if found.unreadable:
-        text = f"{found.unreadable} of {found.objects} objects are damaged, or of another version; each is a miss"
+        bad = f"{found.unreadable} of {found.objects} objects"
+        text = f"{bad} are damaged or have another version; a lookup of one is a miss"
         yield DoctorFinding("warning", root, text, f"kvtier inspect verify --repair {root}")
 
 
@@ -438,7 +444,7 @@ def _content(
         text = f"holds KV of {len(shares)} models: {', '.join(shares)}{unlike}"
         yield DoctorFinding("warning", root, text, f"{advice}: KV is found only with equal {terms.equal}")
     sizes = {tokens for name, share in shares.items() if key in (None, name) for tokens in share.lengths}
-    if unit_tokens and sizes and unit_tokens not in sizes:  # without sizes, all heads are sealed
+    if unit_tokens and sizes and unit_tokens not in sizes:  # there are no sizes if all heads are sealed
         there = ", ".join(map(str, sorted(sizes)))
         text = f"holds {terms.unit} of {there} tokens; {terms.setting} is {unit_tokens}"
         yield DoctorFinding("error", root, text, f"{terms.unit} of another size are never found: use one size")
@@ -452,7 +458,7 @@ def _model(config: Config, mine: Fingerprint) -> str:
     """Return the first digits of the model's id in `config`'s stores. Unlike a session, this creates no secret."""
     secret, file = config.store.secret, config.store.secret_file
     if secret is None and file is not None:
-        with suppress(ConfigError):  # `machine` reports it
+        with suppress(ConfigError):  # `_machine` reports it
             secret = load(file)
     return model_id(secret, digest_of_class(mine.digest, class_of(config.store.loss))).hex()[:MODEL_DIGITS]
 

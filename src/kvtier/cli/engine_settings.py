@@ -1,4 +1,4 @@
-"""Settings that a command gives to an engine: its flags as JSON, and notes on them."""
+"""Settings that a command passes on to an engine: those given as flags, as JSON, and notes on them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -59,10 +59,14 @@ def _given(loaded: Loaded, *layers: str) -> list[Setting]:
 
 
 def notes(loaded: Loaded, unused: Iterable[str] = ()) -> list[str]:
-    """Return notes on valid settings, except settings that the engine does not use."""
+    """Return notes on two kinds of settings.
+
+    The first are those that `check` has findings about on this machine, except the settings in `unused`. The second are
+    those that come from a file or an environment variable rather than a flag.
+    """
     findings = check(loaded.config, loaded.origins, loaded.file)
     return [str(finding) for finding in findings if finding.setting not in unused] + [
-        f"{setting.name} is also set by {loaded.origins[setting.name]}; the server reads that itself, if it can"
+        f"{setting.name} is also set by {loaded.origins[setting.name]}; the server reads it itself, if it has access"
         for setting in _given(loaded, "file", "environment")
     ]
 

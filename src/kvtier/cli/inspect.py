@@ -1,4 +1,4 @@
-"""`kvtier inspect`: list, verify, repair, reseal, free and purge stores."""
+"""`kvtier inspect`: lists, verifies, repairs, reseals, frees and purges stores."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from kvtier.inspection.results import (
     StoreStat,
     Verification,
 )
-from kvtier.keys.keyring import Keyring
+from kvtier.keys.seal_keys import Keyring
 from kvtier.report.output import print_result, progress
 from kvtier.report.table import Table, print_table
 from kvtier.tier.registry import NAME, TierSettings, kind_of
@@ -83,7 +83,7 @@ class Store:
 
 
 def store_argument(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the argument that names a store and the options of settings to a command."""
+    """Add to a command the argument that names a store, and the options for settings."""
 
     @wraps(command)
     def with_store(where: str, file: Path | None, flags: tuple[str, ...], **given: object) -> int:
@@ -214,7 +214,7 @@ def verify_command(where: Store, is_repair: bool, keys_file: Path | None, tenant
 @store_argument
 @json_option
 def repair(where: Store, as_json: bool) -> int:
-    """Mend a store that does not open: its marker or its secret is missing, damaged or of another file type.
+    """Repair a store that does not open because its marker or secret is missing, damaged or of another file type.
 
     The marker is written again, and the objects stay. A file of another type under that name is renamed. Stores that a
     process has open are refused, and so are directories with foreign files. Engines that started without the store
@@ -231,10 +231,10 @@ def repair(where: Store, as_json: bool) -> int:
     "--model",
     default="",
     metavar="ID",
-    help="Remove the objects of one model instead, given by the first digits of its id.",
+    help="Remove instead the objects of one model, given by the first digits of its id.",
 )
 @click.option(
-    "--age", "age_s", type=Duration(0, 1e12), help="Remove the objects that were not used for this long instead."
+    "--age", "age_s", type=Duration(0, 1e12), help="Remove instead the objects that were not used for this long."
 )
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @click.option("--dry-run", "is_dry_run", is_flag=True, help="Only count what would be removed.")
@@ -245,9 +245,9 @@ def free(where: Store, model: str, age_s: float | None, yes: bool, is_dry_run: b
     This release never reads them. An engine of an earlier release that still uses the store gets misses. Frames of a
     later format are kept. So are damaged ones; `verify --repair` removes them.
 
-    With --model or --age: remove objects of a model, or objects that were not used for a time, in any format. With
-    both: remove objects for which both hold. Running engines get misses. A store for one process is refused while it is
-    open.
+    With --model or --age, remove instead the objects of one model, or those not used for the given time, whatever their
+    format. With both, remove only the objects that match both. Running engines get misses. A store that only one
+    process may open is refused while it is open.
     """
     store = where.open()
     with progress("listing", None) as advance:
@@ -278,7 +278,10 @@ def _wanted(
     """
     if not set(model.lower()) <= set("0123456789abcdef"):
         raise ConfigError(
-            setting="--model", value=repr(model), allowed="the first hexadecimal digits of an id of kvtier inspect stat"
+            "is not the beginning of a model id",
+            setting="--model",
+            value=repr(model),
+            allowed="the first hexadecimal digits of a model id that `kvtier inspect stat` shows",
         )
     if age_s is not None and found and all(stored.used_s is None for stored in found):
         raise ConfigError(f"{store.place} does not record when an object was used", setting="--age", allowed="--model")
@@ -358,7 +361,7 @@ def _confirmed(question: str) -> bool:
 
 
 def _capacity_bytes(store: Store) -> int | None:
-    """Return the cap from the settings, or None if they are invalid or name no tier in this directory."""
+    """Return the tier's capacity from the settings, or None if they are invalid or name no tier in this directory."""
     if not isinstance(store.where, str):
         return getattr(store.where, "capacity_bytes", None)
     try:

@@ -1,8 +1,8 @@
 """The entry point: the table of commands, and their exit codes.
 
 Nothing heavy is imported here. `kvtier --help` lists the commands from the table below and imports none of them. Exit
-codes: 0 success, 1 problem found, 2 usage or configuration error. As in a shell, 130 follows Ctrl-C and 141 a closed
-pipe.
+codes: 0 success, 1 problem found, 2 usage or configuration error. As in a shell, the code is 130 after Ctrl-C, and 141
+after a closed pipe.
 """
 
 import os
@@ -22,7 +22,10 @@ COMMANDS = {
         "kvtier.tools.bench.command:bench",
         "Measure the core and the I/O path, compared with the hardware's limits.",
     ),
-    "cache": ("kvtier.cli.cache:cache", "Ask a running engine: where a prompt is, why it missed, clear, health."),
+    "cache": (
+        "kvtier.cli.cache:cache",
+        "Ask a running engine where a prompt is and why it missed; clear KV; show health.",
+    ),
     "characterize": (
         "kvtier.tools.characterize.command:characterize",
         "Measure a program's block I/O: sizes, mix, depth, latency of requests.",

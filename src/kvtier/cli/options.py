@@ -75,14 +75,14 @@ def only_one(what: str) -> Callable[[click.Context, click.Parameter, tuple[str, 
 
     def once(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> str | None:
         if len(texts) > 1:
-            raise click.BadParameter(f"{' and '.join(texts)} are given; allowed: {what}")
+            raise click.BadParameter(f"{' and '.join(texts)} are given; give {what}")
         return texts[0] if texts else None
 
     return once
 
 
 def tier_option(help: str, *, multiple: bool = True) -> Callable[[Any], Any]:  # noqa: A002 - the word that click uses
-    """Return the option `--tier`. Its text has one form in all commands; see `config.tier_list`."""
+    """Return the option `--tier`. Its value has the same form in all commands; see `config.tier_list`."""
     name, once = ("tiers", None) if multiple else ("tier", only_one("one tier; run the command once for each"))
     form = "[NAME=]KIND[:WHERE][?KEY=VALUE&...]|KIND=SIZE"
     return click.option("--tier", name, multiple=True, metavar=form, callback=once, help=help)

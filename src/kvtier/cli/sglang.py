@@ -1,4 +1,4 @@
-"""`kvtier sglang`: print the flags of SGLang's server."""
+"""`kvtier sglang`: prints the flags with which SGLang's server uses kvtier."""
 
 import json
 import shlex
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from kvtier.cli import migrate
+from kvtier.cli import convert_settings
 from kvtier.cli.config import set_option, tier_option
 from kvtier.cli.engine_settings import given, notes
 from kvtier.cli.main import Commands
 from kvtier.cli.options import OutputFile, Quantity, is_given, tell_written
 from kvtier.config.sections import Config
-from kvtier.connect.sglang.engine_environment import (
+from kvtier.connect.sglang.installed_engine import (
     BACKEND,
     EXTRA,
     PAGE_TOKENS,
@@ -39,7 +39,7 @@ def sglang() -> None:
 @sglang.command(name="config")
 @tier_option
 @set_option
-@migrate.workers_option
+@convert_settings.workers_option
 @click.option(
     "--from-flags",
     "given_flags",
@@ -68,7 +68,7 @@ def config_command(
     python -m sglang.launch_server --model-path MODEL \\
         $(kvtier sglang config --file kv.json --tier disk:/mnt/nvme/kv)
     """  # noqa: D301 - \b is click's mark for lines that are kept
-    found = migrate.Conversion(workers)
+    found = convert_settings.Conversion(workers)
     if given_flags is not None:
         found.hicache(given_flags)
     loaded = found.load(tiers, flags)
@@ -78,7 +78,10 @@ def config_command(
     if file is not None:
         if file.suffix.lower() != ".json":
             raise ConfigError(
-                "SGLang reads the format from the suffix", setting="--file", value=str(file), allowed="a name in .json"
+                "SGLang derives the format from the suffix",
+                setting="--file",
+                value=str(file),
+                allowed="a name that ends in .json",
             )
         write_file("--file", file, f"{text}\n")
         tell_written(file)
@@ -103,7 +106,7 @@ def _environment_notes(config: Config, python: Path | None, flags: list[str]) ->
     """Return notes on SGLang's environment and on settings without tiers.
 
     Raises:
-        ConfigError: its SGLang is not supported, or does not accept the flags.
+        ConfigError: the environment's SGLang is not supported, or does not accept the flags.
     """
     found = [] if config.tiers else ["no --tier: nothing is stored below SGLang's own memory"]
     environment = look(python)

@@ -1,6 +1,7 @@
-"""Check why SGLang does not find stored KV (`kvtier doctor sglang`).
+"""Checks why SGLang does not find stored KV (`kvtier doctor sglang`).
 
-SGLang itself resolves the server's flags (`server_arguments`), so its own rules decide, not a copy of them.
+SGLang itself interprets the server's flags (`connect/sglang/environment_probe.py`), so its own rules decide, not a copy
+of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +20,10 @@ from kvtier.cli.doctor_checks import (
     server_checks,
     started,
 )
-from kvtier.connect.local_files import local_folder
-from kvtier.connect.programs import NotInTimeError
-from kvtier.connect.sglang.engine_environment import (
+from kvtier.connect.installed_programs import NotInTimeError
+from kvtier.connect.model_files import local_folder
+from kvtier.connect.sglang.host_pools import POOLS
+from kvtier.connect.sglang.installed_engine import (
     BACKEND,
     COMPILE_ADVICE,
     EXTRA,
@@ -35,13 +37,13 @@ from kvtier.connect.sglang.engine_environment import (
     read_extra,
     settings_in,
 )
-from kvtier.connect.sglang.host_pools import POOLS
 from kvtier.errors import ConfigError
 from kvtier.keys.weights import checkpoint_files
 from kvtier.report.output import progress
 
 PAGE_TOKENS_FEW = 16
-"""Tokens below which a page is reported, because each object has a header of 4 KiB and costs a request."""
+"""Number of tokens below which a page is reported as small. Each page is an object, which has a header of 4 KiB and
+costs a request."""
 
 LOOK_SHARE = 0.7
 """Share of the time that importing SGLang may take. The remaining time is for the tiers that its flags name."""
@@ -74,7 +76,7 @@ def examine(
         arguments: arguments of ``python -m sglang.launch_server``.
         tiers: values of `--tier`, which override the list of tiers.
         python: interpreter of SGLang's environment; None means this one.
-        prompt_tokens: tokens of the prompt that is not found.
+        prompt_tokens: number of tokens of the prompt that is not found; None if not given.
         limit: the time for all checks.
     """
     about_flags = DoctorFinding(
@@ -103,7 +105,7 @@ def examine(
         unsupported, loss = loaded.config.sglang.unsupported, loaded.config.store.loss
         if loss != "none" and (mode := fields.get("disaggregation_mode")) not in {None, "null"}:
             text = f"{loss}: the server does not attach the backend with --disaggregation-mode {mode}"
-            advice = "set it to none, because lossy KV would go to engines without a class"
+            advice = "set it to none, because lossy KV would go to engines whose store.loss is unknown"
             findings.append(DoctorFinding("error", "store.loss", text, advice))
         page = (fields.get("page_size") or 1) if fields else 0
         terms = TERMS if arguments else TERMS._replace(without_tiers="note")
@@ -139,7 +141,7 @@ def _extra(arguments: Sequence[str], fields: Mapping[str, Any]) -> tuple[dict[st
 
 
 def _keys(extra: Mapping[str, object]) -> Iterator[DoctorFinding]:
-    """Report wrong values of SGLang's own keys."""
+    """Report wrong values of the keys that SGLang itself reads."""
     for key, wanted in BACKEND.items():
         value = extra.get(key)
         is_named = key in {"module_path", "class_name"}
@@ -155,7 +157,7 @@ def _keys(extra: Mapping[str, object]) -> Iterator[DoctorFinding]:
 
 
 def looked(python: Path | None, limit: TimeLimit) -> Environment | None:
-    """Describe the environment without importing SGLang. Return None if it does not answer in time."""
+    """Describe the environment of `python` without importing SGLang. Return None if it does not answer in time."""
     try:
         return look(python, None, limit.left_s(READ_SHARE))
     except NotInTimeError:

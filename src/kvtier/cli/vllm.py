@@ -1,10 +1,10 @@
-"""`kvtier vllm`: print the connector's configuration."""
+"""`kvtier vllm`: prints the configuration of kvtier's connector for vLLM."""
 
 import json
 
 import click
 
-from kvtier.cli import migrate
+from kvtier.cli import convert_settings
 from kvtier.cli.config import set_option, tier_option
 from kvtier.cli.engine_settings import given, notes
 from kvtier.cli.main import Commands
@@ -12,7 +12,7 @@ from kvtier.cli.options import is_given
 from kvtier.config.loader import Loaded
 from kvtier.config.sections import Config
 from kvtier.connect.vllm import support
-from kvtier.connect.vllm.engine_environment import CONNECTOR, check_release, installed
+from kvtier.connect.vllm.installed_engine import CONNECTOR, check_release, installed
 
 ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
 """vLLM's `kv_role` for each kind of server."""
@@ -26,7 +26,7 @@ def vllm() -> None:
 @vllm.command(name="config")
 @tier_option
 @set_option
-@migrate.workers_option
+@convert_settings.workers_option
 @click.option(
     "--from-lmcache",
     "lmcache",
@@ -65,7 +65,7 @@ def config_command(
         --kv-transfer-config "$(kvtier vllm config --tier disk:/mnt/nvme/kv)"
     kvtier vllm config --from-lmcache lmcache.yaml --workers 8      # stderr shows what becomes of each key
     """  # noqa: D301 - \b is click's mark for lines that are kept
-    found = migrate.Conversion(workers)
+    found = convert_settings.Conversion(workers)
     if lmcache is not None:
         found.lmcache(lmcache)
     if transfer is not None:
@@ -90,7 +90,7 @@ def transfer_config(loaded: Loaded) -> dict[str, object]:
 
 
 def _engine_notes(config: Config) -> list[str]:
-    """Check the installed vLLM. Return notes if there is none, or no tier.
+    """Check the release of the installed vLLM, and return notes for the user.
 
     Raises:
         ConfigError: the installed vLLM is not supported.

@@ -1,4 +1,4 @@
-"""Check why vLLM does not find stored KV (`kvtier doctor vllm`). No check starts an engine."""
+"""Checks why vLLM does not find stored KV (`kvtier doctor vllm`). No check starts an engine."""
 
 import argparse
 import json
@@ -22,13 +22,13 @@ from kvtier.cli.doctor_checks import (
 )
 from kvtier.config.sections import Config, all_settings
 from kvtier.config.value_types import size_text
-from kvtier.connect.local_files import local_folder
-from kvtier.connect.programs import NotInTimeError, ask_program
-from kvtier.connect.vllm import engine_environment, support
-from kvtier.connect.vllm.engine_environment import CONNECTOR, engine_config
+from kvtier.connect.installed_programs import NotInTimeError, ask_program
+from kvtier.connect.model_files import local_folder
+from kvtier.connect.vllm import installed_engine, support
 from kvtier.connect.vllm.identity import identify, shares_of_ranks
-from kvtier.connect.vllm.tiering import setup as tiering_setup
-from kvtier.connect.vllm.tiering.setup import ORIGIN, TIER
+from kvtier.connect.vllm.installed_engine import CONNECTOR, engine_config
+from kvtier.connect.vllm.tiering import engine_setup as tiering_setup
+from kvtier.connect.vllm.tiering.engine_setup import ORIGIN, TIER
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.layout import EXACT_SALT, Loss
@@ -37,7 +37,7 @@ from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.tier.registry import kind_of
 
 HOST_CHUNKS_FEW = 16
-"""Chunks below which host memory is reported, because one prompt may evict another."""
+"""Number of chunks below which host memory is reported as small, because one prompt may evict another."""
 
 TERMS = EngineTerms(
     naming="name one: `kvtier vllm config --tier disk:DIR`",
@@ -68,7 +68,7 @@ OFFLOADING: Mapping[str, object] = {
 """Configuration of vLLM's own offloading, with only the settings that vLLM needs to read a command line."""
 
 DESCRIBE = "import json, sys; from kvtier.cli.vllm_doctor import described; print(json.dumps(described(sys.argv[1:])))"
-"""Program that asks vLLM in a separate process, which can be killed."""
+"""Program that asks vLLM to describe a server. It runs in a separate process, which can be killed."""
 
 
 def examine(
@@ -158,7 +158,7 @@ def server_flags(words: Sequence[str]) -> tuple[str | None, str | None, Sequence
 def version() -> DoctorFinding:
     """Check whether the installed vLLM is supported."""
     try:
-        return DoctorFinding("fine", "vLLM", f"{engine_environment.check_release()} is supported")
+        return DoctorFinding("fine", "vLLM", f"{installed_engine.check_release()} is supported")
     except ConfigError as error:
         advice = "run this command in the server's environment, with a supported release of vLLM installed there"
         return DoctorFinding("error", "vLLM", str(error), advice)
@@ -201,7 +201,7 @@ class _Place(NamedTuple):
             return {name: value for name, value in self.tier.items() if name not in tiering_setup.VLLM_KEYS}
         extra = self.connector.get(EXTRA)
         if extra is not None and not isinstance(extra, dict):
-            raise ConfigError(f"{EXTRA} is a {type(extra).__name__}; allowed: an object of settings")
+            raise ConfigError(f"{EXTRA} has the type {type(extra).__name__}; allowed: an object of settings")
         return self.extra
 
 
@@ -209,7 +209,7 @@ _NOWHERE = _Place({}, {}, [])
 
 
 def _placed(text: str | None) -> tuple[_Place, list[DoctorFinding]]:
-    """Find kvtier in a ``--kv-transfer-config``, or report once why it is not there."""
+    """Find kvtier in a ``--kv-transfer-config``. If it is not there, also return a finding that says why."""
     about, advice = "--kv-transfer-config", "use the output of `kvtier vllm config`"
     if text is None:
         found = "not given, so role and failure policy were not checked"
@@ -306,7 +306,7 @@ def _asked(
     """Ask vLLM to describe a server's command line with this model (`described`). Also return findings about it."""
     if model is None:
         return {}, []
-    if engine_environment.installed() is None:
+    if installed_engine.installed() is None:
         found = "its fingerprint is unknown, because vLLM is not installed here"
         return {}, [DoctorFinding("note", "model", found, "run this command in the server's environment")]
     try:
@@ -330,7 +330,7 @@ def described(arguments: Sequence[str]) -> dict[str, object]:
         return {"problem": str(error), "advice": 'see "What is supported" in docs/vllm.md'}
     except ConfigError as error:
         return {"problem": str(error), "advice": "correct the server's command line, and give it as --engine-args"}
-    identity = identify(engine, engine_environment.installed() or "")
+    identity = identify(engine, installed_engine.installed() or "")
     private = f"KV is kept in host memory only, and is lost when the server ends: {identity.detail}"
     fields = {name: value for name, value in json.loads(identity.fingerprint.canonical).items() if name != "version"}
     return {
@@ -347,7 +347,7 @@ def described(arguments: Sequence[str]) -> dict[str, object]:
 
 
 def _chunk(config: Config, place: _Place, block_tokens: int | None) -> tuple[int, list[DoctorFinding]]:
-    """Return the tokens per chunk, 0 if unknown, and findings about them."""
+    """Return the number of tokens per chunk, which is 0 if unknown, and findings about it."""
     about, wanted, block = "store.chunk_tokens", config.store.chunk_tokens, block_tokens or support.BLOCK_TOKENS
     if place.tier is not None:
         about, given, blocks = "block_size", place.extra.get("block_size"), place.extra.get("blocks_per_chunk")

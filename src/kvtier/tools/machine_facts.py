@@ -101,7 +101,7 @@ class Facts:
     """The whole drive of each mounted device, both as ``major:minor``."""
 
     def io_limit(self, device: str) -> str | None:
-        """Return the limit on the drive of a mounted `device`."""
+        """Return the I/O limit of a mounted `device` or its whole drive; None without a limit."""
         return self.io_limits.get(device) or self.io_limits.get(self.drives.get(device, ""))
 
 
@@ -161,7 +161,10 @@ def parse_throttle(name: str, text: str) -> dict[str, str]:
 
 
 def _io_limits() -> dict[str, str]:
-    """Return the I/O limits of this process's control group and its ancestors. The innermost limit wins."""
+    """Return the I/O limits of this process's control group and its ancestors, by device.
+
+    In version 2 the innermost limits of a device replace the others; in version 1 all of them are listed.
+    """
     found: dict[str, str] = {}
     for folder, is_version_2 in reversed([*levels("blkio")]):
         if is_version_2:
@@ -174,7 +177,7 @@ def _io_limits() -> dict[str, str]:
 
 
 def whole_drive(device: str) -> str:
-    """Return the drive of a partition. Any other device is its own drive."""
+    """Return the drive of a partition, both as ``major:minor``. Any other device is its own drive."""
     place = Path("/sys/dev/block") / device
     if not (place / "partition").exists():
         return device

@@ -16,7 +16,11 @@ from kvtier.config.value_types import parse_number, parse_size
 
 
 class WorkDirectory(click.Path):
-    """An existing directory on the drive to measure. A missing one may be a mount point, so it is not created."""
+    """An existing directory on the drive to measure.
+
+    A missing one is refused rather than created: if the drive is not mounted, the new directory would be on another
+    drive.
+    """
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, exists=True, file_okay=False, writable=True)
@@ -85,13 +89,13 @@ def refuse_beside(option: str) -> None:
 
 
 def origin(name: str) -> str:
-    """Return ``flag`` if the running command's parameter is on the command line, or else ``default``."""
+    """Return ``flag`` if parameter `name` of the running command is on the command line, or else ``default``."""
     return "flag" if is_given(name) else "default"
 
 
 @contextmanager
 def noted_signals(*numbers: signal.Signals) -> Generator[Callable[[], int | None]]:
-    """Yield a function that returns the signal that arrived, if any. A second one ends the process as usual."""
+    """Yield a function that returns the signal that arrived, if any. A second signal has its usual effect."""
     seen: int | None = None
 
     def note(number: int, _frame: FrameType | None) -> None:

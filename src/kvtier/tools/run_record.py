@@ -159,7 +159,7 @@ def drive(directory: Path) -> str:
 def commit() -> dict[str, object] | None:
     """Return the commit of the checkout and whether the tree is modified, or None outside a checkout.
 
-    A record that is written after each part is a change of the tree itself, so the first answer stays.
+    A run may write its record after each part, which modifies the tree. So later calls return the first answer.
     """
     head = _git("rev-parse", "HEAD")
     if head is None:
@@ -168,7 +168,7 @@ def commit() -> dict[str, object] | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return Git's output in the package's directory, or None without Git, without a checkout or after a time-out."""
+    """Return Git's output in the package's directory, or None without Git, without a checkout or after a timeout."""
     here = Path(__file__).parent
     # An installed package may be in a virtual environment inside another project's checkout.
     if "site-packages" in here.parts:

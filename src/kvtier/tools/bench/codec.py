@@ -1,7 +1,7 @@
 """`kvtier bench codec`: the ratio and the speed of each installed codec, on a model's KV and on random numbers.
 
 One thread encodes the sections of a chunk, then decodes them, without checksums. The codecs take turns, because a
-machine's speed drifts. Ratios compare whole frames. Lossy codecs run with numba and with torch.
+machine's speed drifts. Ratios compare whole frames. Each lossy codec runs with numba and with torch.
 """
 
 import statistics
@@ -51,7 +51,7 @@ ELEMENTS: Mapping[Element, str] = {
 Frame = Sequence[npt.NDArray[np.uint8]]
 """The sections of a chunk. Each has at most `SECTION_BYTES_MAX` bytes."""
 Source = tuple[str, Element]
-"""The source of the numbers, such as a model, and the type of the numbers."""
+"""Where the numbers come from, such as the name of a model, and their element type."""
 _Sample = tuple[bool, float, float]
 """Whether every byte came back unchanged, the GB/s of encoding, and the GB/s of decoding."""
 
@@ -72,7 +72,7 @@ class CodecRow:
     is_wrong: bool
     """Whether an exact codec changed a bit, or a lossy one exceeded its bound."""
     samples: Mapping[str, Sequence[float]]
-    """GB/s of each repeat."""
+    """GB/s of each repeat, under the names of the two fields with speeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ def kv_frames(kv: Any, model: str) -> dict[Source, list[Frame]]:  # noqa: ANN401
 
 
 def installed(element: Element) -> dict[str, Codec | LossyCodec]:
-    """Map the names of results to the installed codecs for numbers of this type.
+    """Return the installed codecs for numbers of this type, by the names that they have in results.
 
-    A lossy codec has a name for each package that implements it.
+    A lossy codec appears once for each package that implements it, as ``codec, package``.
     """
     codecs: dict[str, Codec | LossyCodec] = {}
     for name in registry.names():
@@ -184,17 +184,20 @@ def _bound(codec: Codec | LossyCodec, raw_bytes: int) -> int:
 
 
 def _group(element: Element, frames: Sequence[Frame]) -> GroupLayout:
-    """Return the layout of frames whose sections are alternately keys and values: (heads, tokens, `HEAD_DIM`)."""
+    """Return the layout of frames whose sections are alternately keys and values.
+
+    Each section has the shape (heads, tokens, `HEAD_DIM`).
+    """
     sizes = [len(section) for section in frames[0]]
     runs = tuple(Run("values" if number % 2 else "keys", element, size) for number, size in enumerate(sizes))
     numbers = CHUNK_TOKENS * HEAD_DIM * ELEMENT_BYTES[element]
     axes = tuple(Axes(("head", "token", "channel"), (size // numbers, CHUNK_TOKENS, HEAD_DIM)) for size in sizes)
     group = GroupLayout(History(), (sum(sizes),), "bench", runs=(runs,), chunk_tokens=CHUNK_TOKENS, axes=(axes,))
-    return group.of_class("int4")  # with axes, for lossy codecs
+    return group.of_class("int4")  # the layout of a lossy class keeps the axes, which lossy codecs need
 
 
 def _ratio(codec: Codec | LossyCodec, element: Element, frames: Sequence[Frame]) -> tuple[float, bool]:
-    """Return the ratio of packed to raw bytes, and whether the codec is refused."""
+    """Return the ratio of packed to raw bytes, and whether the codec changed bytes or failed."""
     size = sum(map(len, frames[0]))
     group = _group(element, frames)
     exact = cast("Codec", codec) if codec.is_exact else registry.by_name("split")
@@ -211,7 +214,7 @@ def _ratio(codec: Codec | LossyCodec, element: Element, frames: Sequence[Frame])
 def _sample(
     codec: Codec | LossyCodec, cuts: Sequence[Cut], frames: Sequence[Frame], room: memoryview, back: memoryview
 ) -> _Sample:
-    """Encode each frame into `room`, and decode it into `back`."""
+    """Encode each frame into `room`, decode it into `back`, and time both."""
     encode_s, decode_s, bit_exact = 0.0, 0.0, True
     for frame in frames:
         stored: list[memoryview] = []

@@ -1,4 +1,4 @@
-"""`kvtier bench codec`, `core`, `io` and `tier`, and the group that also contains `kvtier bench serve`."""
+"""The group `kvtier bench`, and its commands `codec`, `core`, `io` and `tier`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -168,7 +168,7 @@ def io(
     report: Path | None,
     record: Path | None,
     as_json: bool,
-    **given: Any,  # noqa: ANN401 - below
+    **given: Any,  # noqa: ANN401 - the other options
 ) -> None:
     """Measure stores and cold loads through the whole path, next to memcpy and fio in the same run."""
     from kvtier.tools.bench import io as benchmark
@@ -281,7 +281,7 @@ def _read_percent(mix: str) -> int:
     reads, _, writes = mix.partition("/")
     if not (reads.isdecimal() and writes.isdecimal() and int(reads) + int(writes) == 100 and 1 <= int(reads) <= 99):
         raise ConfigError(
-            f"--mix {mix}: allowed: percentages of reads/writes that add up to 100, from 1/99 to 99/1, such as 92/8; "
-            "store and load alone are always measured"
+            f"--mix {mix} is not two percentages that add up to 100; allowed: reads/writes from 1/99 to 99/1, such as "
+            "92/8 (stores alone and loads alone are always measured)"
         )
     return int(reads)

@@ -44,9 +44,9 @@ from kvtier.types import (
 )
 
 TIER_NAMES = 23
-"""Names in a tier's lookup. The core asks a remote tier for about as many in a round."""
+"""Number of names in a lookup of the tier. The core asks a remote tier for about as many at a time."""
 SESSION_NAMES = 512
-"""Chunks in a session's lookup. The tier has all of them."""
+"""Number of chunks in a lookup through the session. The tier has all of them."""
 SMALL_BYTES = 4096
 """Payload of a chunk for lookups."""
 Move = Callable[[ObjectName, memoryview], None]
@@ -60,7 +60,7 @@ def new_names(count: int) -> list[ObjectName]:
 
 
 def put(tier: Tier, name: ObjectName, frame: memoryview) -> None:
-    """Write an object to a tier through the interface of a raw client.
+    """Write an object to a tier, with the signature of a raw client's `put`.
 
     Raises:
         TierError: the tier did not admit the object.
@@ -70,7 +70,7 @@ def put(tier: Tier, name: ObjectName, frame: memoryview) -> None:
 
 
 def get(tier: Tier, name: ObjectName, into: memoryview) -> None:
-    """Read an object of a tier through the interface of a raw client.
+    """Read an object of a tier, with the signature of a raw client's `get`.
 
     Raises:
         TierError: the tier does not have the object.
@@ -86,7 +86,7 @@ class ClientPath:
 
     Args:
         put: stores a buffer.
-        get: fills a buffer, possibly on another node.
+        get: fills a buffer with a stored object, possibly as another node would.
         delete: deletes an object.
         subject: name of the client in error messages.
         size: bytes of an object.
@@ -105,11 +105,11 @@ class ClientPath:
             buffer[-COMPARED_BYTES:] = self._tail
 
     def store(self, names: Sequence[ObjectName]) -> float:
-        """Store one new object under each name. Return the seconds."""
+        """Store one new object under each name. Return how many seconds this took."""
         return self._each(self._put, names)[0]
 
     def load(self, names: Sequence[ObjectName]) -> float:
-        """Load the objects. Return the seconds."""
+        """Load the objects. Return how many seconds this took."""
         for buffer in self._buffers:
             buffer[-COMPARED_BYTES:] = bytes(len(self._tail))
         seconds, used = self._each(self._get, names)
@@ -125,7 +125,7 @@ class ClientPath:
         self._each(lambda name, _buffer: self._delete(name), names)
 
     def _each(self, act: Move, names: Sequence[ObjectName]) -> tuple[float, set[int]]:
-        """Call `act` for all names, with one thread per buffer. Return the seconds and the buffers used."""
+        """Call `act` for all names, with one thread per buffer. Return the seconds, and which buffers were used."""
 
         def one(worker: int, number: int) -> int:
             act(names[number], self._buffers[worker])
@@ -138,14 +138,16 @@ class ClientPath:
 
 
 class SessionPath:
-    """Moves an engine's chunks in host memory through a session. A store ends when the tier has all chunks.
+    """Moves chunks between an engine's blocks and a tier through a session. The blocks are in host memory.
+
+    A store ends when the tier has all chunks.
 
     Each store, load and lookup opens a new session, whose host memory is empty.
 
     Args:
         tier: the tier.
-        reader: the same tier for loads and lookups, possibly opened as on another node.
-        is_remote: see `TierRules`.
+        reader: the tier for loads and lookups: `tier`, or the same store opened as another node would open it.
+        is_remote: whether an answer of the tier costs a round trip.
         size: payload bytes of a chunk.
         in_flight: number of promotions, and of demotions, in flight. Each kind has this number of threads.
         count: largest number of chunks in a store or load.
@@ -170,7 +172,7 @@ class SessionPath:
         self._arena = Arena(self.layout, (self._slots,), populate=True)
 
     def store(self, names: Sequence[ObjectName]) -> float:
-        """Store one new object under each name. Return the seconds."""
+        """Store one new object under each name. Return how many seconds this took."""
         written = _Written(len(names))
         with self._session(self._tier, written) as session:
             start_s = time.perf_counter()
@@ -179,7 +181,7 @@ class SessionPath:
             return time.perf_counter() - start_s
 
     def load(self, names: Sequence[ObjectName]) -> float:
-        """Load the objects. Return the seconds."""
+        """Load the objects. Return how many seconds this took."""
         expected = [blocks[:, -1].copy() for blocks in self._blocks]
         for blocks in self._blocks:
             blocks[:, -1] = 0
@@ -231,7 +233,7 @@ class SessionPath:
 
 
 class _Written(Observer):
-    """Observes the demotions of a store."""
+    """Waits until all chunks of a store have been written to the tier, or one of these writes has failed."""
 
     def __init__(self, count: int) -> None:
         self._left = count

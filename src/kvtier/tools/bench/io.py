@@ -12,8 +12,8 @@ The timed part of a load verifies every checksum. Afterwards the slots are compa
 of a ratio alternate, A B A B, because a machine's speed drifts. `device_share` shows whether a cache served reads.
 
 fio runs in the same directory, with the same sizes and threads. The ceiling is fio with huge pages for its buffers,
-because kvtier's arena has them too. Plain fio is measured as well. On a virtual disk it is up to 3 times slower,
-because each request is then a list of thousands of small pages. That would be too low a ceiling.
+because kvtier's arena has them too. Plain fio, without huge pages, is measured as well. On a virtual disk it is up to 3
+times slower, because each of its requests is a list of thousands of small pages. That would be too low a ceiling.
 """
 
 import json
@@ -70,7 +70,7 @@ class FioResult(NamedTuple):
 
 
 class Fio:
-    """fio's files in `directory`, created once and then overwritten and read, like a full store.
+    """Runs fio on files in `directory`, which are created once and then overwritten and read, like a full store.
 
     Args:
         directory: directory of the files, which `close` removes.
@@ -106,7 +106,7 @@ class Fio:
 
         Args:
             op: the operation.
-            read_percent: share of reads in a mix.
+            read_percent: percentage of reads in a mix.
             is_plain: run without huge pages.
 
         Raises:
@@ -175,7 +175,7 @@ class IoRow:
     samples: tuple[tuple[float, float, float], ...]
     """GB/s of the measured side, the ceiling and plain fio, for each repeat."""
     streams: int = 1
-    """Engines whose objects were interleaved."""
+    """Number of engines whose objects were interleaved."""
     latency_us: IoLatency | None = None
     """Latency of one object over all repeats: pack and write, or read and verify. In a mix, only loads count."""
     ceiling_latency_us: IoLatency | None = None
@@ -271,7 +271,7 @@ class _IoRun:
 
     root: Path
     tiers: Mapping[str, str]
-    """Each kind or tier by name, as the user gave it."""
+    """What the user gave for each tier, its kind or its URL, by the tier's name."""
     repeats: int
     is_fresh: bool
     mixes: Sequence[int]
@@ -298,12 +298,12 @@ def run(
     keep: Callable[[IoResult], None] = lambda _result: None,
     deadline_s: float | None = None,
 ) -> IoResult:
-    """Measure every size.
+    """Measure stores, loads and mixes at every size.
 
     Args:
         directory: a directory on the drive to measure; all files go to a temporary directory in it.
         sizes: payload bytes of a chunk.
-        tiers: kinds or tiers (`trial_settings`), which are measured in turn against the same ceiling.
+        tiers: tiers to measure in turn against the same ceiling, each as `trial_settings` takes it.
         threads: thread counts. Without `keep_all`, only the fastest row of each tier, op and size is kept.
         repeats: pairs of samples per row.
         sample_bytes: bytes that one sample moves.
@@ -324,7 +324,7 @@ def run(
     tier_list.refuse_equal_names(named, "--tier")
     for size in sizes:
         if not SIZE_LEAST <= size <= SIZE_MOST or size % SIZE_LEAST:
-            raise ConfigError(f"--size {size}: allowed: multiples of 4 KiB up to {size_text(SIZE_MOST)}")
+            raise ConfigError(f"--size {size}: a size must be a multiple of 4 KiB, and at most {size_text(SIZE_MOST)}")
     rows: list[IoRow] = []
     result = IoResult((), CEILING, sample_bytes, repeats, is_fresh, warnings=tuple(busy_warnings(read_facts())))
     until_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
@@ -373,7 +373,7 @@ def _check_room(it: _IoRun, sample_bytes: int, size: int) -> None:
     free = shutil.disk_usage(it.root).free
     if needed > free:
         raise ConfigError(
-            f"{size_text(free)} are free in {str(it.root.parent)!r}, and samples of {size_text(sample_bytes)} need up "
+            f"{size_text(free)} is free in {str(it.root.parent)!r}, but samples of {size_text(sample_bytes)} need up "
             f"to {size_text(needed)}; use a smaller --sample, one --tier or another --dir"
         )
 
@@ -436,7 +436,7 @@ def _sample(tier: FullTier, op: str, reads: int | None) -> IoSample:
 
 
 def _fill(ceiling: Fio, tiers: list[FullTier]) -> None:
-    """Store twice, so that spare segments have been written as well."""
+    """Fill fio's files and the tiers. Tiers are filled twice, so that spare segments have been written as well."""
     ceiling.measure("store")
     for tier in tiers:
         tier.store()

@@ -54,11 +54,11 @@ BLOCKS = 16
 """Blocks in a chunk, as with vLLM's blocks of 16 tokens."""
 DEADLINE_S = 120.0
 LAYER_BYTES = 1 << 20
-"""Bytes of a layer, if the chunk is large enough."""
+"""Least bytes of a layer, unless the whole chunk has fewer."""
 GRAIN_BYTES = BLOCKS * 256
-"""Divisor of a layer's bytes. It gives each block at least 256 bytes."""
+"""A layer's bytes are a multiple of this, so that each block has at least 256 bytes."""
 COMPARED_BYTES = 4096
-"""Bytes of each slot to compare after the timed part, which verifies every checksum."""
+"""Bytes of each slot that are compared after the timed part. The timed part verifies every checksum."""
 PROC_IO = Path("/proc/self/io")
 
 Blocks = npt.NDArray[np.uint8]
@@ -96,8 +96,8 @@ class FullTier:
         count: objects per sample.
         threads: number of read threads, and of write threads.
         streams: number of engines whose objects are interleaved. Each engine keeps its own order.
-        read_percent: share of reads in the mix with the most stores. Stores of a mix need capacity beyond the loaded
-            objects. 100 means no mix.
+        read_percent: percentage of reads in the mix with the most stores. Stores of a mix need capacity beyond the
+            loaded objects. 100 means no mix.
         seed: seed for the order of the streams.
     """
 
@@ -131,7 +131,7 @@ class FullTier:
             payload[:] = np.random.default_rng(slot).integers(0, 256, len(payload), np.uint8)
         self._own = [bytes(self.arena.payload(0, slot)[:COMPARED_BYTES]) for slot in range(self.slots)]
         self._kept: dict[int, int] = {}
-        """The source slot of each object of the last store."""
+        """The slot from which each object of the last store was written, by the object's number."""
         layers = self.layout.groups[0].layer_bytes
         tiers: dict[str, Tier] = {self.name: self.tier}
         self._mover = Mover(
@@ -166,7 +166,7 @@ class FullTier:
         return self._run([(Direction.PROMOTE, first + n) for n in interleaved(self.count, self.streams, self._random)])
 
     def mix(self, read_percent: int) -> IoSample:
-        """Move `count` objects: load `read_percent` of them from the last store, and store new ones for the rest."""
+        """Load objects of the last store, and store new ones. `read_percent` percent of `count` objects are loaded."""
         first = min(self._kept)
         self._round += 1
         new = self._round * self.count

@@ -124,7 +124,7 @@ def _curves(rows: list[IoRow]) -> Iterator[Curve]:
 
 
 def _line_name(rows: list[IoRow], row: IoRow) -> str:
-    """Return the tier and mix, and the threads if rows differ in nothing else."""
+    """Return a curve's label: the tier, the mix, and the number of threads if nothing else tells rows apart."""
     alike = [it for it in rows if (it.tier, it.mix, it.chunk_bytes) == (row.tier, row.mix, row.chunk_bytes)]
     threads = f" {row.threads} threads" if len(alike) > 1 else ""
     return f"{row.tier}{f' {row.mix}' if row.op == 'mix' else ''}{threads}"

@@ -22,7 +22,7 @@ def repeated(
     until_s: float = math.inf,
     advance: Advance = lambda _steps: None,
 ) -> dict[Name, list[Sample]]:
-    """Return the samples of `repeats` repeats, by name.
+    """Call `once` for each repeat, and return its samples by name.
 
     Args:
         once: measures everything once, in turn. It receives the number of the repeat, which is negative in a warm-up.
@@ -43,7 +43,7 @@ def repeated(
 
 
 Span = tuple[float, float]
-"""The smallest and the largest quotient of two consecutive samples."""
+"""The smallest and the largest quotient of two samples of the same repeat."""
 
 
 class Ratio(NamedTuple):
@@ -57,7 +57,7 @@ class Ratio(NamedTuple):
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """Return the ratio of two series of samples that were taken in turn.
 
-    The span compares adjacent samples, because a machine's speed drifts.
+    The span compares only samples of the same repeat, because a machine's speed drifts.
 
     Raises:
         ValueError: the numbers of samples differ.
@@ -68,7 +68,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 
 def ratio_text(value: float | None, span: Span | None) -> str:
-    """Format a ratio as ``0.82 (0.66 to 0.91)``. A single sample has no span. Without a ratio the text is empty."""
+    """Format a ratio as ``0.82 (0.66 to 0.91)``. A single sample has no span. The string is empty without a ratio."""
     if value is None:
         return ""
     return f"{value:.2f}" if span is None or span[0] == span[1] else f"{value:.2f} ({span[0]:.2f} to {span[1]:.2f})"

@@ -46,7 +46,7 @@ class CoreResult:
 
 
 def run(repeats: int = REPEATS, seed: int = 1, progress: Advance = lambda _step: None) -> CoreResult:
-    """Measure `repeats` times, each time with fresh state."""
+    """Measure the CPU time of the prompt `repeats` times, each time with fresh state."""
     draw = random.Random(seed)  # noqa: S311 - seeded on purpose
     tokens = [draw.randrange(128_000) for _ in range(PROMPT_TOKENS)]
     root = draw.randbytes(32)
@@ -122,7 +122,7 @@ def _lookup_below(cache: Cache, prefix: Prefix, held: set[ChunkKey]) -> float:
 
 
 def _complete(cache: Cache, held: set[ChunkKey]) -> None:
-    """Complete all commands immediately, like a mover without cost. `held` is the content of the lower tier."""
+    """Complete all commands at once, like a mover that takes no time. `held` is the content of the lower tier."""
     while commands := cache.take_commands():
         for command in commands:
             if isinstance(command, Transfer):

@@ -38,13 +38,13 @@ SIZES = (4 << 20, 32 << 20)
 IN_FLIGHT = (1, 4, 16)
 SIZE_LEAST, SIZE_MOST = 4096, 1 << 30
 SAMPLE_BYTES = 64 << 20
-"""Bytes of a sample. It has at least two objects for each object in flight."""
+"""Least bytes of a sample. A sample also has at least two objects for each one in flight."""
 LOOKUPS_IN_FLIGHT = 16
 """Number of concurrent writes while objects for lookups are stored."""
 HELD = 3
 """Number of samples whose objects fit into a temporary store."""
 SHARED_BYTES = 1 << 40
-"""Cap of a temporary store that many nodes could share. It counts deleted objects until its next sweep."""
+"""Capacity of a temporary store that many nodes could share. It counts deleted objects until its next sweep."""
 
 Op = Literal["store", "load", "lookup"]
 OPS: tuple[Op, ...] = ("store", "load")
@@ -93,7 +93,7 @@ class TierBench:
 
     settings: TierSettings
     config: Config = field(default_factory=Config)
-    """Supplies the secret."""
+    """The configuration, of which only the secret is used."""
     sizes: Sequence[int] = SIZES
     """Payload bytes of a chunk."""
     in_flight: Sequence[int] = IN_FLIGHT
@@ -106,7 +106,9 @@ class TierBench:
     def __post_init__(self) -> None:
         for size in self.sizes:
             if not SIZE_LEAST <= size <= SIZE_MOST or size % SIZE_LEAST:
-                raise ConfigError(f"--size {size}: allowed: multiples of 4 KiB up to {size_text(SIZE_MOST)}")
+                raise ConfigError(
+                    f"--size {size}: a size must be a multiple of 4 KiB, and at most {size_text(SIZE_MOST)}"
+                )
 
     @property
     def steps(self) -> int:
@@ -118,7 +120,7 @@ class TierBench:
         return max(2 * in_flight, self.sample_bytes // size)
 
     def run(self, advance: Callable[[float], None] = lambda _steps: None) -> TierBenchResult:
-        """Measure, and remove all written objects.
+        """Measure all rows. Remove all written objects at the end.
 
         Args:
             advance: called with 1 after each repeat of a size and number in flight.
@@ -161,8 +163,8 @@ class TierBench:
         there = choose_parent(self.load_at) / place.name
         if kind.open_trial is None or not kind.is_shared(self.settings) or not there.is_dir():
             raise ConfigError(
-                f"--load-at {str(self.load_at)!r}: not the directory of {self.settings.label} on another mount, or its "
-                f"kind, {kind.name}, is not for several nodes"
+                f"--load-at {str(self.load_at)!r} is not the directory of {self.settings.label} on another mount, or "
+                f"several nodes cannot share a tier of kind {kind.name}"
             )
         moved: dict[str, Any] = {kind.where: there / self.settings.name}
         settings = replace(self.settings, **moved)
@@ -198,7 +200,7 @@ class TierBench:
         ]
 
     def _lookups(self, it: "_Ends") -> list[TierRow]:
-        """Measure lookups of one name by the raw client, of a round by the tier, and of a prompt by the session."""
+        """Measure lookups: of one name by the raw client, of several by the tier, and of a prompt by the session."""
         remote = kind_of(self.settings).is_remote
         path = SessionPath(it.tier, it.reader, SMALL_BYTES, LOOKUPS_IN_FLIGHT, SESSION_NAMES, is_remote=remote)
         raw = it.raw_reader

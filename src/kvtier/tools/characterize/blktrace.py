@@ -1,8 +1,8 @@
 """Reads the text of `blkparse` in its default format.
 
-An event is one line. D and C make up a request of the device, and Q is a bio of the file system. If one recorded
-device is stacked on another (A), only the bios of the upper device and the requests of the lower one count. The manual
-page blkparse(1) of blktrace 1.2.0 describes the format.
+An event is one line. An issue (D) and its completion (C) make up a request of the device. Q queues a bio of the file
+system. If one recorded device is stacked on another (A is a remap), only the bios of the upper device and the requests
+of the lower one count. The manual page blkparse(1) of blktrace 1.2.0 describes the format.
 """
 
 import re
@@ -33,8 +33,8 @@ _LINE = re.compile(
     r"(?:\s*\([0-9a-f .]*\))?(?:\s*\[(?P<command>.*)\](?: \d+)?)?\s*",
     re.ASCII | re.DOTALL,
 )
-"""Device, processor, number, time, process, action, RWBS; sector, length or start of a split, and the origin of a
-remap; payload or elapsed time; command, or error of a completion."""
+"""The fields of a line: device, processor, number, time, process, action, RWBS; sector, length or start of a split, and
+the origin of a remap; payload or elapsed time; command, or error of a completion."""
 _MESSAGE = re.compile(r"\s*\d+,\d+\s+\d+\s+\d+\s+\d+\.\d+\s+\d+\s+m\s")
 _SUMMARY = re.compile(r"(CPU\d+|Total) \(")
 _SKIPS = re.compile(r"Skips: [\d.,']+ forward \(([\d.,']+) -")
@@ -59,7 +59,10 @@ _EVENT = np.dtype(
         ("action", "u1"), ("letters", "u1"), ("source", "<u4"),
     ]
 )  # fmt: skip
-"""The stored form of a line. `letters` is the index of the RWBS letters, and `source` a remapped bio's device or 0."""
+"""The stored form of a line.
+
+`letters` is the index of the RWBS letters. `source` is the device from which a bio was remapped, or 0.
+"""
 _PACKED = struct.Struct("<qIQQiBBI")
 """The same layout for a single line."""
 
@@ -92,7 +95,9 @@ class _Events:
         if action in _OTHER_ACTIONS:
             return
         if len(action) > 1 or action not in _ACTIONS:
-            raise ConfigError(f"action {action!r}; allowed: {', '.join(_ACTIONS)}, {', '.join(sorted(_OTHER_ACTIONS))}")
+            raise ConfigError(
+                f"unknown action {action!r}; allowed: {', '.join(_ACTIONS)}, {', '.join(sorted(_OTHER_ACTIONS))}"
+            )
         if action in _COUNTED:
             self.counts[_COUNTED[action]] += 1
         if action in _WITHOUT_SIZE:
@@ -103,7 +108,9 @@ class _Events:
             self.counts["commands without data"] += 1  # SCSI commands have a payload in place of a sector
             return
         if rwbs not in self.rwbs and len(self.rwbs) >= LETTERS_MAX:
-            raise ConfigError(f"RWBS {short(rwbs)}; allowed: {LETTERS_MAX} different ones in a recording")
+            raise ConfigError(
+                f"RWBS {short(rwbs)} is one more than the {LETTERS_MAX} different values that a recording may have"
+            )
         process, command = int(fields["process"]), fields["command"]
         if action in "QG" and command and command != "(null)" and len(self.commands) < COMMANDS_MAX:
             self.commands[process] = command
@@ -125,14 +132,14 @@ def read_blkparse(path: Path) -> IoTrace:
     """Read the text that blkparse wrote.
 
     Args:
-        path: the text, plain, gzip or zstd.
+        path: the text, which may be compressed with gzip or zstd.
 
     Returns:
         Bios at `IoLayer.FILE_SYSTEM`, and requests at `IoLayer.DEVICE`. A bio ends with the request that has its last
-        sector. On a stacked device it ends only with its own event.
+        sector. On a stacked device it ends only with its own completion.
 
     Raises:
-        ConfigError: the text cannot be read, has a foreign line, no event, or more than `EVENTS_MAX`.
+        ConfigError: the text cannot be read, a line has another format, or there are no events or too many.
     """
     events = _Events()
     remarks = ["The text of blkparse has no date, and its process numbers are those of threads."]
@@ -156,14 +163,16 @@ def read_blkparse(path: Path) -> IoTrace:
 
 def _add_line(events: _Events, line: str) -> None:
     if len(line) > LINE_CHARACTERS_MAX:
-        raise ConfigError(f"{len(line)} characters; allowed: {ALLOWED}, up to {LINE_CHARACTERS_MAX}")
+        raise ConfigError(
+            f"the line has {len(line)} characters; allowed: {ALLOWED}, up to {LINE_CHARACTERS_MAX} a line"
+        )
     found = _LINE.fullmatch(line)
     if found is not None:
         events.add(found)
     elif not line.startswith("Input file ") and not _MESSAGE.match(line):
         raise ConfigError(f"{short(line.strip())} is not an event; allowed: {ALLOWED}")
     if len(events.rows) > EVENTS_MAX * _EVENT.itemsize:
-        raise ConfigError(f"more events; allowed: {EVENTS_MAX} in a recording")
+        raise ConfigError(f"more than {EVENTS_MAX} events in the recording")
 
 
 def _trace(events: _Events, rows: np.ndarray, lost: int, remarks: list[str]) -> IoTrace:
@@ -194,7 +203,7 @@ def _trace(events: _Events, rows: np.ndarray, lost: int, remarks: list[str]) -> 
     ends = at("C")
     # A device without requests reports the ends of bios.
     is_bio_end = ~np.isin(device[ends], device[issues])
-    gaps = np.zeros((min(lost, 1), 2), np.uint64)  # events were lost at an unknown time, so none are paired across it
+    gaps = np.zeros((min(lost, 1), 2), np.uint64)  # after lost events `join` pairs with more caution
     bio_ends, request_ends = seen[ends[is_bio_end]], seen[ends[~is_bio_end]]
     requests, above = join(seen[makers], bio_ends, seen[issues], request_ends, seen[at("R")], gaps, first_ns)
     uppers = _with_lower(device[issues], device[remaps], source[remaps])
@@ -203,7 +212,7 @@ def _trace(events: _Events, rows: np.ndarray, lost: int, remarks: list[str]) -> 
     if len(lower) or is_upper.any():
         remarks.append("Devices are stacked: bios are counted at the upper one, requests at the lower one.")
     if lost:
-        remarks.append(f"The summary of blkparse has {lost} skipped events.")
+        remarks.append(f"The summary of blkparse counts {lost} skipped events.")
     used = set(requests["process"].tolist()) | set(above["process"].tolist())
     return IoTrace(
         "file",
@@ -218,7 +227,7 @@ def _trace(events: _Events, rows: np.ndarray, lost: int, remarks: list[str]) -> 
 
 
 def _with_lower(issued: np.ndarray, remapped: np.ndarray, source: np.ndarray) -> list[int]:
-    """Return the devices that are remapped to a lower device with its own issues."""
+    """Return the devices whose bios are remapped to a lower device that issued requests of its own."""
     pairs = {(int(upper), int(lower)) for upper, lower in zip(source, remapped, strict=True)}
     with_issues = set(np.unique(issued).tolist())
     return [upper for upper, lower in pairs if upper != lower and lower in with_issues]

@@ -1,7 +1,7 @@
-"""Finds the block devices that I/O requests name on this machine, and the places of files and allocation groups there.
+"""Finds the block devices that I/O requests name on this machine, and where files and allocation groups are on them.
 
-A block device has a path, lower devices on which it is stacked, and limits of its queue. For extents of files see
-`Documentation/filesystems/fiemap.rst` of the kernel, for allocation groups `ioctl_xfs_fsgeometry(2)`.
+A block device has a path, lower devices on which it is stacked, and limits of its queue. The kernel's
+`Documentation/filesystems/fiemap.rst` describes extents of files, and `ioctl_xfs_fsgeometry(2)` allocation groups.
 """
 
 import errno
@@ -30,7 +30,9 @@ QUEUE_FACTS = (
     "read_ahead_kb",
 )  # fmt: skip
 NO_DISKS = ("loop", "ram", "zram", "fd", "sr")
-"""Names of devices without their own storage. They are measured only if the user names them."""
+"""Names, without numbers, of devices that have no storage of their own or are removable.
+
+They are measured only if the user names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def find_device(wanted: str) -> BlockDevice:
     if found is not None:
         return found
     raise ConfigError(
-        f"--device {wanted}: no block device lies below it (number {os.major(number)}:{os.minor(number)}: tmpfs, a "
+        f"--device {wanted}: it is on no block device (number {os.major(number)}:{os.minor(number)}: tmpfs, a "
         f"network, or a file system over several devices); allowed: the device itself, such as "
         f"/dev/{next((it.name for it in disks()), 'nvme0n1')}"
     )
@@ -115,7 +117,7 @@ def find_number(number: int) -> BlockDevice | None:
 
 
 def disks() -> list[BlockDevice]:
-    """Return the whole disks that are not stacked on other devices, without loop and memory devices."""
+    """Return the whole disks that are neither stacked on other devices nor one of `NO_DISKS`."""
     return [
         _named(folder)
         for folder in sorted((SYSFS / "block").glob("*"))
@@ -216,7 +218,7 @@ def spans_of(directory: Path, device: BlockDevice) -> Spans:
 
 
 def within(requests: np.ndarray, spans: list[Spans]) -> np.ndarray:
-    """Return the `requests` that start in one of `spans`, and the application's, which have no address."""
+    """Return the `requests` that start in one of `spans`, and all of the application, which have no address."""
     kept = requests["layer"] == IoLayer.APPLICATION
     for each in spans:
         kept |= each.hold(requests["position"])

@@ -25,7 +25,7 @@ SEEN = np.dtype(
         ("is_write", "?"), ("kind", "u1"),
     ]
 )  # fmt: skip
-"""The stored form of an event. `process` and `thread` queued a bio, and are 0 for other events."""
+"""The stored form of an event. `process` and `thread` are those that queued a bio, and 0 for other events."""
 
 BIO_QUEUE, BIO_END = "block_bio_queue", "block_bio_complete"
 ISSUE, END, REQUEUE = "block_rq_issue", "block_rq_complete", "block_rq_requeue"
@@ -46,7 +46,7 @@ class BlockEvents:
     Args:
         instance: the instance of tracefs.
         devices: devices whose events are recorded.
-        tree: process tree. It learns of new processes, and knows the process of each bio.
+        tree: process tree. It learns of new processes, and knows the process of each thread that queues a bio.
     """
 
     def __init__(self, instance: TraceInstance, devices: list[BlockDevice], tree: ProcessTree) -> None:
@@ -71,7 +71,7 @@ class BlockEvents:
                 self._wanted[name] = instance.enable(f"block/{name}", ("common_pid",), condition)
 
     def add(self, batch: PageEvents, since_ns: int) -> None:
-        """Keep the events of a batch of pages. All events before `since_ns` have been read."""
+        """Keep the events of a batch of pages. Earlier batches had all events before `since_ns`."""
         self._gaps.append(np.stack([np.full(len(batch.lost_ns), since_ns, np.uint64), batch.lost_ns], axis=1))
         tasks = batch.of(*self._wanted[NEW_TASK])[1]
         for creator, thread, flags in tasks[["common_pid", "pid", "clone_flags"]].tolist():
@@ -102,11 +102,11 @@ class BlockEvents:
         return seen
 
     def requests(self, began_ns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, int]]:
-        """Join the events into requests. `began_ns` is time 0.
+        """Join the events into requests, whose times count from `began_ns`.
 
         Returns:
             The requests that the driver issued, and the bios that the file system or the application submitted, both
-            as rows of `events.REQUEST`; the thread that queued each bio; and counts.
+            as rows of `io_trace.REQUEST`; the thread that queued each bio; and counts.
         """
         gaps = np.concatenate([np.zeros((0, 2), np.uint64), *self._gaps])
         seen = {name: self._sorted(name) for name in self._kept}
@@ -158,10 +158,10 @@ def join(
         ends: completions of requests.
         requeues: requests that the driver handed back.
         gaps: rows of start and end in ns. Events in between may be lost.
-        began_ns: time 0.
+        began_ns: the time that becomes 0.
 
     Returns:
-        Rows of `events.REQUEST`, for requests in the order of their last issue, and for `bios`.
+        Rows of `io_trace.REQUEST`, for requests in the order of their last issue, and for `bios`.
     """
     # At the end of a bio its first sector may have advanced, but not its last.
     file_system = _rows(bios, bio_ends, _pair(bios, bio_ends, gaps, is_end=True), began_ns, IoLayer.FILE_SYSTEM)
@@ -173,7 +173,7 @@ def join(
     is_made = maker >= 0
     device["process"] = issues["process"]
     device["process"][is_made] = bios["process"][maker[is_made]]
-    # A bio that was queued after the first issue is another request for the same sector.
+    # A bio that was queued after the first issue belongs to another request for the same sector.
     is_same = ~is_made
     is_same[is_made] = bios["time_ns"][maker[is_made]] <= first_ns[is_made]
     device["issued_s"] = np.where(is_same, _seconds(first_ns, began_ns), last_s)
@@ -206,20 +206,20 @@ def _pair(issues: np.ndarray, ends: np.ndarray, gaps: np.ndarray, *, is_end: boo
 
 
 def _key(seen: np.ndarray, *, is_end: bool = False) -> np.ndarray:
-    """Return a number for the device, the first (or last) sector, and the kind of operation."""
+    """Return a key of device, first sector (or last, if `is_end`) and kind of operation for each event."""
     sector = seen["sector"] + (seen["bytes"] // np.uint32(SECTOR_BYTES) if is_end else np.uint64(0))
     what = np.where(seen["kind"] <= IoKind.METADATA, seen["is_write"], seen["kind"]).astype(np.uint64)
     return _place(seen, sector) << np.uint64(2) | what
 
 
 def _place(seen: np.ndarray, sector: np.ndarray) -> np.ndarray:
-    """Return a number for device and sector. Device numbers are folded, so in rare cases two disks share one."""
+    """Return a key of device and sector. Device numbers are shortened, so in rare cases two disks share one."""
     device = seen["device"].astype(np.uint64)
     return ((device >> np.uint64(20)) * np.uint64(31) + device & np.uint64(0x3FFF)) << _DEVICE_SHIFT | sector
 
 
 def way_of(seen: np.ndarray, sector: np.ndarray) -> np.ndarray:
-    """Return a number for device, direction and sector. The direction separates reads and writes of a sector."""
+    """Return a key of device, direction and sector. The direction separates reads and writes of a sector."""
     return _place(seen, sector) | seen["is_write"].astype(np.uint64) << _WRITE_SHIFT
 
 
@@ -271,7 +271,7 @@ def _maker(bios: np.ndarray, issues: np.ndarray, began_ns: int) -> np.ndarray:
 def _carrier(bios: np.ndarray, issues: np.ndarray, began_ns: int) -> np.ndarray:
     """Return for each bio the first later device request that transfers the bio's last sector, or -1."""
     start = way_of(issues, issues["sector"])
-    last = np.uint64((1 << TIME_BITS) - 1)  # reversed times put the newest first
+    last = np.uint64((1 << TIME_BITS) - 1)  # for reversed times, `covering` finds the earliest
     end = bios["sector"] + bios["bytes"] // np.uint32(SECTOR_BYTES)
     found = covering(
         start,

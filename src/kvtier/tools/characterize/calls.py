@@ -23,7 +23,7 @@ from kvtier.tools.machine_facts import read_mounts
 
 READS = {"read": "", "readv": "", "pread64": "pos", "preadv": "pos_l", "preadv2": "pos_l"}
 WRITES = {"write": "", "writev": "", "pwrite64": "pos", "pwritev": "pos_l", "pwritev2": "pos_l"}
-"""System calls, with the field for the position in the file."""
+"""System calls, each with the field of its event that has the position in the file, if any."""
 URING_READS, URING_WRITES = (1, 4, 22), (2, 5, 23)
 """Numbers of `IORING_OP_READV`, `READ_FIXED` and `READ`, and of the same operations for writes."""
 NO_STORAGE = {"tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "tracefs", "cgroup", "cgroup2", "hugetlbfs", "mqueue"}
@@ -46,7 +46,7 @@ class CallEvents:
         tree: process tree, which knows the process of each thread.
         threads: threads whose calls are recorded, with all threads and processes that they start.
         disks: numbers of the disks whose files count.
-        directory: only files below this path without symbolic links count; None means all files.
+        directory: only files below it count; None means all files. The path contains no symbolic links.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CallEvents:
 
     @property
     def sees_uring(self) -> bool:
-        """Whether the kernel names requests of io_uring."""
+        """Whether the kernel has events for requests of io_uring."""
         return self._uring is not None
 
     def add(self, batch: PageEvents, since_ns: int) -> None:  # noqa: ARG002 - a thread has one call at a time
@@ -143,7 +143,9 @@ class CallEvents:
             self.count += len(rows)
 
     def whole_requests(self, bios: np.ndarray, thread: np.ndarray, began_ns: int) -> np.ndarray:
-        """Return the requests whose parts are `bios`; see `joined`. `thread` queued each bio, and `began_ns` is time 0.
+        """Join `bios` into whole requests with `joined`. Their times count from `began_ns`.
+
+        `thread` is the thread that queued each bio.
 
         The bios of an `io_submit` with several requests stay separate, because its event does not show the ends of
         requests.
@@ -157,7 +159,7 @@ class CallEvents:
         return joined(bios, thread, (bound_ns - began_ns) / 1e9, owner, is_begin)
 
     def requests(self, began_ns: int) -> tuple[np.ndarray, dict[str, int]]:
-        """Return the calls that transferred bytes, as rows of `events.REQUEST`, and counts of calls without a size."""
+        """Return the calls that transferred bytes, as rows of `io_trace.REQUEST`, and counts of doubtful ones."""
         begun = np.concatenate([np.zeros(0, _BEGUN), *self._begun])
         ended = np.concatenate([np.zeros(0, _ENDED), *self._ended])
         found = pair(begun["time_ns"], begun["key"], ended["time_ns"], ended["key"], nested_max=1)
@@ -188,11 +190,11 @@ def joined(
     """Join the adjacent bios that a thread queued in one call into one request.
 
     Args:
-        bios: rows of `events.REQUEST` in order of time.
+        bios: rows of `io_trace.REQUEST` in order of time.
         thread: the thread that queued each bio.
-        bound_s: times at which a call of one request began, or any call began or ended.
-        bound_thread: the thread of each call.
-        is_begin: whether a call of one request began at each time.
+        bound_s: times at which calls began or ended.
+        bound_thread: the thread of the call at each time.
+        is_begin: for each time, whether a call began that makes a single request.
 
     Returns:
         Rows with the first part's start, the last part's driver and completion times, and all bytes.
@@ -221,7 +223,7 @@ def joined(
 
 
 class _Files:
-    """Decides whether a thread's descriptor is a file on one of the disks. Looks up each once per batch."""
+    """Decides whether a thread's descriptor is a file on one of the disks. Looks up each descriptor once per batch."""
 
     def __init__(self, disks: set[int], directory: Path | None) -> None:
         self._disks = disks
@@ -237,7 +239,10 @@ class _Files:
     def count(
         self, thread: np.ndarray, descriptor: np.ndarray, *, is_positioned: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return which calls count, and which of them are doubtful. Sockets and pipes have no positioned calls."""
+        """Return which calls count, and which of them are doubtful, because their descriptor was closed.
+
+        Sockets and pipes have no positioned calls. So these are not doubtful, unless only a directory counts.
+        """
         pairs = thread.astype(np.uint64) << np.uint64(32) | descriptor.astype(np.uint64) & np.uint64(0xFFFF_FFFF)
         unique, which, calls = np.unique(pairs, return_inverse=True, return_counts=True)
         verdicts, is_closed = np.ones(len(unique), bool), np.zeros(len(unique), bool)

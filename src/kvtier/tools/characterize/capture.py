@@ -33,7 +33,7 @@ BUFFER_BYTES = 16 << 20
 BUFFERS_BYTES_MAX = 512 << 20
 """Largest total size of all ring buffers."""
 EVENTS_MAX = 8_000_000
-"""Number of events, of 39 bytes each, that ends a capture. A request has three, so this is 2.6 million requests."""
+"""Number of events, of up to 38 bytes each, that ends a capture. A request has three of them."""
 END_S = 10.0
 """Seconds that a command has to end after a signal."""
 CHILDREN_END_S = 1.0
@@ -50,16 +50,12 @@ class Captured(NamedTuple):
 
 @dataclass
 class CaptureSettings:
-    """Settings of a capture: its subjects and its length.
-
-    Raises:
-        ConfigError: (from `run`) there is no such device or process.
-    """
+    """Settings of a capture: what is captured, and for how long."""
 
     device: str | None = None
     """A device, or a path on a device; None means all disks that are not stacked on another device."""
     directory: Path | None = None
-    """Directory of the files whose requests count, and which determines the device; None means all files."""
+    """Only requests for files below this directory count, and its device is captured; None means all files."""
     pids: Sequence[int] = ()
     """Processes to capture, with their children."""
     command: Sequence[str] = ()
@@ -131,9 +127,9 @@ class _Run:
         self._tree = tree
         self._remarks: list[str] = []
         self._spans: list[Spans] = []
-        """Places of the directory's files on the disk, at the start and at the end."""
+        """Places of the directory's files on the disk, at the start and at the end of the capture."""
         self._read_ns: dict[TraceInstance, int] = {}
-        """Time until which all events have been read."""
+        """For each instance, the time until which all its events have been read."""
 
     def run(self, should_stop: Callable[[], bool]) -> Captured:
         self._note_spans()
@@ -185,7 +181,8 @@ class _Run:
                 return
             if sum(it.count for _, it in self._sources) >= self._settings.events_max:
                 self._remarks.append(
-                    f"The capture ended early, after {self._settings.events_max:,} events: its limit of memory."
+                    f"The capture ended early, after {self._settings.events_max:,} events, the most that it holds in "
+                    "memory."
                 )
                 return
             if has_more:
@@ -242,7 +239,9 @@ class _Run:
             parts = [device, self._calls.whole_requests(bios, thread, began_ns), rows]
             counts |= more
             if not self._calls.sees_uring:
-                self._remarks.append("This kernel has no events of io_uring's requests; the application's lack them.")
+                self._remarks.append(
+                    "This kernel has no events for io_uring, so the application's requests do not include them."
+                )
             roots = [*self._settings.pids, *([process.pid] if process is not None else [])]
             chosen = self._tree.with_children(roots)
         requests = by_time(*parts)

@@ -86,13 +86,13 @@ def characterize(
 
     if inputs:
         if device is not None or directory is not None or pids or seconds is not None or command or journals:
-            raise ConfigError("--input is a recording; allowed beside it: --report and --json")
+            raise ConfigError("--input measures a recording; only --report and --json can be given with it")
         from kvtier.tools.characterize.io_trace_readers import read_recordings
 
         _show(read_recordings(inputs), {}, report, as_json=as_json)
         return 0
     if device is not None and directory is not None:
-        raise ConfigError(f"--device {device} and --dir {directory}: allowed: one of them")
+        raise ConfigError(f"--device {device} and --dir {directory} are both given; give one of them")
     settings = CaptureSettings(
         device=device,
         directory=directory,

@@ -123,10 +123,11 @@ class IoTrace:
 
 
 def kinds_of(rwbs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Read the letters of the kernel and of blktrace. Return whether requests write, and their `IoKind`.
+    """Read the RWBS letters of the kernel and of blktrace. Return whether requests write, and their `IoKind`.
 
-    A leading F is a flush that comes first. Then R reads, W writes, D discards, and ZA appends to a zone. Anything
-    else, such as F or N, transfers nothing. M marks metadata. See `blk_fill_rwbs` in the kernel.
+    A leading F is a flush before the request. The next letter says what the request does: R reads, W writes, D
+    discards, and ZA appends to a zone. Anything else, such as F or N, transfers nothing. M marks metadata. The kernel's
+    `blk_fill_rwbs` writes these letters.
 
     Args:
         rwbs: letters as an array of bytes (dtype S), such as ``WS``.
@@ -142,7 +143,7 @@ def kinds_of(rwbs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def transfers(rows: np.ndarray) -> np.ndarray:
-    """Return the requests of `rows` that move bytes, without flushes and discards."""
+    """Return the requests of `rows` that move bytes, but no flushes or discards."""
     return rows[(rows["kind"] <= IoKind.METADATA) & (rows["bytes"] > 0)]
 
 
@@ -166,7 +167,7 @@ NESTED_MAX = 256
 TIME_BITS = 40
 """Bits of a time in microseconds, enough for twelve days."""
 STARTS_TRIED = 64
-"""Intervals of similar length that `covering` tries for each position, the nearest start first."""
+"""Starts of intervals of similar length that `covering` tries for each position, the nearest first."""
 
 
 def pair(
@@ -179,7 +180,7 @@ def pair(
 ) -> np.ndarray:
     """Pair each issue with the completion that has the same key.
 
-    A completion belongs to the newest issue of its key without a completion. Two requests for the same bytes may
+    A completion belongs to the newest issue of its key that has no completion yet. Two requests for the same bytes may
     exchange latencies if they are in flight together. The sum of the latencies and the queue depth are still exact.
 
     Args:

@@ -1,7 +1,7 @@
-"""Reads files of other tools as one `IoTrace`. The content shows which tool wrote a file.
+"""Reads recordings in files as one `IoTrace`: the text of blkparse, or kvtier's journals. Their content shows which.
 
-kvtier's journal is the application's layer: the objects that tiers read and wrote. FORMAT.md lists its fields. An
-object has no address, so each name gets its own position. This way, repeated reads are recognized, and no object
+A journal gives requests of the application's layer: the objects that tiers read and wrote. FORMAT.md lists its fields.
+An object has no address, so each name gets its own position. This way, repeated reads are recognized, and no object
 follows another.
 """
 
@@ -50,7 +50,7 @@ class ObjectLog:
 
 @dataclass(frozen=True, slots=True)
 class WriteAmplification:
-    """Growth of the payload of objects on the way to the device, in the time that both recordings share."""
+    """How many bytes reach the device for the payload of objects, in the time that a journal and a capture share."""
 
     seconds: float
     objects: int
@@ -87,10 +87,10 @@ def read_objects(paths: Sequence[Path]) -> ObjectLog:
     """Read the objects in journals of one run.
 
     Args:
-        paths: journals of one process each, plain, gzip or zstd.
+        paths: journals of one process each, which may be compressed with gzip or zstd.
 
     Raises:
-        ConfigError: a journal cannot be read or has a foreign line, or no journal has an object.
+        ConfigError: a journal cannot be read, a line has another format, or no journal has an object.
     """
     reader = _JournalObjects()
     for path in paths:
@@ -116,8 +116,9 @@ def write_amplification(log: ObjectLog, blocks: IoTrace) -> WriteAmplification:
     ended_s = min(log.trace.began_s + log.trace.seconds, blocks.began_s + blocks.seconds)
     if not blocks.began_s or ended_s <= began_s:
         raise ConfigError(
-            f"the journal covers {log.trace.began_s:.3f} to {log.trace.began_s + log.trace.seconds:.3f}, the capture "
-            f"{blocks.began_s:.3f} to {blocks.began_s + blocks.seconds:.3f}; allowed: recordings of the same time"
+            f"the journal covers seconds {log.trace.began_s:.3f} to {log.trace.began_s + log.trace.seconds:.3f} of "
+            f"Unix time, but the capture {blocks.began_s:.3f} to {blocks.began_s + blocks.seconds:.3f}; use recordings "
+            "of the same time"
         )
     written = objects["is_write"] & (objects["issued_s"] >= began_s - log.trace.began_s - 1e-6)
     written &= objects["completed_s"] <= ended_s - log.trace.began_s + 1e-6
@@ -172,7 +173,7 @@ class _JournalObjects:
                 break
             with LineErrors(path, at):
                 if len(line) > LINE_CHARACTERS_MAX:
-                    raise ConfigError(f"{len(line)} characters; allowed: up to {LINE_CHARACTERS_MAX}")
+                    raise ConfigError(f"the line has {len(line)} characters; allowed: up to {LINE_CHARACTERS_MAX}")
                 value: object = json.loads(line)
                 if not isinstance(value, dict):
                     raise ConfigError(f"{short(line.strip())} is not a JSON object")
@@ -195,7 +196,9 @@ class _JournalObjects:
             return
         seconds, size = number(fields, "seconds"), number(fields, "bytes")
         if seconds < 0 or not 0 < size <= OBJECT_BYTES_MAX or size != int(size):
-            raise ConfigError(f"{size:g} bytes in {seconds:g} s; allowed: from 0 s, 1 to 2^40 bytes")
+            raise ConfigError(
+                f"an object of {size:g} bytes took {seconds:g} s; allowed: 1 to 2^40 bytes, and at least 0 s"
+            )
         self.rows += _PACKED.pack(
             number(fields, "time_s"),
             seconds,
@@ -207,12 +210,14 @@ class _JournalObjects:
             way == "write",
         )
         if len(self.rows) > OBJECTS_MAX * _OBJECT.itemsize:
-            raise ConfigError(f"more objects; allowed: {OBJECTS_MAX}")
+            raise ConfigError(f"more than {OBJECTS_MAX} completed objects in all journals together")
 
     def _position_of(self, name: str, size: int) -> int:
         if name not in self._names:
             if len(self._names) >= NAMES_MAX or self._free >= POSITION_MAX - OBJECT_BYTES_MAX:
-                raise ConfigError(f"more names; allowed: {NAMES_MAX}, of 2^52 bytes together")
+                raise ConfigError(
+                    f"more than {NAMES_MAX} names of objects, or more than 2^52 bytes, in all journals together"
+                )
             self._names[name] = self._free
             self._free += size + GAP_BYTES
         return self._names[name]
@@ -255,7 +260,7 @@ def _text(fields: dict[str, Any], name: str) -> str:
 
 def _index(known: dict[str, int], text: str) -> int:
     if text not in known and len(known) >= TIERS_MAX:
-        raise ConfigError(f"more tiers; allowed: {TIERS_MAX}")
+        raise ConfigError(f"more than {TIERS_MAX} tiers in all journals together")
     return known.setdefault(text, len(known))
 
 
@@ -266,7 +271,7 @@ def read_recordings(paths: Sequence[Path]) -> IoTrace:
     """Read recordings of one run.
 
     Args:
-        paths: one text of blkparse, or kvtier's journals, plain, gzip or zstd.
+        paths: one text of blkparse, or kvtier's journals. They may be compressed with gzip or zstd.
 
     Raises:
         ConfigError: a file cannot be read, its format is unknown, or the files do not belong together.

@@ -75,20 +75,20 @@ def _end(rows: np.ndarray) -> np.ndarray:
 
 MB = 1_000_000
 WITHIN_BYTES = 64 << 10
-"""W: most bytes between the end of an earlier request and the start of a sequential one."""
+"""Most bytes between the end of an earlier request and the start of a sequential one."""
 LAST = 8
-"""N: number of earlier requests that are considered."""
+"""N in `SEQUENTIAL`: number of earlier requests that are considered."""
 LASTS = (1, 8, 32)
 """Values of N whose results are shown together."""
 WINDOWS_S = {"1ms": 1e-3, "100ms": 0.1, "1s": 1.0}
 """Lengths of the windows for peak throughput. Windows do not overlap."""
 PEAK = "100ms"
-"""The window of `gb_per_s.peak`."""
+"""The window for ``peak`` in `IoMeasures.gb_per_s`."""
 BINS = 120
 """Number of points in figures over time."""
 WINDOWS_MAX = 20_000_000
 DOUBTFUL_SHARE = 0.01
-"""Largest doubtful share of written bytes, possibly not in files. Above it the write amplification is unknown."""
+"""If more than this share of the written bytes may not be in files, the write amplification is unknown."""
 SEQUENTIAL = (
     f"A request is sequential if it begins at most {WITHIN_BYTES >> 10} KiB after the end of one of the last N "
     f"requests of its process (or of its device), in the same direction. N is {LAST}. The first is not."
@@ -105,7 +105,7 @@ class LayerMeasures:
     requests: int
     bytes: int
     p50: int
-    """Size of the middle request in bytes."""
+    """Median size of a request in bytes."""
     p99: int
     share_over_1mb: float
     read_share_bytes: float | None
@@ -178,14 +178,14 @@ class IoMeasures:
     read_latency_us: dict[str, float]
     write_latency_us: dict[str, float]
     bytes: dict[str, int]
-    """``read`` and ``written``, with their parts ``read_again`` and ``written_again`` at addresses moved before."""
+    """``read`` and ``written``. The parts ``read_again`` and ``written_again`` repeat an address."""
     write_amplification: float | None
     """Bytes that all processes and the kernel wrote to the device, divided by the application's written bytes. None if
     the latter are unknown, as with `io_submit` or files that are closed immediately."""
     whole_device: dict[str, Any]
     """``read_share_bytes``, ``requests``, ``read_bytes`` and ``written_bytes`` of all processes and the kernel."""
     not_attributed: dict[str, int]
-    """Requests and written bytes that belong to no process: writeback by kernel threads."""
+    """Requests and written bytes that belong to no process: writeback by kernel threads. 0 if no process was chosen."""
     metadata: int
     """Number of the file system's own requests. `requests` includes them, and `request_bytes` does not."""
     flushes: int
@@ -320,7 +320,7 @@ def _sequential_shares(all_rows: np.ndarray, rows: np.ndarray, last: int) -> dic
 
 
 def _sizes(rows: np.ndarray) -> dict[str, float]:
-    """Return the sizes of requests for data. The many small requests for metadata count only without data."""
+    """Return the sizes of requests for data. The many small ones for metadata count only if there is no other."""
     data = rows[rows["kind"] != IoKind.METADATA]
     rows = data if len(data) else rows
     return {
@@ -374,7 +374,7 @@ def _peak(rate: Steps, window_s: float, seconds: float) -> float | None:
 
 
 def _again(rows: np.ndarray) -> int:
-    """Return the number of bytes that were moved again at addresses moved before."""
+    """Return how many bytes were moved again: all moved bytes, minus one for each different address."""
     if not len(rows):
         return 0
     _, place = np.unique(rows["place"], return_inverse=True)

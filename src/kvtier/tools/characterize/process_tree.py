@@ -1,4 +1,4 @@
-"""Finds the processes that issue I/O requests, and ends them.
+"""Finds the processes that issue I/O requests, and ends the children of a command.
 
 The kernel's events name threads, but users choose processes. So each thread is mapped to its process.
 """
@@ -102,7 +102,7 @@ class ProcessTree:
 
 
 def check_process(process: int) -> None:
-    """Refuse a process that does not run, a thread, or a kernel thread.
+    """Refuse the id of a process that does not run, of a thread, or of a kernel thread.
 
     Raises:
         ConfigError: `process` is one of these.
@@ -113,11 +113,11 @@ def check_process(process: int) -> None:
     except OSError as error:
         raise ConfigError(f"--pid {process}: no such process; allowed: the id of a running process") from error
     if owner != process:
-        raise ConfigError(f"--pid {process}: a thread of process {owner}; allowed: --pid {owner}")
+        raise ConfigError(f"--pid {process}: it is a thread of process {owner}; give --pid {owner}")
     if tree.process_of(process) == NO_PROCESS:
         raise ConfigError(
-            f"--pid {process}: a thread of the kernel, whose requests belong to no process; allowed: the id of a "
-            "process, or no --pid: the whole device"
+            f"--pid {process}: it is a thread of the kernel, whose requests belong to no process; give the id of a "
+            "process, or leave out --pid to measure the whole device"
         )
 
 

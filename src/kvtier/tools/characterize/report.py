@@ -16,7 +16,7 @@ from kvtier.tools.charts.report import PageSection, Report
 
 PROCESSES_SHOWN = 12
 WAYS = (("reads", "disk", False), ("writes", "tiered", True))
-"""Name and colour of reads and of writes, and the value of `is_write`."""
+"""Name and color of reads and of writes, and the value of `is_write`."""
 LAYER_COLOURS = ("shared", "gpu", "disk")
 
 
@@ -123,7 +123,7 @@ def _main_table(it: IoMeasures) -> Table:
 
 
 def _layers_table(it: IoMeasures) -> Table:
-    """Return the table of sizes, from the application downwards."""
+    """Return the table of request sizes by layer, from the application downwards."""
     rows = [
         (
             name.replace("_", " "),

@@ -24,12 +24,12 @@ from kvtier.tools.machine_facts import read_mounts
 
 PAGE_BYTES = 4096
 HEADER_BYTES = 16
-"""Bytes of a header: time stamp (8), and number of bytes in use (8, with flags in the upper bits)."""
+"""Bytes of a page's header: time stamp (8), and number of bytes in use (8, with flags in the upper bits)."""
 LENGTH_MASK = 0x3FFF_FFFF
 MISSED = 1 << 31
 """Flag of a page before which events of its processor were lost."""
 PADDING, TIME_EXTEND, TIME_STAMP = 29, 30, 31
-"""Values of an event's five type bits. 1 to 28 are the length in 4-byte words. 0 means that a word has the length."""
+"""Values of an event's five type bits. 1 to 28 are the length in 4-byte words. 0: the next word has the length."""
 DELTA_BITS = 27
 EVENT_BYTES_MAX = 512
 """Upper bound of the size of events that are read here."""
@@ -152,13 +152,13 @@ def mounted() -> Generator[Path]:
         )
         if done.returncode:
             raise ConfigError(
-                f"tracefs is not mounted on {TRACEFS} and cannot be: {done.stderr.strip() or 'no right'}; run as "
+                f"tracefs cannot be mounted on {TRACEFS}: {done.stderr.strip() or 'permission denied'}; run as "
                 "root, in a container with CAP_SYS_ADMIN and the host's /sys/kernel/tracing, or use --input FILE"
             )
         found = TRACEFS
     try:
         if not os.access(found / "instances", os.W_OK):
-            raise ConfigError(f"no right to write in {found / 'instances'}; run as root, or use --input FILE")
+            raise ConfigError(f"no permission to write in {found / 'instances'}; run as root, or use --input FILE")
         yield found
     finally:
         if is_ours:  # the directory stays mounted if another program has opened it
@@ -184,7 +184,7 @@ class TraceInstance:
             self.folder.mkdir()
         except OSError as error:
             raise ConfigError(
-                f"{self.folder} cannot be made: {error.strerror}; allowed: one capture at a time in a process, as root"
+                f"{self.folder} cannot be made: {error.strerror}; run one capture at a time in a process, as root"
             ) from error
         self._pipes: list[int] = []
         self._pages = np.zeros(BATCH_PAGES * PAGE_BYTES, np.uint8)

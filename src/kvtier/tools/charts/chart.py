@@ -1,6 +1,6 @@
-"""Charts as values. matplotlib draws charts to a file, or as SVG in the colours of a page.
+"""Charts as values. matplotlib draws charts to a file, or as SVG in the colors of a page.
 
-Pages and charts share colours and a style that is readable on light and dark screens and on paper.
+Pages and charts share colors and a style that is readable on light and dark screens and on paper.
 
 matplotlib is imported only when a chart is drawn. `report.output.check_matplotlib` checks that it is installed.
 """
@@ -39,7 +39,7 @@ COLOURS = {
     "disk": ("#1b8f6f", "#34b38e"),
     "shared": ("#8a4fd0", "#b58af0"),
 }
-"""Colours of pages and charts on light and dark screens."""
+"""Colors of pages and charts: the first on light screens, the second on dark ones."""
 LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 _LIGHT_VARIABLES = "".join(f"--{name}:{light};" for name, light in LIGHT.items())
 _DARK_VARIABLES = "".join(f"--{name}:{dark};" for name, (_, dark) in COLOURS.items())
@@ -88,7 +88,7 @@ td.name{overflow-wrap:normal}}
 
 
 MARKED = {name: f"#0a0b{number:02x}" for number, name in enumerate(LIGHT)}
-"""Placeholder colours for matplotlib. Variables of the style sheet replace them in the drawn SVG."""
+"""Placeholder colors for matplotlib. Variables of the style sheet replace them in the drawn SVG."""
 RC: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -111,7 +111,7 @@ LEGEND_CHARACTERS = 60
 LEGEND_ROW = 14
 """Height of a row of a legend, in points."""
 FEW_DECADES = 300.0
-"""Largest ratio at which a logarithmic axis labels 1, 2 and 5 of each power of ten, instead of only the powers."""
+"""If its ends have a smaller ratio, a logarithmic axis labels 1, 2 and 5 times each power of ten, not only powers."""
 TICKS_MAX = 7
 """Most labels of an axis."""
 END_GAP = 0.065
@@ -128,7 +128,7 @@ Colours = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A line through points, or only the points. Colours are names of `COLOURS`."""
+    """A line through points, or only the points. Its color is a name in `COLOURS`."""
 
     x: "Values"
     y: "Values"
@@ -184,13 +184,13 @@ class Bars:
     names: Sequence[str]
     values: Sequence[float]
     colours: Sequence[str]
-    """The colour of each bar."""
+    """The color of each bar."""
     label: str = ""
     """Text in the legend; empty if the legend omits the bars."""
     left: Sequence[float] | None = None
-    """Start of each part."""
+    """Start of each part; None if bars are drawn whole, from 0."""
     texts: Sequence[str] = ()
-    """Texts at the end of each bar, or in the middle of each part."""
+    """Labels at the end of each bar, or in the middle of each part."""
     ends: tuple[Sequence[float], Sequence[float]] | None = None
     """Lengths of an error line below and above each value."""
 
@@ -221,7 +221,7 @@ class Axis:
     text: Callable[[float], str] | None = None
     """Returns the label of a value; None means that the label is the number."""
     ticks: Sequence[float] = ()
-    """The values with a label. If there are none, round values have labels."""
+    """The values that get a label; empty means that round values get labels."""
 
     def set(self, axes: "Axes", name: str) -> None:
         """Apply these properties to the axis `name` ("x" or "y") of `axes`."""
@@ -266,12 +266,12 @@ def few(values: Iterable[float]) -> list[float]:
 
 
 def stacked(names: Sequence[str], parts: Sequence[tuple[str, str, Sequence[float]]], least: float = 0.06) -> list[Bars]:
-    """Return bars whose parts lie end to end. Each part is labelled with its share of the bar.
+    """Return bars whose parts lie end to end. Each part is labeled with its share of the bar.
 
     Args:
         names: names of the bars.
-        parts: label, colour, and a value for each bar, of each part.
-        least: smaller shares have no text.
+        parts: for each part its label, its color, and its values, one for each bar.
+        least: smaller shares have no label.
     """
     left = [0.0] * len(names)
     bars: list[Bars] = []
@@ -290,7 +290,7 @@ def told_apart(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def svg(chart: Chart, name: str) -> str:
-    """Return the chart without heading as an SVG element. `name` makes its ids unique in the page."""
+    """Return the chart, without its heading, as an SVG element. `name` makes its ids unique in the page."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -349,12 +349,12 @@ def _bytes(figure: "Figure", form: str, dpi: float = 72) -> bytes:
 
 
 def _write_ends(axes: "Axes", curves: Sequence[Curve], colours: Colours) -> None:
-    """Write the text of each curve to the right of its end, from the top down, so that no text covers another."""
+    """Write the label of each curve to the right of its end, from the top down, so that no label covers another."""
     to_share = (axes.transData + axes.transAxes.inverted()).transform
     ends = [(float(to_share((it.x[-1], it.y[-1]))[1]), it) for it in curves]
     highest = 1.0 + END_GAP
     for place, (height, curve) in enumerate(sorted(ends, key=lambda it: -it[0]), 1):
-        # Below the previous text, and high enough for the following texts.
+        # Below the previous label, and high enough for the following ones.
         highest = max(min(height, highest - END_GAP), END_GAP * (len(ends) - place))
         axes.annotate(
             curve.end, (1.02, highest), xycoords="axes fraction", va="center", color=colours[curve.colour],

@@ -30,12 +30,12 @@ class PageSection:
     problems: Sequence[str] = ()
     """Sentences that a reader must not overlook."""
     charts: Callable[[], Charts] = dict[str, Chart]
-    """Makes the charts of a page."""
+    """Makes the section's charts. They are not shown on a terminal."""
     notes: Sequence[str] = ()
     """Sentences about the limits of the figures, or about their consequences."""
     tables: Sequence[Table] = ()
     code: str = ""
-    """Text to paste unchanged."""
+    """Text for the user to copy unchanged, such as settings."""
     is_page_only: bool = False
 
     def print(self) -> None:

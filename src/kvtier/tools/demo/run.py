@@ -53,8 +53,8 @@ from kvtier.tools.run_record import RecordedSetting, machine, make_record, softw
 
 NEEDED = ("torch", "transformers", "tokenizers")
 
-# This seed has the largest margin of seeds 1 to 12. With the small model, the best two tokens of every choice are at
-# least 7e-4 logits apart. This is a hundred times float32's rounding error, so passes do not agree by luck.
+# This seed has the largest margin among 1 to 12. With the small model, the best two tokens of every choice are
+# at least 7e-4 logits apart. This is a hundred times float32's rounding error, so passes do not agree by luck.
 SEED = 11
 
 Note = Callable[[str], None]
@@ -136,7 +136,7 @@ def run_demo(settings: DemoSettings, note: Note) -> DemoResult:
         ConfigError: a setting is wrong.
         DemoError: a pass failed.
     """
-    loaded = load()  # as the passes will read them, but with hidden secrets
+    loaded = load()  # the same settings as in the passes; `show` hides secrets
     cache_settings = {
         setting.name: (setting.kind.show(value_of(loaded.config, setting)), str(loaded.origins[setting.name]))
         for setting in all_settings(loaded.config)
@@ -234,7 +234,7 @@ def _write_checkpoint(work: Path, note: Note) -> Path:
 
 
 def _open_store(directory: Path | None, work: Path) -> Path:
-    """Make the store's directory. Refuse an unusable one before the first pass."""
+    """Return the store's directory. Make a given one, so that an unusable one is refused before the first pass."""
     if directory is None:
         return work / "store"
     with opening("directory", directory, ALLOWED):

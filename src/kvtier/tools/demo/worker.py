@@ -1,4 +1,4 @@
-"""Runs one pass of the demo in its own process, and contains the side of the parent process.
+"""Runs one pass of the demo in its own process. The parent process calls `pass_events`, which is here as well.
 
 The process is `python -m kvtier.tools.demo.worker JOB.json`. It prints one JSON object per line: `ready`, a `request`
 for each request, then `done`, or else `error`. Passes differ only in whether kvtier is attached to the model.
@@ -238,7 +238,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> int:
-    """Run as the process of a pass."""
+    """Run the pass whose job file is named on the command line. Return the exit code."""
 
     def emit(event: Mapping[str, object]) -> None:
         sys.stdout.write(json.dumps(event) + "\n")

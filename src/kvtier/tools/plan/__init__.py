@@ -10,5 +10,5 @@ result.binding.name  # the limit that is met first
 ```
 
 All figures are in bytes, seconds, tokens and rates per second; shares are from 0 to 1. Formulas and their sources are
-documented where they are used: `queueing`, `workload`, `limits`, `cost`.
+documented where they are used: `operating_point`, `workload`, `max_load`, `cost`.
 """

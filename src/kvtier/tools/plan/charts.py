@@ -1,15 +1,15 @@
-"""The charts of a plan and their curves."""
+"""Draw the charts of a plan, and compute their curves."""
 
 import math
 from collections.abc import Callable
 
 from kvtier.report.format import bytes_text, short_count, time_text
 from kvtier.tools.charts.chart import Axis, Chart, Charts, Curve, Rule, told_apart
-from kvtier.tools.plan.answer import arm_name, load_text, load_unit
 from kvtier.tools.plan.cost import cost
-from kvtier.tools.plan.limits import in_users
+from kvtier.tools.plan.max_load import TTFT, TTFT_P95, in_users
+from kvtier.tools.plan.operating_point import OperatingPoint, fetch_s, operate, prefill_s
 from kvtier.tools.plan.plan import Plan, Variant
-from kvtier.tools.plan.queueing import OperatingPoint, fetch_s, operate, prefill_s
+from kvtier.tools.plan.plan_text import arm_name, load_text, load_unit
 from kvtier.tools.plan.tier_selection import TIER_NAMES
 
 POINTS = 120
@@ -21,7 +21,7 @@ def answer_chart(plan: Plan) -> Charts:
     target, curves = plan.inputs.target, ttft_curves(plan)
     limit_s = target.ttft_s or target.ttft_p95_s
     met = [
-        Curve(x=[it.users_at_ttft], y=[limit_s], colour=curve.colour, dash="", marker="o")
+        Curve(x=[_users_at_limit(plan, it)], y=[limit_s], colour=curve.colour, dash="", marker="o")
         for curve, it in zip(curves, plan.arms, strict=True)
     ]
     last = max(it.x[-1] for it in curves)
@@ -88,7 +88,7 @@ def other_charts(plan: Plan) -> Charts:
 
 
 def capacity_curves(plan: Plan) -> list[Curve]:
-    """Plot bytes of KV against users, for several contexts that the model allows."""
+    """Plot bytes of KV against users, for several lengths of context that the model allows."""
     model = plan.deployment.model
     most = model.tokens_max or CONTEXTS[-1]
     contexts = [it for it in CONTEXTS if it <= most] or [most]
@@ -132,12 +132,18 @@ def crossing(computed: Curve, fetched: Curve) -> int | None:
 
 
 def ttft_curves(plan: Plan) -> list[Curve]:
-    """Plot the mean TTFT, or its limited percentile, against the load, until queues grow without end."""
+    """Plot the mean TTFT, or the 95th percentile if only that is limited, until queues grow without end."""
 
     def of(_: Variant, point: OperatingPoint) -> float:
         return point.ttft_s if plan.inputs.target.ttft_s else point.ttft_within_s(0.95)
 
-    return _variant_curves(plan, of, lambda it, _: load_text(plan, it.users_at_ttft))
+    return _variant_curves(plan, of, lambda it, _: load_text(plan, _users_at_limit(plan, it)))
+
+
+def _users_at_limit(plan: Plan, variant: Variant) -> float:
+    """Return the users at which the curve of `ttft_curves` meets its limit, which may not be the tightest one."""
+    name = TTFT if plan.inputs.target.ttft_s else TTFT_P95
+    return next(it.users for it in variant.ceiling.limits if it.name == name)
 
 
 def cost_curves(plan: Plan) -> list[Curve]:

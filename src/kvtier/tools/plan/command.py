@@ -8,7 +8,7 @@ import click
 from kvtier.cli.options import OutputFile, tier_option
 from kvtier.layout import Loss
 from kvtier.tools.options import gpu_option, ignore_option, refuse_beside
-from kvtier.tools.trace.reading import time_unit_option
+from kvtier.tools.trace.options import time_unit_option
 
 EVERY_CLASS = "all"
 """Value of `--loss` without a class."""

@@ -8,10 +8,10 @@ import click
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json
 from kvtier.report.table import print_table, print_text
-from kvtier.tools.plan.answer import conclusion, request, verdict
 from kvtier.tools.plan.hardware import catalogue, hardware_tables
 from kvtier.tools.plan.lossy_classes import class_plans, loss_table
 from kvtier.tools.plan.plan import make_plan, to_json
+from kvtier.tools.plan.plan_text import conclusion, request, verdict
 from kvtier.tools.plan.read_inputs import OPTIONS, gpu_options, load, tier_options, weight_options
 from kvtier.tools.plan.report import plan_report
 from kvtier.tools.plan.settings import settings_toml

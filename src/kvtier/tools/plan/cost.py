@@ -5,7 +5,7 @@ All prices are inputs; without them there are only ratios.
 
 from dataclasses import dataclass
 
-from kvtier.tools.plan.queueing import OperatingPoint, prefill_s
+from kvtier.tools.plan.operating_point import OperatingPoint, prefill_s
 from kvtier.tools.plan.resolve import Deployment
 
 _TIER_PRICES = {"host": "price.host_memory_per_gb", "disk": "price.drive", "shared": "price.shared_per_tb"}
@@ -27,14 +27,14 @@ class Cost:
     tokens_per_s_per_watt: float
     """Output tokens per second for each watt."""
     tokens_per_s_per_price: float | None
-    """Output tokens per second for each unit of money over the years, including energy."""
+    """Output tokens per second for each unit of money in `total`."""
     missing: tuple[str, ...]
     """Price inputs that are required but not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
-    """Time for which keeping KV in a tier is cheaper than recreating it.
+    """Time for which keeping KV in a tier is cheaper than an alternative, such as computing it again.
 
     This is the five-minute rule (Gray and Putzolu, 1987; Gray and Graefe, 1997; Appuswamy et al., 2017) with the GPU in
     the role of the disk. Keeping a chunk for T costs its share of the tier's price; computing it again costs its share
@@ -46,7 +46,7 @@ class BreakEven:
     instead_of: str
     """The alternative to keeping KV: computing it again, or reading it from a drive."""
     per_price_ratio_s: float
-    """T if the tier and the alternative had equal unit prices; multiplied by the ratio of their prices, it is T."""
+    """T if a `saved_unit` cost as much as a `unit`. Multiply by the ratio of their prices to get T at real prices."""
     saved_unit: str
     unit: str
     residence_s: float | None

@@ -1,6 +1,6 @@
 """Read the hardware catalogue, `hardware.toml`, in which each entry has a source and a date.
 
-Also read link speeds from a record of `kvtier probe`, which replace those of the catalogue.
+Also read link speeds from a record of `kvtier probe`. They replace those of the catalogue.
 """
 
 import json
@@ -46,7 +46,7 @@ class HardwareItem:
 
 @cache
 def catalogue() -> dict[str, dict[str, HardwareItem]]:
-    """Map kind to name to item."""
+    """Return the items of the catalogue, by kind and then by name."""
     tables = tomllib.loads((files("kvtier.tools.plan") / "hardware.toml").read_text(encoding="utf-8"))
     sources = tables["source"]
     return {
@@ -73,7 +73,7 @@ def find(kind: str, name: str, origin: str) -> HardwareItem:
     known, plain = catalogue()[kind], _plain(name)
     if plain not in known:
         raise unknown(
-            f"not in the catalogue of {kind}s",
+            f"the catalogue has no such {'GPU' if kind == 'gpu' else kind}",
             plain,
             sorted(known),
             setting=KINDS[kind],
@@ -84,7 +84,9 @@ def find(kind: str, name: str, origin: str) -> HardwareItem:
 
 
 def split_count(text: str, origin: str) -> tuple[int | None, str]:
-    """Split ``8xh100-sxm``, ``h100-sxmx8`` or ``h100-sxm`` into number and name. All commands use this grammar.
+    """Split ``8xh100-sxm`` or ``h100-sxmx8`` into number and name; in ``h100-sxm`` the number is None.
+
+    All commands use this grammar.
 
     Raises:
         ConfigError: the number is zero or too large.
@@ -96,7 +98,7 @@ def split_count(text: str, origin: str) -> tuple[int | None, str]:
         return None, text.strip()
     count = int(found[1] or found[3])
     if not 1 <= count <= COUNT_MAX:
-        raise ConfigError(f"{origin}: {text!r}; allowed: from 1 to {COUNT_MAX:,} of them")
+        raise ConfigError(f"{origin}: the number in {text!r} is not allowed; allowed: 1 to {COUNT_MAX:,}")
     return count, found[2].strip()
 
 
@@ -141,7 +143,7 @@ FILE_BYTES_MAX = 8 << 20
 _ALLOWED = "a file that `kvtier probe --record` or `kvtier probe --json` wrote"
 
 ROUND_TRIP = "contains"
-"""The operation of a `Speed` that moves no bytes."""
+"""Name of the operation of a `Speed` that measures a round trip and moves no bytes."""
 
 
 class Speed(NamedTuple):

@@ -1,7 +1,7 @@
 """The inputs of a plan, each with its section, default, allowed values, meaning, and the source of the default.
 
-To add an input, add a line here: the file reader, `--set`, the list of assumptions, messages and sensitivities use it.
-A 0 means "from the catalogue", "from the model" or "not given" where the line says so.
+To add an input, add a line here. The file reader, `--set`, the list of assumptions, messages and sensitivities then
+include it. If the line says so, the value 0 stands for "from the catalogue", "from the model" or "not given".
 """
 
 import math
@@ -35,7 +35,7 @@ _TOKENS = Count(0, 10**8)
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number, also written ``6.98e9``."""
+    """A kind of input: a number from `least` to `most`, in text also ``6.98e9`` or ``128k``."""
 
     least: float
     most: float
@@ -46,7 +46,7 @@ class Number:
         return f"a number from {self.least:g} to {self.most:g}"
 
     def read(self, raw: object, *, is_text: bool) -> float:
-        """Read a number, or the text of one."""
+        """Read a number. With `is_text`, it may be a string."""
         if is_text and isinstance(raw, str):
             try:
                 raw = float(raw)
@@ -63,10 +63,10 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class RoundSize(Size):
-    """Bytes, shown in units that make them round: decimal for drives, binary for memory."""
+    """A number of bytes, shown in binary units if it is a multiple of 1 MiB, as for memory, or else in decimal ones."""
 
     def show(self, value: object) -> str:
-        """Return the size with its unit."""
+        """Return the size with its unit, or ``none`` for 0."""
         text = bytes_text(value) if isinstance(value, int) and value % 2**20 else Size.show(self, value)
         return text if value else "none"
 
@@ -85,7 +85,7 @@ class Rate(Number):
         return f"bytes a second as a number, or a size such as 14.5 GB/s; from {span}"
 
     def read(self, raw: object, *, is_text: bool) -> float:
-        """Read a number, or a text with or without ``/s``."""
+        """Read a rate: a number, or a string such as ``14.5 GB/s``, in which ``/s`` is optional."""
         if isinstance(raw, str):
             text = raw.strip().removesuffix("/s")
             try:
@@ -101,13 +101,13 @@ class Rate(Number):
 
 @cache
 def _from_zero(kind: Count | Number | Seconds | Size) -> Count | Number | Seconds | Size:
-    """Return the kind with a least value of 0."""
+    """Return a copy of `kind` that allows values from 0."""
     return replace(kind, least=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Or:
-    """Another kind, or a special value: 0, or None, which is also written ``auto``."""
+    """A kind that also allows one special value: 0, or None, which text writes as ``auto``."""
 
     kind: Count | Number | Seconds | Size
     means: str
@@ -115,7 +115,7 @@ class Or:
 
     @property
     def allowed(self) -> str:
-        """What the kind allows, and the special value."""
+        """The allowed values of the kind, and the special value, in words."""
         return f"{self.kind.allowed}; {'auto' if self.value is None else 0}: {self.means}"
 
     def read(self, raw: object, *, is_text: bool) -> object:
@@ -128,7 +128,7 @@ class Or:
         return self.kind.read(raw, is_text=is_text)
 
     def show(self, value: object) -> str:
-        """Return the meaning of the special value, or the kind's text."""
+        """Return `means` if `value` is the special value; otherwise return `value` as the kind shows it."""
         return self.means if value == self.value else self.kind.show(value)
 
 
@@ -172,7 +172,7 @@ class ModelInputs(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuInputs(SettingsSection):
-    """The GPUs, and the share of the data sheet that an engine reaches."""
+    """The GPUs, and the shares of their data sheet's figures that an engine reaches."""
 
     section: ClassVar[str] = "gpu"
 
@@ -275,7 +275,7 @@ class TrafficInputs(SettingsSection):
     question_tokens: int = setting(100, Count(1, 10**8), "Tokens that each query adds.")
     answer_tokens: int = setting(100, Count(1, 10**7), "Tokens of an answer.", "LMBenchmark, long run")
     reuse: float | None = setting(
-        None, Or(Number(0, 1), "from turns and lengths", None), "Share of prompt tokens of earlier prompts."
+        None, Or(Number(0, 1), "from turns and lengths", None), "Share of prompt tokens that occur in earlier prompts."
     )
     arrivals_cv2: float = setting(
         1.0, Number(0, 100), "Squared coefficient of variation of the times between queries; 1: independent users."
@@ -322,7 +322,7 @@ class TargetInputs(SettingsSection):
         SettingsSection.__post_init__(self)
         if not (self.ttft_s or self.ttft_p95_s):
             raise ConfigError(
-                "target.ttft_s and target.ttft_p95_s are both 0, which means no limit; allowed: a limit for one of them"
+                "target.ttft_s and target.ttft_p95_s are both 0, which means no limit; set a limit for one of them"
             )
 
 
@@ -375,7 +375,7 @@ class SharedInputs(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftwareInputs(SettingsSection):
-    """Behaviour of the engine and the cache."""
+    """Behavior of the engine and the cache."""
 
     section: ClassVar[str] = "software"
 
@@ -422,12 +422,12 @@ class PriceInputs(SettingsSection):
     host_memory_per_gb: float = setting(0.0, Or(Number(1e-9, 1e9), "not given"), "Host memory, for 10^9 bytes.")
     drive: float = setting(0.0, Or(Number(1e-9, 1e9), "not given"), "One drive.")
     shared_per_tb: float = setting(0.0, Or(Number(1e-9, 1e9), "not given"), "Shared storage, for 10^12 bytes.")
-    energy_per_kwh: float = setting(0.0, Or(Number(1e-9, 1e6), "not given"), "Energy.")
+    energy_per_kwh: float = setting(0.0, Or(Number(1e-9, 1e6), "not given"), "One kWh of energy.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerInputs(SettingsSection):
-    """Power of everything except drives and busy GPUs."""
+    """Power of servers and idle GPUs, and the overhead of the site."""
 
     section: ClassVar[str] = "power"
 
@@ -468,15 +468,16 @@ class Inputs:
         return self.origins.get(name) or (f"default ({source})" if source else "default")
 
     def change(self, values: Mapping[str, object], origin: str = "Python") -> "Inputs":
-        """Copy the inputs and replace some values, named by ``section.key``.
+        """Return a copy with some values replaced. `values` names them by ``section.key``.
 
         Raises:
             ConfigError: a value is not allowed.
         """
-        parts: dict[str, Any] = {}
+        changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             section, _, key = name.partition(".")
-            parts[section] = replace(parts.get(section, getattr(self, section)), **{key: value})
+            changed.setdefault(section, {})[key] = value
+        parts: dict[str, Any] = {name: replace(getattr(self, name), **keys) for name, keys in changed.items()}
         return replace(self, **parts, origins={**self.origins, **dict.fromkeys(values, origin)})
 
 

@@ -1,4 +1,4 @@
-"""Compute how the lossy classes of engines change a plan: the same drives and shared storage hold more KV."""
+"""Compute how an engine's lossy class (`store.loss`) changes a plan: the same drives and shared storage hold more."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -8,22 +8,22 @@ from kvtier.errors import ConfigError
 from kvtier.layout import Loss
 from kvtier.report.format import digits
 from kvtier.report.table import Table
-from kvtier.tools.plan.answer import gpus_text, in_words, load_text, load_unit, names_text
 from kvtier.tools.plan.command import EVERY_CLASS
-from kvtier.tools.plan.limits import is_within, life_years, most_users
+from kvtier.tools.plan.max_load import is_within, life_years, most_users
 from kvtier.tools.plan.needs_report import optional, size_name, years_text
+from kvtier.tools.plan.operating_point import operate
 from kvtier.tools.plan.plan import Plan
-from kvtier.tools.plan.queueing import operate
+from kvtier.tools.plan.plan_text import gpus_text, in_words, load_text, load_unit, names_text
 from kvtier.tools.plan.resolve import Deployment, resolve
 from kvtier.tools.plan.tier_demand import enough_bytes
 from kvtier.tools.size import of
 
 QUALITY: Mapping[Loss, str] = MappingProxyType({"none": "exact", "k8v4": "KL up to 0.5 N", "int4": "KL up to 5.0 N"})
-"""What the records of `kvtier bench quality` say of each class, at the worst judge and text. N: see docs/lossy.md."""
+"""Error of each class in the records of `kvtier bench quality`, for the worst judge and text (N: docs/lossy.md)."""
 
 
 class ClassPlan(NamedTuple):
-    """The figures of one class. Host memory keeps raw KV; drives and shared storage keep coded KV."""
+    """The figures of a plan with one class. Host memory keeps raw KV; drives and shared storage keep coded KV."""
 
     loss: Loss
     share: float
@@ -41,7 +41,7 @@ class ClassPlan(NamedTuple):
 
 
 def class_plans(deployment: Deployment, loss: str) -> list[ClassPlan]:
-    """Compute a deployment without a class, and with `loss` or with every class, at the same size and tiers.
+    """Compute the figures of a deployment without a class, and with `loss` or every class, at the same size and tiers.
 
     Raises:
         ConfigError: no class has this name.
@@ -79,7 +79,10 @@ def class_plans(deployment: Deployment, loss: str) -> list[ClassPlan]:
 
 
 def loss_table(plan: Plan, plans: Sequence[ClassPlan]) -> Table:
-    """Show the classes on the hardware that the load requires with all given tiers, or else on the given hardware."""
+    """Show the classes on the hardware that the load requires with all given tiers.
+
+    If no number of GPUs is enough, show them on the given hardware.
+    """
     deployment = (plan.given.need or plan.given).deployment
     tiers = deployment.tiers
     hardware = f"{gpus_text(plan, deployment.inputs.gpu.count)} with {names_text([it.name for it in tiers])}"

@@ -24,17 +24,16 @@ class Experts(NamedTuple):
     """Experts that one token uses."""
 
     def bytes_of(self, weight_bytes: float, total: float, active: float) -> float:
-        """Return the bytes of all routed experts among `weight_bytes` of `total` parameters.
+        """Return the bytes of all routed experts, if `total` parameters take `weight_bytes` and a token uses `active`.
 
-        A token skips only ``1 - used / count`` of the experts, so all of them hold ``(total - active)`` over that
-        share.
+        A token skips ``total - active`` parameters. They are ``1 - used / routed`` of the experts' parameters.
         """
         if self.routed <= self.used or active >= total:
             return 0.0
         return weight_bytes * min((1 - active / total) / (1 - self.used / self.routed), 1.0)
 
     def read_share(self, tokens: float) -> float:
-        """Return the share of the experts that a step for `tokens` tokens reads: ``1 - (1 - used / count)^tokens``.
+        """Return the share of the experts that a step for `tokens` tokens reads: ``1 - (1 - used / routed)^tokens``.
 
         This is the expectation for independent tokens that use every expert equally often. Tokens of one subject use
         fewer experts.
@@ -75,7 +74,7 @@ class ModelCost:
     state_bytes: float
     """Bytes of one snapshot of the recurrent states on all ranks. Each rank stores and loads its own."""
     gpu_bytes: Callable[[float], float]
-    """Bytes that an idle conversation of this many tokens takes in GPU memory, over all ranks."""
+    """Returns the bytes that an idle conversation of a number of tokens takes in the GPU memory of all ranks."""
     attention: tuple[AttentionCost, ...]
     tokens_max: int | None
 
@@ -100,7 +99,7 @@ class ModelCost:
         return self.token_bytes * tokens + (self.state_bytes if tokens else 0.0)
 
     def loaded_bytes(self, tokens: float) -> float:
-        """Return the stored bytes that a load of `tokens` reads: only the last tokens of a layer with a window."""
+        """Return the stored bytes that a load of `tokens` reads: for a layer with a window, only the last tokens."""
         read = sum(it.stored * min(tokens, it.last_tokens) for it in self.spans)
         return read + (self.state_bytes if tokens else 0.0)
 
@@ -166,7 +165,8 @@ def model_cost(kv: KvSize, copies: int = 0) -> ModelCost:
 def _dimensions(cache: LayerCache, fields: Mapping[str, object]) -> float:
     """Return the dimensions of K and V together, for one head and one pair of tokens.
 
-    MLA computes prefill on the expanded heads (DeepSeek-V2, section 2.1). A key has nope and rope parts.
+    MLA computes prefill on the expanded heads (DeepSeek-V2, section 2.1). A key has a part without rotary embedding
+    (nope) and a part with it (rope).
     """
     if cache.kind == "mla":
         parts = [fields.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]

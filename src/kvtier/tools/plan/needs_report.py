@@ -15,18 +15,18 @@ from kvtier.report.format import (
     time_text,
 )
 from kvtier.report.table import Table
-from kvtier.tools.plan.answer import arm_name, in_words, load_unit, shown_load, with_energy, without_drives
 from kvtier.tools.plan.cost import worn
 from kvtier.tools.plan.inputs import ModelInputs
-from kvtier.tools.plan.limits import is_served
+from kvtier.tools.plan.max_load import is_served
+from kvtier.tools.plan.operating_point import GPU
 from kvtier.tools.plan.plan import Machine, Need, Plan, Variant
-from kvtier.tools.plan.queueing import GPU
+from kvtier.tools.plan.plan_text import arm_name, in_words, load_unit, shown_load, with_energy, without_drives
 from kvtier.tools.plan.tier_demand import DriveLoad
 from kvtier.tools.plan.tier_selection import LEAST_GAIN, TIER_NAMES, PlannedSize
 
 
 def needs_table(plan: Plan) -> Table:
-    """Build the table of hardware for the requested load, with one column per arm: GPU memory alone and each way."""
+    """Build the table of hardware for the requested load, with a column for each variant in `plan.arms`."""
     inputs, target, used = plan.inputs, plan.inputs.target, plan.inputs.target.gpu_used
     needs = [it.need for it in plan.arms]
     reuses = inputs.software.gpu_reuse
@@ -106,7 +106,10 @@ def needs_table(plan: Plan) -> Table:
 
 
 def _reserve(arm: Variant) -> str:
-    """Return the GPUs with a reserve as a cell, with the size of their copies if it differs from that without one."""
+    """Return the number of GPUs with a reserve as a cell.
+
+    Add the size of their copies if it differs from the size without a reserve.
+    """
     found, need = arm.reserve, arm.need
     if found is None or need is None:
         return NONE
@@ -178,7 +181,7 @@ def _reads_with_reserve(plan: Plan) -> str:
 
 
 def _windows(plan: Plan) -> str:
-    """State how many bytes a hit reads per token if layers have a window: fewer than a token stores."""
+    """State how many bytes per token a hit reads if layers have a window: fewer than a tier stores."""
     model, tokens = plan.deployment.model, plan.deployment.workload.reusable_tokens
     read = (model.loaded_bytes(tokens) - model.state_bytes) / tokens if tokens else 0.0
     return (
@@ -198,7 +201,7 @@ def _snapshots(plan: Plan) -> str:
 
 
 def drives_table(plan: Plan, drives: DriveLoad) -> Table:
-    """Build the table of the load on the drives, and how many to buy."""
+    """Build the table of the load on the drives. Its note says how many to buy."""
     target, need = plan.inputs.target, plan.chosen.need
     deployment = (need or plan.chosen).deployment
     inputs, disk = plan.inputs, deployment.inputs.disk
@@ -275,7 +278,7 @@ def drives_table(plan: Plan, drives: DriveLoad) -> Table:
 
 
 def _lasting_writes(plan: Plan, drives: DriveLoad, *, at: bool = False) -> str:
-    """State the share of writes with which drives last, and with `at` also the load, if it is below the planned one."""
+    """State the share of writes with which drives last. With `at`, add the load if it is below the planned one."""
     users = in_words(plan, drives.users)
     if drives.write_share is None:
         return f"serve at most {users}"

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from kvtier.tools.plan.cost import BreakEven, Cost, break_evens, cost
 from kvtier.tools.plan.inputs import SETTINGS, Inputs
-from kvtier.tools.plan.limits import (
+from kvtier.tools.plan.max_load import (
     FIRST_TOKEN,
     Ceiling,
     InputSensitivity,
@@ -24,7 +24,7 @@ from kvtier.tools.plan.limits import (
     throughput,
     used_shares,
 )
-from kvtier.tools.plan.queueing import GPU, OperatingPoint, operate, prefill_s
+from kvtier.tools.plan.operating_point import GPU, OperatingPoint, operate, prefill_s
 from kvtier.tools.plan.resolve import SEARCHED, Basis, Deployment, deployments, given_totals, of_each_host, resolve
 from kvtier.tools.plan.tier_demand import CapacityNeed, DriveLoad, capacity, drive_load, enough_bytes
 from kvtier.tools.plan.tier_selection import (
@@ -41,7 +41,7 @@ from kvtier.tools.plan.tier_selection import (
 
 HIT_SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 _SPARSE = frozenset({"indexer", "compressed"})
-"""Kinds of layers whose KV `connect.vllm.support` refuses, because vLLM gives it a special role or a model version."""
+"""Kinds of layers whose KV `connect.vllm.support` refuses, because vLLM gives it a special role or model version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Variant:
     users_at_ttft: float
     """Users within the limit of the time to first token alone."""
     throughput_per_s: float
-    """Most requests per second that the GPUs complete."""
+    """Highest number of requests per second that the GPUs complete."""
     point: OperatingPoint
     """Operating point at the served load: the requested one, or the most that the GPUs complete."""
     ttft_s: float
@@ -96,9 +96,9 @@ class Variant:
     gpus_least: int | None
     """Fewest GPUs that serve the requested load within the limits, at any size; None if no number is enough."""
     reserve: Machine | None
-    """Hardware whose most users, times `target.gpu_used`, cover the requested load. None if no number is enough.
+    """Hardware with a reserve: its most users, times `target.gpu_used`, are at least the requested load.
 
-    It is the hardware of the need if that suffices, or else has the fewest GPUs.
+    It is `need` itself if that suffices, or else the hardware with the fewest GPUs; None if no number is enough.
     """
     need: Need | None
     """The hardware that the requested load requires; None if no number of GPUs is enough."""
@@ -144,7 +144,7 @@ class PlannedTier:
     capacity_bytes: float
     """Capacity on the hardware that the requested load requires, or else on the given hardware."""
     worth_it: bool = True
-    """Whether the plan recommends it. GPU memory is always there."""
+    """Whether the plan recommends it; always true for GPU memory."""
     why_not: str = ""
     """Why the tier adds no users to the recommended tiers; empty if it adds some, or is recommended."""
     user_price: float | None = None
@@ -155,7 +155,7 @@ class PlannedTier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All results, in bytes, seconds, tokens and rates per second. Shares are from 0 to 1."""
+    """All results of a plan, in bytes, seconds, tokens and rates per second. Shares are from 0 to 1."""
 
     choices: tuple[Choice, ...]
     """All choices of the given tiers: the one without tiers first, the one with all of them last."""
@@ -163,11 +163,12 @@ class Plan:
     ways: tuple[Variant, ...]
     """Alternatives worth buying, the recommended one first; GPU memory alone if no tier gains anything."""
     given: Variant
-    """The choice of all tiers of the inputs."""
+    """The variant with all tiers of the inputs."""
     arms: tuple[Variant, ...]
-    """Variants to compare for the requested load: GPU memory alone, each way, and then those worth buying for it.
+    """Variants to compare for the requested load: GPU memory alone, each of `ways`, and then other choices.
 
-    A choice follows that needs clearly fewer GPUs, or less money, than every way.
+    The others are those of `bought`, and those that need clearly fewer GPUs, or less money, than all of `ways`. If the
+    load fits on the given GPUs with none of these, the smallest choices with which it fits follow.
     """
     bought: tuple[Variant, ...]
     """Alternatives worth buying for the requested load, the recommended one first; empty if no tier saves enough.
@@ -188,7 +189,7 @@ class Plan:
     None if that saves no GPUs, no totals are given, or the load requires no more hosts than the given ones.
     """
     user_prices: dict[tuple[str, ...], float]
-    """Price per user of each choice of tiers; empty if prices are missing. It decides what is worth buying."""
+    """Price per user of each choice of tiers; empty if prices are missing. They decide what is worth buying."""
     prices_load: bool
     """Whether prices are for the GPUs that the requested load requires with a reserve, instead of the given GPUs."""
     tiers: tuple[PlannedTier, ...]
@@ -234,7 +235,10 @@ class Plan:
 
     @property
     def serves_any(self) -> bool:
-        """Whether the given GPUs serve any user within the limits, with any choice of tiers."""
+        """Whether at least one choice of tiers lets the given GPUs serve at least one user within the limits.
+
+        For a load in queries per second, more than zero is enough.
+        """
         return any(self.deployment.workload.is_any(it.users) for it in self.choices)
 
     @property
@@ -254,7 +258,7 @@ class Plan:
 
     @property
     def binding(self) -> Limit:
-        """The limit that is met first, with tiers."""
+        """The limit that is met first with the recommended tiers."""
         return self.tiered.ceiling.binding
 
     @property
@@ -269,7 +273,7 @@ class Plan:
 
     @property
     def is_overloaded(self) -> bool:
-        """Whether the requested load exceeds the limits, both with the tiers worth buying and without tiers."""
+        """Whether the requested load exceeds the limits of the given GPUs with every variant of `arms`."""
         return not any(it.need and it.need.gpus <= self.inputs.gpu.count for it in self.arms)
 
 
@@ -288,7 +292,7 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
     found = choices(sizes)
     prices, prices_load = user_prices(found), False
     worth = worth_buying(found, prices)
-    searched = sizes_of_a_host(inputs, sizes[0].basis)  # a plan that names fewer tiers searches the same
+    searched = sizes_of_a_host(inputs, sizes[0].basis)  # a plan that names fewer tiers searches the same sizes
     every = [_variant(inputs, it, sizes, searched) for it in found]
     variants = {it.tiers: it for it in every}
     alone, given = variants[()], variants[found[-1].tiers]
@@ -299,7 +303,7 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
     ways, amounts = [variants[it.tiers] for it in worth], _amounts(every, by_price=bool(prices))
     saved = saving(amounts)
     others = {*saved, *_better(ways, amounts, LEAST_GAIN if any(it.cost for it in found) else 1.0)}
-    if prices_load and ways == [alone]:  # compare with the cheapest one
+    if prices_load and ways == [alone]:  # compare with the cheapest choice of tiers
         others = {*sorted(filter(None, prices), key=prices.__getitem__)[:1]}
     if not any(it.need_gpus <= inputs.gpu.count for it in (alone, *ways, *(variants[it] for it in others))):
         others |= {*smallest([it.tiers for it in every if it.need_gpus <= inputs.gpu.count])}  # the load fits
@@ -334,7 +338,7 @@ def make_plan(inputs: Inputs, basis: Basis | None = None, *, with_sensitivities:
 
 
 def _grown_gpus(inputs: Inputs, given: Variant, least: float) -> int | None:
-    """Find the GPUs with all tiers if given totals grew with the hosts; None if these are no fewer than `least`."""
+    """Find the fewest GPUs with all tiers if given totals grew with the hosts; None if no fewer than `least`."""
     deployment = given.deployment
     if least <= deployment.hosts * deployment.inputs.host.gpus or not given_totals(inputs):
         return None
@@ -352,7 +356,7 @@ def _amounts(arms: Sequence[Variant], *, by_price: bool) -> dict[tuple[str, ...]
 
 
 def _better(ways: Sequence[Variant], amounts: Mapping[tuple[str, ...], float], gain: float) -> list[tuple[str, ...]]:
-    """Find the smallest choices among those with the least of `amounts`, if no way has nearly as little.
+    """Find the choices with the smallest of `amounts`, without superfluous tiers; none if a way needs nearly as little.
 
     Args:
         ways: variants worth buying for a full server.
@@ -393,7 +397,10 @@ def _variant(
 
 
 def _reserve(inputs: Inputs, choice: Choice, need: Need, searched: Sequence[tuple[int, bool]]) -> Machine | None:
-    """Find hardware whose most users, times `target.gpu_used`, cover the load, with no fewer GPUs than the need."""
+    """Return the hardware with a reserve: `need` if it has one, or else the fewest GPUs that have one.
+
+    Hardware has a reserve if its most users, times `target.gpu_used`, cover the requested load.
+    """
     deployment, requested = need.deployment, need.point.requests_per_s
     load = requested / inputs.target.gpu_used
     if is_served(in_users(deployment, load), need.users):
@@ -471,7 +478,7 @@ def _tiers(
 def to_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain values: bytes, seconds, tokens, rates per second, shares from 0 to 1.
 
-    Infinity is null.
+    An infinite value is None, which is null in JSON.
     """
     deployment, load, per_hour = plan.deployment, plan.deployment.workload, plan.tiered.cost.per_hour
     document: dict[str, Any] = {
@@ -612,7 +619,7 @@ def _variant_json(variant: Variant) -> dict[str, Any]:
 
 
 def _finite(value: object) -> object:
-    """Replace the infinities in `value`, because JSON has none."""
+    """Return `value` with None for each infinite number, because JSON has no infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -69,13 +69,14 @@ def load(
         example: name of an example that ships with the package; empty means none.
         file: TOML file with a table for each section.
         options: values of command-line options by ``section.key``; None means not given.
-        sets: ``section.key=value`` texts.
-        probe: record of `kvtier probe`, whose link speeds replace those of the catalogue.
+        sets: strings of the form ``section.key=value``.
+        probe: record of `kvtier probe`. Its link speeds replace those of the catalogue.
 
     Raises:
         ConfigError: an unknown example, section or input, a value that is not allowed, or a file that is not TOML.
 
-    A limit of only the 95th percentile replaces the default limit of the mean. If both are given, both apply.
+    If only the 95th percentile is given a limit, that limit replaces the default limit of the mean. If both limits are
+    given, both apply.
     """
     given = [
         *_from_tables(example_tables(example) if example else {}, f"example {example}"),
@@ -119,7 +120,7 @@ def _from_tables(tables: Mapping[str, Any], origin: str) -> Iterator[_Value]:
 
 
 def _from_probe(path: Path) -> Iterator[_Value]:
-    """Yield measured speeds. The share of the data sheet becomes 1, because measured speeds need no correction."""
+    """Yield the measured speeds. Shares that correct a data sheet's speeds become 1, since they are not needed."""
     links = read_links(path, "--probe")
     drive = "disk" if "disk" in links else "directory"
     for rate, shares in (
@@ -137,7 +138,7 @@ def _from_probe(path: Path) -> Iterator[_Value]:
 
 
 def gpu_options(text: str) -> dict[str, object]:
-    """Return the inputs of ``--gpu 8xh100-sxm``, or of ``--gpu h100-sxm``, which means one GPU.
+    """Return the inputs that an option such as ``--gpu 8xh100-sxm`` sets; ``--gpu h100-sxm`` means one GPU.
 
     Raises:
         ConfigError: the number is not allowed.
@@ -147,7 +148,10 @@ def gpu_options(text: str) -> dict[str, object]:
 
 
 def weight_options(text: str) -> dict[str, object]:
-    """Return the inputs of ``--weights fp8``, or of a size: ``141GB`` means the parameters that fill 141 GB in bf16."""
+    """Return the inputs that an option such as ``--weights fp8`` sets.
+
+    A size, such as ``141GB``, means as many parameters as fill it in bf16.
+    """
     if text in WEIGHT_BYTES:
         return {"model.weights": "bf16" if text == "fp16" else text}
     try:
@@ -158,41 +162,48 @@ def weight_options(text: str) -> dict[str, object]:
 
 
 def tier_options(texts: Sequence[str]) -> dict[str, object]:
-    """Return the inputs of all `--tier` options together, such as ``host=1TiB``, ``disk=4x7.68TB``, ``s3=1000TB``.
+    """Return the inputs that all `--tier` options set together, as in ``host=1TiB``, ``disk=4x7.68TB``, ``s3=1000TB``.
 
-    A tier that no text names has no capacity. A size after a number of drives is the size of one drive. A remote kind
-    becomes the plan's ``shared``, any other kind its ``disk``.
+    If there is any text, a tier that no text names gets no capacity. A size after a number of drives is the size of one
+    drive. A tier of a remote kind becomes the plan's ``shared``, one of any other kind its ``disk``.
 
     Raises:
-        ConfigError: a text is malformed, names a tier twice, or has a figure that a plan does not have.
+        ConfigError: a text is malformed, gives a second tier where a plan takes only one, or has a figure that
+            a plan does not have.
     """
     found: dict[str, dict[str, object]] = {}
     for text in texts:
         tier, source = describe(text, SettingOrigin("", "--tier")), f"--tier {shown_place(text)!r}"
         section = HOST if tier.kind == HOST else "shared" if tier.is_remote else "disk"
         if section in found:
-            raise ConfigError(f"{source}: {section} is given twice; allowed: once")
+            raise ConfigError(
+                f"{source}: a plan takes only one {section} tier, and an earlier --tier already gives it; leave one of "
+                "them out"
+            )
         for key, figure in {"latency": "latency_s", "write": "write_bytes_per_s", "drives": "drives"}.items():
             is_planned = section == "disk" if key == "drives" else section != HOST and key == "write"
             if getattr(tier, figure) is not None and not is_planned:
-                raise ConfigError(f"{source}, {key}: a plan has no {figure} of {section}; allowed: without {key}=")
+                raise ConfigError(f"{source}: a plan does not use {key}= for {section}; leave out {key}=")
         found[section] = {HOST: _host, "disk": _drives, "shared": _shared}[section](tier, source)
     absent = {"host.capacity_bytes": 0, "disk.count": 0, "shared.capacity_bytes": 0}
     return {**absent, **{name: value for inputs in found.values() for name, value in inputs.items()}} if found else {}
 
 
 def _drives(tier: DescribedTier, source: str) -> dict[str, object]:
-    """Return the inputs of drives; None means not given.
+    """Return the inputs of the drives that `tier` describes. None means that an input is not given.
 
     Rates in `tier` are for all drives; rates in the inputs are for one drive.
     """
     if None not in (tier.capacity_bytes, tier.drives):
-        raise ConfigError(f"{source}: a capacity and drives; allowed: one of them, and --set disk.filled")
+        raise ConfigError(
+            f"{source} gives a capacity and drives; give one of them, and the share of drives for KV as --set "
+            "disk.filled"
+        )
     number, part = split_count(tier.drives, "--tier") if tier.drives else (None, "")
     count = 0 if tier.capacity_bytes == 0 else number or 1
     read, write = tier.read_bytes_per_s, tier.write_bytes_per_s
     if not count and (read or write):
-        raise ConfigError(f"{source}: rates without drives; allowed: a capacity, or no rates")
+        raise ConfigError(f"{source} gives rates for no drives; give a capacity above 0, or leave out the rates")
     return {
         "disk.count": count,
         "disk.capacity_bytes": part if part[:1].isdigit() else tier.capacity_bytes or None,
@@ -203,14 +214,17 @@ def _drives(tier: DescribedTier, source: str) -> dict[str, object]:
 
 
 def _host(tier: DescribedTier, _: str) -> dict[str, object]:
-    """Return the inputs of host memory; None means not given. A rate means one channel with its full share."""
+    """Return the inputs of host memory. None means that an input is not given.
+
+    A given rate becomes that of a single channel, which KV uses completely.
+    """
     one = None if tier.read_bytes_per_s is None else 1
     inputs = {"channel_bytes_per_s": tier.read_bytes_per_s, "channels": one, "share": one}
     return {"host.capacity_bytes": tier.capacity_bytes, **{f"host.{key}": value for key, value in inputs.items()}}
 
 
 def _shared(tier: DescribedTier, _: str) -> dict[str, object]:
-    """Return the inputs of shared storage; None means not given. Rates are for the whole store."""
+    """Return the inputs of shared storage, with rates of the whole store. None means that an input is not given."""
     keys = ("capacity_bytes", "read_bytes_per_s", "write_bytes_per_s")
     return {f"shared.{key}": getattr(tier, key) for key in keys}
 

@@ -16,7 +16,13 @@ from kvtier.report.format import (
 )
 from kvtier.report.table import Table
 from kvtier.tools.charts.report import PageSection, Report
-from kvtier.tools.plan.answer import (
+from kvtier.tools.plan.charts import answer_chart, other_charts
+from kvtier.tools.plan.cost import Cost
+from kvtier.tools.plan.inputs import SETTINGS
+from kvtier.tools.plan.max_load import STEP, InputSensitivity
+from kvtier.tools.plan.needs_report import drives_table, needs_table, optional, size_name, years_text
+from kvtier.tools.plan.plan import Plan, Variant
+from kvtier.tools.plan.plan_text import (
     arm_name,
     circumstances,
     conclusion,
@@ -31,18 +37,12 @@ from kvtier.tools.plan.answer import (
     with_energy,
     within,
 )
-from kvtier.tools.plan.charts import answer_chart, other_charts
-from kvtier.tools.plan.cost import Cost
-from kvtier.tools.plan.inputs import SETTINGS
-from kvtier.tools.plan.limits import STEP, InputSensitivity
-from kvtier.tools.plan.needs_report import drives_table, needs_table, optional, size_name, years_text
-from kvtier.tools.plan.plan import Plan, Variant
 from kvtier.tools.plan.settings import settings_toml
 from kvtier.tools.plan.tier_selection import LEAST_GAIN, TIER_NAMES
 from kvtier.tools.plan.workload import without_effect
 
 SENSITIVITIES = 12
-"""Most inputs in the table of sensitivities."""
+"""Maximum number of inputs in the table of sensitivities."""
 LIMITS = (
     (
         "Limits are of mean times. The 95th percentile assumes an exponential tail of the waiting time, and no other "

@@ -61,8 +61,8 @@ def read_basis(inputs: Inputs) -> Basis:
     for name in ("traffic.trace_time_unit", "traffic.trace_window_s", "traffic.load"):
         if name in inputs.origins and not inputs.traffic.trace:
             raise ConfigError(
-                f"{name} = {inputs.value(name)!r} (from {inputs.origin(name)}): it is about a trace, and the plan has "
-                "none; allowed: with --trace FILE"
+                f"{name} = {inputs.value(name)!r} (from {inputs.origin(name)}): it is about a trace, but the plan has "
+                "none; give one with --trace FILE"
             )
     if inputs.traffic.trace:
         from kvtier.tools.plan.trace import read_trace  # noqa: PLC0415 - imports numpy and the trace readers
@@ -101,11 +101,11 @@ class Deployment:
     launch_s: float
     """Shortest time of a step: all layers, one kernel after the other."""
     exchange_s: float
-    """Time that a server's GPUs exchange in a step, whatever the number of tokens."""
+    """Time of the exchanges between a server's GPUs in a step, whatever the number of tokens."""
     token_exchange_s: float
     """Additional exchange time per token of the step."""
     load_bytes_per_s: float
-    """Load bandwidth of one server, in stored bytes."""
+    """Load bandwidth of one server in stored bytes. If ranks share a stored byte, it counts once."""
     weight_bytes: float
     """Weights of one copy of the model."""
     dense_bytes: float
@@ -143,7 +143,7 @@ class Deployment:
 
     @property
     def gpu_stored_bytes(self) -> float:
-        """Bytes that tiers would store of the conversations that fill all servers' KV memory. Copies count once."""
+        """Bytes that tiers would store for as many conversations as fill the KV memory of all servers."""
         tokens = self.workload.session_tokens
         return self.replicas * self.gpu_tokens / tokens * self.model.stored_bytes(tokens)
 
@@ -167,7 +167,7 @@ class Deployment:
         return self.dense_bytes + self.expert_bytes * self.experts.read_share(batch * (self.replicas // self.copies))
 
     def only(self, names: Collection[str]) -> "Deployment":
-        """Keep only the tiers with these names. Without names, the deployment has GPU memory alone."""
+        """Return a copy with only the tiers in `names`. If `names` is empty, the copy has GPU memory alone."""
         return replace(self, tiers=tuple(it for it in self.tiers if it.name in names))
 
 
@@ -179,7 +179,8 @@ def resolve(inputs: Inputs, basis: Basis | None = None) -> Deployment:
         basis: the model and trace that the inputs name, if already read.
 
     Raises:
-        ConfigError: the model or a part is unknown, or no size has room for the model and its longest prompt.
+        ConfigError: the model or a piece of hardware is unknown, or no size has room for the model and its longest
+            conversation.
     """
     return next(deployments(inputs, basis))
 
@@ -200,14 +201,14 @@ def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployme
     load = workload(inputs, basis.trace)
     if found.tokens_max is not None and load.longest_tokens > found.tokens_max:
         raise ConfigError(
-            f"the longest prompt and its answer have {load.longest_tokens:,.0f} tokens: {found.name} allows at most "
-            f"{found.tokens_max:,}; allowed: "
+            f"the longest prompt and its answer have {load.longest_tokens:,.0f} tokens, but {found.name} allows at "
+            f"most {found.tokens_max:,}; use "
             + ("a trace of shorter prompts" if basis.trace else "fewer turns, a shorter history or shorter answers")
         )
     given, count = inputs.model.tp, inputs.gpu.count
     if count < given:
         origin = inputs.origin("gpu.count")
-        raise ConfigError(f"gpu.count = {count} (from {origin}): fewer than model.tp = {given}")
+        raise ConfigError(f"gpu.count = {count} (from {origin}) is less than model.tp = {given}")
     experts = Experts(
         inputs.model.experts or basis.experts.routed, inputs.model.experts_per_token or basis.experts.used
     )
@@ -234,11 +235,11 @@ def deployments(inputs: Inputs, basis: Basis | None = None) -> Iterator[Deployme
             refused, remedy = why, _remedy(deployment, named=bool(given))
     if not fits:
         remedy[1:1] = _more_gpus(as_given, load, experts, basis)
-        raise ConfigError(f"{refused}; allowed: {', '.join(remedy)}")
+        raise ConfigError(f"{refused}; use {', or '.join(remedy)}")
 
 
 def _more_gpus(as_given: Inputs, load: Workload, experts: Experts, basis: Basis) -> list[str]:
-    """Name the fewest GPUs of one host, or of whole hosts, that hold the model; a given size is not changed."""
+    """Name the fewest GPUs, within one host or in whole hosts, that hold the model. Name none if the size is given."""
     host = as_given.host.gpus
     if as_given.model.tp:
         return []
@@ -320,11 +321,12 @@ def _deployment(
 
 
 def _step_times(inputs: Inputs, experts: Experts, model: size.Model) -> tuple[float, float, float]:
-    """Return the seconds of a step for launches and for exchanges, and the seconds of exchange per token.
+    """Return three times in seconds: launches and exchanges of a step, and the additional exchange per token.
 
-    GPUs that split each layer sum its attention and its MLP with an all-reduce each (Shoeybi et al., "Megatron-LM",
-    2019, section 3). GPUs that share only the experts send tokens to the experts and back (DeepEP, 2025). Between
-    hosts, each GPU uses its own network adapter. It sends its part of a sum, or one copy of a token to each host.
+    GPUs that split each layer sum the results of its attention and of its MLP, with one all-reduce each (Shoeybi et
+    al., "Megatron-LM", 2019, section 3). GPUs that share only the experts send tokens to the experts and back (DeepEP,
+    2025). Between hosts, each GPU uses its own network adapter. It sends its part of a sum, or one copy of a token to
+    each host.
     """
     gpu, tp, layers = inputs.gpu, inputs.model.tp, float(len(model.layers))
     if () in model.layers:  # an MLP is a separate layer, so two layers count as one
@@ -393,9 +395,9 @@ def _completed(inputs: Inputs, used_gpus: int, found: size.Model) -> tuple[Input
 
 
 def _with_hosts(inputs: Inputs, used_gpus: int) -> Inputs:
-    """Add default totals for the hosts of `used_gpus`, because the memory of an idle host serves no copy.
+    """Multiply totals for one host by the number of hosts that `used_gpus` need. Idle hosts serve no copy.
 
-    A given total stays unchanged. A probe's figures are for one host, so they are multiplied as well.
+    Defaults and the figures of a probe are for one host. A total that the user gives stays unchanged.
     """
     hosts = -(-used_gpus // inputs.host.gpus)
     values: dict[str, object] = {
@@ -420,7 +422,7 @@ def given_totals(inputs: Inputs) -> list[str]:
 
 
 def of_each_host(inputs: Inputs, hosts: int) -> Inputs:
-    """Return the inputs with the given totals of `hosts` hosts as figures of one host, which grow with the hosts."""
+    """Return the inputs with the given totals divided by `hosts`, as figures of one host, which grow with the hosts."""
     totals = {name: inputs.value(name) for name in given_totals(inputs)}
     return inputs.change({name: -(-total // hosts) for name, total in totals.items()}, "probe, of one host")  # type: ignore[operator]
 
@@ -488,7 +490,10 @@ def _with_exchange(inputs: Inputs) -> tuple[Inputs, tuple[tuple[str, str, str], 
 
 
 def _of_size(figure: float | dict[str, float], tp: int) -> float:
-    """Return a figure. If it depends on the number of GPUs, use that of the next larger measured number."""
+    """Return `figure`, or its value for `tp` GPUs if it depends on their number.
+
+    A number that was not measured has the value of the next larger one that was, or of the largest.
+    """
     if not isinstance(figure, dict):
         return figure
     return figure[min((it for it in figure if int(it) >= tp), default=max(figure, key=int), key=int)]

@@ -7,9 +7,9 @@ gets a share. Paths are examples.
 from collections.abc import Collection, Iterator
 
 from kvtier.report.format import bytes_text, counted
-from kvtier.tools.plan.answer import in_words, shown_load, size_text
-from kvtier.tools.plan.limits import is_served
+from kvtier.tools.plan.max_load import is_served
 from kvtier.tools.plan.plan import Plan
+from kvtier.tools.plan.plan_text import in_words, shown_load, size_text
 from kvtier.tools.plan.resolve import Deployment
 from kvtier.tools.plan.tier_demand import DriveLoad
 
@@ -17,7 +17,7 @@ _MIB = 2**20
 
 
 def settings_toml(plan: Plan) -> str:
-    """Write the settings file of each engine of the plan. `kvtier config show --file` reads it."""
+    """Return the settings file of each engine of the plan, as `kvtier config show --file` reads it."""
     return "\n".join(_lines(plan)) + "\n"
 
 
@@ -71,7 +71,10 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def _budget(plan: Plan, drives: DriveLoad, deployment: Deployment) -> Iterator[str]:
-    """Yield the line that sets a rank's write budget. It is a comment if the planned load exceeds a limit with it."""
+    """Yield the line that sets a rank's write budget, and a comment with what the budget costs.
+
+    The line itself is a comment if the planned load, with this budget, exceeds a limit or uses the reserve.
+    """
     disk, storing, years = deployment.inputs.disk, _storing_ranks(deployment), plan.inputs.target.life_years
     rated = disk.count * disk.capacity_bytes * disk.drive_writes_per_day / disk.wear
     budget = int(rated * disk.rated_years / years / _parts(deployment) / storing) // _MIB * _MIB
@@ -101,14 +104,14 @@ def _remarks(plan: Plan) -> Iterator[str]:
 def _storing_ranks(deployment: Deployment) -> int:
     """Return the number of an engine's ranks that write to its drives.
 
-    A tier `disk` gives each rank an equal share of its cap.
+    A tier of kind `disk` divides its capacity equally among all ranks, even those that write nothing.
     """
     ranks, model = deployment.server_gpus, deployment.model
     return ranks if model.state_bytes else round(ranks / model.delivered_ratio)
 
 
 def _parts(deployment: Deployment) -> int:
-    """Return the number of parts into which all hosts' tiers are divided: one per engine that fits into a full host."""
+    """Return into how many parts the tiers of all hosts are divided: the number of engines if every host were full."""
     return -(-deployment.used_gpus // deployment.inputs.host.gpus) * deployment.host_engines
 
 

@@ -1,12 +1,12 @@
-"""Compute what a load demands of tiers: capacity, reads and writes, and the time and life of drives."""
+"""Compute what a load demands of tiers: capacity, reads and writes, and how busy drives are and how long they last."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvtier.tools.plan.limits import in_users, is_within, life_years, most_users
-from kvtier.tools.plan.queueing import OperatingPoint, operate
+from kvtier.tools.plan.max_load import in_users, is_within, life_years, most_users
+from kvtier.tools.plan.operating_point import OperatingPoint, operate
 from kvtier.tools.plan.resolve import Deployment
 
 _HALVINGS = 24
@@ -16,7 +16,7 @@ _FIGURES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityNeed:
-    """Capacity and bandwidth that all tiers together require for a share of the possible hits."""
+    """Capacity and bandwidth that tiers must have together to serve a share of the possible hits."""
 
     hit_share: float
     hit_rate: float
@@ -26,7 +26,7 @@ class CapacityNeed:
     bytes: float
     """Bytes of the KV as tiers store it, or as GPU memory keeps it if there are no tiers.
 
-    A tier that fills only a share of its capacity requires more.
+    A tier that fills only a share of its capacity needs more capacity than this.
     """
     read_bytes_per_s: float
     """Average reads if tiers serve all hits."""
@@ -43,7 +43,7 @@ class DriveLoad:
     used: float
     """Share of the drives' time that writes, and reads in bursts, take."""
     chunk_bytes: float
-    """Mean bytes that a load reads per chunk. Layers with a window are read only at the end of a prefix."""
+    """Bytes that a load reads per chunk. Layers with a window do not count, because only their last tokens are read."""
     depth: float
     """Mean number of commands in flight, over all drives."""
     written_bytes_per_day: float
@@ -53,11 +53,11 @@ class DriveLoad:
     life_selective_years: float
     """Life in years if KV is written at its second use, not as soon as it is computed."""
     write_policy: Literal["through", "selective", "budget"]
-    """Write all new KV, KV at its second use, or a budget: the first with which drives last `target.life_years`."""
+    """Write all new KV, or KV at its second use, or a budget: the first that lets drives last `target.life_years`."""
     write_share: float | None
     """Share of new KV that this policy writes at the load, or at `users` if the policy serves fewer.
 
-    None if no smaller share works within the limits. Drives then last only at `users`, with the writes of the inputs.
+    None if only a lower load helps: at `users`, the drives last with the whole `software.write_share`.
     """
     users: float
     """Users within all limits with this policy."""
@@ -95,7 +95,7 @@ def enough_bytes(deployment: Deployment, sizes: Sequence[Deployment]) -> dict[st
     """Find the least capacity of each tier with which the GPUs serve the requested load, at any of the sizes.
 
     Tiers are reduced one after the other, the slowest first. A tier is reduced only if the load needs no slower tier.
-    Tiers are inclusive, so a size includes copies of the KV in GPU memory and faster tiers. The size of drives includes
+    Tiers are inclusive, so a capacity includes copies of the KV in GPU memory and faster tiers. That of drives includes
     the space that `disk.filled` leaves free. Drives keep the rates of the deployment.
 
     Args:
@@ -117,7 +117,7 @@ def enough_bytes(deployment: Deployment, sizes: Sequence[Deployment]) -> dict[st
                 break
             low, high = 0.0, least
             if it is not deployment and not serves(it, place, least * (1 - 0.1**_FIGURES)):
-                continue  # no smaller than what another size needs
+                continue  # this size needs no less than another one
             for _ in range(_HALVINGS):
                 middle = (low + high) / 2
                 low, high = (low, middle) if serves(it, place, middle) else (middle, high)
@@ -186,15 +186,16 @@ def _writing(deployment: Deployment, share: float) -> Deployment:
 
 
 def _budget(deployment: Deployment, requests_per_s: float, users: float) -> tuple[float | None, float]:
-    """Find the largest share of new KV with which drives last, and how many users that share serves.
+    """Find the largest share of new KV that can be written while the drives last, and how many users it serves.
 
-    With fewer writes, fewer prompts find their KV, and more new KV is computed. So the function solves for the share at
-    each load. The share is None if reducing it costs more users than it saves writes. Then only a lower load helps.
+    The drives must last `target.life_years`. Writing less means that fewer prompts find their KV and more new KV is
+    computed, so the share is solved for at each load. The share is None if the limits permit only a lower load, at
+    which the drives last with the whole `software.write_share`. Then only a lower load helps, not a smaller share.
 
     Args:
         deployment: the deployment. Its `software.write_share` is the upper bound of the share.
-        requests_per_s: the load to find the share for. If the drives last only at a lower load, that one is used.
-        users: the users within all limits at the upper bound.
+        requests_per_s: the load to find the share for. If the limits permit only a lower one, that is used.
+        users: the users within all limits if `software.write_share` of new KV is written.
     """
     years = deployment.inputs.target.life_years
 
@@ -217,7 +218,7 @@ def _budget(deployment: Deployment, requests_per_s: float, users: float) -> tupl
 
 
 def _most(holds: Callable[[float], bool], high: float) -> float:
-    """Find the largest value up to `high` for which `holds` is true. `holds` is true for all smaller values."""
+    """Find the largest value up to `high` for which `holds` is true. `holds` must be true for all smaller values."""
     low = 0.0
     if holds(high):
         return high

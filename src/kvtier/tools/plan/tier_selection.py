@@ -13,8 +13,8 @@ from itertools import combinations, pairwise
 
 from kvtier.report.format import decimal, digits, time_text
 from kvtier.tools.plan.cost import Cost, cost, tier_prices, worn
-from kvtier.tools.plan.limits import best, highest_load, life_years, most_users
-from kvtier.tools.plan.queueing import GPU, operate
+from kvtier.tools.plan.max_load import best, highest_load, life_years, most_users
+from kvtier.tools.plan.operating_point import GPU, operate
 from kvtier.tools.plan.resolve import Deployment, resolve
 
 LEAST_GAIN = 1.1
@@ -22,10 +22,10 @@ LEAST_GAIN = 1.1
 TIER_NAMES = {"gpu": "GPU memory", "host": "host memory", "disk": "local drives", "shared": "shared storage"}
 _NEARLY_ALL = 0.9
 _INTERVALS = tuple(4.0**step for step in range(1, 9))
-"""Multiples of the interval between two queries at which a tier may pay."""
+"""Multiples of the given interval between two queries that are tried, to find where a tier pays."""
 _INTERVAL_MOST_S = 1e7
 _HALVINGS = 4
-"""Bisections that narrow the ratio of 4 between two adjacent `_INTERVALS` to a tenth."""
+"""Bisections between two adjacent `_INTERVALS`. They narrow the factor of 4 to one of 1.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Choice:
 
     @property
     def whole_users(self) -> float:
-        """The users in whole users, as they are shown. Prices and power are divided by this number."""
+        """`users` rounded down, unless that is 0. Prices and power are divided by this number, which is also shown."""
         return self.deployment.workload.counted(self.users) or self.users
 
     @property
@@ -115,7 +115,7 @@ def _choice(sizes: Sequence[Deployment], alone: Sequence[float], kept: tuple[str
 def worth_buying(
     found: Sequence[Choice], prices: Mapping[tuple[str, ...], float], *, for_load: bool = False
 ) -> list[Choice]:
-    """Find the choices nearly as good as the best without a superfluous tier, the cheapest or else the smallest first.
+    """Find the choices that are nearly as good as the best and have no superfluous tier. Sort them by price if known.
 
     With prices the best choice has the lowest price per user, otherwise it has the most users. The result is GPU memory
     alone if that is nearly as good, or if no choice serves a user.
@@ -176,7 +176,7 @@ def smallest(found: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def why_not(deployment: Deployment, name: str) -> str:
-    """Explain why the tier `name` adds nothing to the other tiers of `deployment` at the most users that they serve."""
+    """Explain why the tier `name` adds nothing to the other tiers, at the highest load within the limits."""
     load, names = deployment.workload, [it.name for it in deployment.tiers]
     most, place, gpu_reuse = highest_load(deployment), names.index(name), deployment.inputs.software.gpu_reuse
     tier = deployment.tiers[place]
@@ -221,7 +221,7 @@ def why_not(deployment: Deployment, name: str) -> str:
 
 
 def pays_from(deployment: Deployment, name: str) -> float | None:
-    """Estimate the shortest interval between two queries, in seconds, at which `name` adds users to the other tiers."""
+    """Estimate the shortest interval between two queries, in seconds, at which the tier `name` adds users."""
     load, inputs = deployment.workload, deployment.inputs
     if not load.has_users or not load.has_returns:
         return None

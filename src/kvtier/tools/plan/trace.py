@@ -1,6 +1,6 @@
 """Measure the workload of a trace: arrivals, lengths, and the reuse curve.
 
-A block id names a whole prefix, so known leading blocks of a prompt come from an earlier prompt.
+A block id names a whole prefix, so leading blocks whose ids have occurred before come from an earlier prompt.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ def read_trace(path: Path, window_s: float, time_unit: str = "") -> TraceSummary
     requests, began_s = len(trace), float(trace.time_s[0])
     duration_s = float(trace.time_s[-1]) - began_s
     if requests < 2 or duration_s <= 0:
-        raise ConfigError(f"trace {path}: {requests} requests; allowed: at least 2, at different times")
+        raise ConfigError(f"trace {path}: {requests} requests; allowed: at least 2 requests, at different times")
     if not has_starts:  # the tail of the last conversation would lower the rate
         duration_s = window_s
     arrivals = np.bincount(((trace.time_s - began_s) / BURST_S).astype(np.int64))

@@ -1,13 +1,13 @@
 """Describe the workload of a plan: lengths of requests, their reuse, and how reuse depends on time.
 
-A prompt begins with the shared system prompt and the conversation so far. It can reuse, in whole chunks, the tokens
-that earlier prompts begin with too. First and later requests of a conversation are modelled apart. A first request
-finds the system prompt at most, so an average of both kinds would describe neither.
+A prompt begins with the shared system prompt and the conversation so far. It can reuse, in whole chunks, the leading
+tokens that it shares with earlier prompts. First and later requests of a conversation are modeled separately. A first
+request finds the system prompt at most, so an average of both kinds would describe neither.
 
-Under LRU a tier keeps unused KV for about the same time T, its residence time (Denning's working set, 1968; Che, Tung,
-Wang, "Hierarchical Web Caching Systems", 2002: the approximation of one characteristic time). A reuse after a pause g
-is a hit if g <= T. Each use occupies the tier for min(g, T), or for T if no reuse follows. Capacity determines T, and T
-determines the hits, so one curve serves all tiers and any number of users.
+Under LRU a tier keeps all unused KV for about the same time T, its residence time (Denning's working set, 1968; Che,
+Tung, Wang, "Hierarchical Web Caching Systems", 2002: the approximation of one characteristic time). A reuse after a
+pause g is a hit if g <= T. Each use occupies the tier for min(g, T), or for T if no reuse follows. Capacity determines
+T, and T determines the hits, so one curve serves all tiers and any number of users.
 """
 
 import math
@@ -32,21 +32,22 @@ _CV_LEAST = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReuseCurve:
-    """Share of hits, and occupied token-seconds, by residence time: a table with linear interpolation."""
+    """Share of hits and occupied token-seconds at each residence time: a table, interpolated linearly."""
 
     residence_s: tuple[float, ...]
     """Residence times of the table, in rising order."""
     found: tuple[float, ...]
     """Share of reuses within each residence time, 0 to 1, never falling."""
     held_token_s: tuple[float, ...]
-    """Token-seconds that one request occupies, never falling. Times requests per second, it is the resident tokens."""
+    """Token-seconds that one request occupies, never falling. Multiplied by the requests per second, they give the
+    resident tokens."""
 
     def found_within(self, residence_s: float) -> float:
         """Return the share of reuses that happen within `residence_s`."""
         return _interpolate(self.residence_s, self.found, residence_s)
 
     def tokens_held(self, residence_s: float, requests_per_s: float) -> float:
-        """Return the tokens in a tier that keeps everything for `residence_s`."""
+        """Return how many tokens are in a tier that keeps everything for `residence_s`."""
         return requests_per_s * _interpolate(self.residence_s, self.held_token_s, residence_s)
 
     def residence(self, capacity_tokens: float, requests_per_s: float) -> float:
@@ -54,7 +55,7 @@ class ReuseCurve:
         return _interpolate(self.held_token_s, self.residence_s, capacity_tokens / requests_per_s)
 
     def stored(self, token_bytes: float, snapshot_bytes: float) -> "ReuseCurve":
-        """Convert the curve from tokens to bytes; each request also stores a snapshot of states.
+        """Return this curve in bytes instead of tokens, for requests that also store a snapshot of states.
 
         The next request reads the snapshot once, after the pause g, and supersedes it. The old snapshot then stays for
         another T. A snapshot that nothing reads within T stays for T.
@@ -68,10 +69,10 @@ class ReuseCurve:
         return replace(self, held_token_s=tuple(held))
 
     def of_reuse(self, reused_tokens: float, tokens: float) -> "ReuseCurve":
-        """Return this curve for requests that leave `tokens`, of which later ones reuse `reused_tokens`.
+        """Return this curve for requests that leave `tokens`, of which later requests reuse `reused_tokens`.
 
-        Reused tokens stay until their reuse, at most T, and all others for T. The mean of min(g, T) is the integral of
-        the share of pauses beyond each time up to T.
+        Reused tokens stay until their reuse, at most for T, and all others stay for T. The mean of min(g, T) is the
+        integral from 0 to T of the share of pauses that are longer than each time.
         """
         held = [0.0]
         live_s = before_s = before = 0.0
@@ -99,7 +100,7 @@ class TraceSummary:
     first_share: float
     """Share of requests that reuse nothing, or only their first block."""
     reusable_tokens: float
-    """Tokens that occur in earlier prompts, after any pause."""
+    """Tokens of a prompt that occur in earlier prompts, however long ago."""
     burst: float
     """Arrivals in the busiest window of `BURST_S`, divided by those in an average one."""
     longest_tokens: float
@@ -107,7 +108,7 @@ class TraceSummary:
     kept_share: float
     """Share of distinct blocks that occur more than once."""
     curve: ReuseCurve | None
-    """Reuse by interval; None if the trace has no block ids."""
+    """Reuse by residence time; None if the trace has no block ids."""
     notes: tuple[str, ...]
 
 
@@ -116,8 +117,8 @@ class Workload:
     """The average request, and the rate of requests."""
 
     interval_s: float
-    """Seconds between two queries of a user. It is 1 for a trace with its own pauses: it has no users, so a "user"
-    is a query per second."""
+    """Seconds between two queries of a user. It is 1 for a trace that has its own pauses. Such a trace has no users, so
+    "one user" then means one query per second."""
     requests_per_s: float
     """The requested load, in requests per second."""
     has_users: bool
@@ -128,7 +129,8 @@ class Workload:
     later_tokens: float
     """Tokens in the prompt of a later request."""
     prefix_tokens: float
-    """Tokens that every request can reuse. Their use is so frequent that GPU memory always has them."""
+    """Tokens that every request can reuse. They are used so often that GPU memory, or else the fastest tier into which
+    they fit, always has them."""
     reusable_tokens: float
     """Tokens that a later request can reuse, including the prefix."""
     answer_tokens: float
@@ -139,7 +141,7 @@ class Workload:
     longest_tokens: float
     """Tokens of the longest prompt with its answer."""
     kept_share: float
-    """Share of new KV that a later request reuses, and that a policy of writing at the second use writes."""
+    """Share of new KV that later requests reuse. The write policy ``selective`` writes only this share."""
     curve: ReuseCurve
     stored_curve: ReuseCurve
     """The curve in whole chunks, as tiers store them."""
@@ -164,7 +166,7 @@ class Workload:
         return self.first_share < 1 and self.reusable_tokens > self.prefix_tokens
 
     def counted(self, load: float) -> float:
-        """Round a load to whole users. Queries per second stay unchanged."""
+        """Round a load down to whole users. Queries per second stay unchanged."""
         return float(math.floor(load + 1e-6)) if self.has_users and math.isfinite(load) else load
 
     def is_any(self, users: float) -> bool:
@@ -173,7 +175,7 @@ class Workload:
 
     @property
     def session_tokens(self) -> float:
-        """Tokens of a conversation after a later query and its answer."""
+        """Mean tokens of a conversation after a later request and its answer."""
         return self.later_tokens + self.answer_tokens
 
 
@@ -186,7 +188,7 @@ def workload(inputs: Inputs, trace: TraceSummary | None) -> Workload:
     for key in without_effect(trace):
         origin = inputs.origin(f"traffic.{key}")
         if trace and origin.startswith("--"):
-            raise ConfigError(f"{origin} has no effect, since trace {trace.path} has the traffic; allowed: without it")
+            raise ConfigError(f"{origin} has no effect, because trace {trace.path} gives the traffic; leave it out")
     measured = _from_trace(inputs, trace) if trace else _from_inputs(inputs)
     share = inputs.traffic.reuse
     if share is None:
@@ -194,7 +196,7 @@ def workload(inputs: Inputs, trace: TraceSummary | None) -> Workload:
     if share > 1 - 1 / max(measured.input_tokens, 2):
         origin = inputs.origin("traffic.reuse")
         raise ConfigError(f"traffic.reuse = {share:g} (from {origin}): some token is always new; allowed: less than 1")
-    # Only later requests reuse KV. If their whole prompts are too few tokens, more requests become later ones.
+    # Only later requests reuse KV. If even all tokens of their prompts are too few, more requests become later ones.
     first_share = min(measured.first_share, max(1 - share * measured.input_tokens / measured.later_tokens, 0.0))
     later = share * measured.input_tokens / (1 - first_share) if share else 0.0
     reusable = min(later, measured.later_tokens)
@@ -206,7 +208,10 @@ def workload(inputs: Inputs, trace: TraceSummary | None) -> Workload:
 
 
 def without_effect(trace: TraceSummary | None) -> tuple[str, ...]:
-    """Return the traffic inputs without effect: those about a trace if there is none, else those that it measures."""
+    """Return the traffic inputs that have no effect.
+
+    Without a trace, these are the inputs about traces. Otherwise, they are the inputs that the trace measures.
+    """
     if trace is None:
         return _OF_TRACE
     return _MEASURED if trace.curve is None else (*_MEASURED, *_PAUSES)
@@ -253,7 +258,7 @@ def _from_trace(inputs: Inputs, trace: TraceSummary) -> Workload:
     first_share = trace.first_share if trace.curve else 1 / inputs.traffic.turns
     reusable = trace.reusable_tokens / (1 - first_share) if first_share < 1 else 0.0
     tokens = trace.input_tokens + trace.output_tokens
-    partial = min((inputs.software.chunk_tokens - 1) / 2, trace.input_tokens)  # lengths end anywhere
+    partial = min((inputs.software.chunk_tokens - 1) / 2, trace.input_tokens)  # a length may end anywhere in a chunk
     curve = trace.curve or _lognormal(inputs, [tokens])
     return Workload(
         interval_s=1.0 if trace.curve else inputs.traffic.interval_s,
@@ -277,7 +282,7 @@ def _from_trace(inputs: Inputs, trace: TraceSummary) -> Workload:
 
 
 def _lognormal(inputs: Inputs, left: Sequence[float]) -> ReuseCurve:
-    """Build the curve of conversations whose queries leave the tokens in `left`, the last item for the last query."""
+    """Build the curve of conversations. `left` lists the tokens that each of their queries leaves, in order."""
     traffic, earlier = inputs.traffic, left[:-1] or left
     return lognormal_curve(
         traffic.interval_s,
@@ -292,8 +297,8 @@ def _lognormal(inputs: Inputs, left: Sequence[float]) -> ReuseCurve:
 def lognormal_curve(mean_s: float, cv: float, *, tokens: float, last_share: float, last_tokens: float) -> ReuseCurve:
     """Build the curve of conversations with log-normal pauses.
 
-    Measured pauses are log-normal: Mooncake's conversation trace has 114, 519 and 1,578 s at 50, 90 and 99 %. Sigma is
-    1.15 to 1.18, and the coefficient of variation is 1.7.
+    Measured pauses are log-normal: Mooncake's conversation trace has 114, 519 and 1,578 s at the 50th, 90th and 99th
+    percentile. Sigma is 1.15 to 1.18, and the coefficient of variation is 1.7.
 
     Args:
         mean_s: mean pause between two queries of a conversation.
@@ -311,7 +316,7 @@ def lognormal_curve(mean_s: float, cv: float, *, tokens: float, last_share: floa
         pauses, shifted = NormalDist(math.log(mean_s) - sigma**2 / 2, sigma), NormalDist(0.0, 1.0)
         times = _grid(mean_s * 1e-5, mean_s * 1e7, 2 * _STEPS)
         found = [pauses.cdf(math.log(time)) for time in times]
-        # E[min(g, T)] of a log-normal g: its mean below T, and T where g is longer.
+        # E[min(g, T)] of a log-normal g: the partial mean of the pauses below T, plus T times the share of longer ones.
         live = [
             mean_s * shifted.cdf((math.log(time) - pauses.mean - sigma**2) / sigma) + time * (1 - share)
             for time, share in zip(times, found, strict=True)

@@ -22,8 +22,8 @@ from kvtier.codec.base import Codec
 from kvtier.config.machine_checks import memory_bytes
 from kvtier.errors import ConfigError, KvError
 from kvtier.layout import SECTION_BYTES_MAX
+from kvtier.runtime.adaptive_coding import object_s
 from kvtier.runtime.arena import page_aligned
-from kvtier.runtime.codec_choice import object_s
 
 GRACE_S = 30.0
 """Time for a running operation to return after the end of a measure."""
@@ -32,7 +32,7 @@ COPY_BYTES = 512 << 20
 MEMORY_SHARE = 16
 """Divisor of host memory: copies use at most a sixteenth of it."""
 GPU_BYTES = 256 << 20
-"""Bytes of memory for copies to and from a GPU."""
+"""Size of the host buffer and of the GPU's buffer for copies between them."""
 
 Act = Callable[[int, int], int]
 """Maps (worker, number of the operation) to bytes moved. An operation that moves 0 bytes does not count."""
@@ -45,7 +45,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """The measure of one operation of one size at one depth. A GB is 10^9 bytes."""
+    """Throughput and latency measured for one kind of operation, at one size and one depth. 1 GB is 10^9 bytes."""
 
     op: str
     bytes: int
@@ -79,8 +79,9 @@ class LinkMeasures:
 class CodecRead:
     """A tier's reads at the depth that is fastest for raw objects, in GB/s of raw bytes.
 
-    The figure for coded objects follows from the link, the codec's ratio and its decoding speed. The writer makes the
-    same estimate before its first read of one (`runtime.codec_choice`). Decoding threads count as a single one.
+    The figure for coded objects follows from the link, the codec's ratio and its decoding speed. Several threads are
+    assumed to decode no faster than one. A tier's writer makes the same estimate before it has read a coded object
+    (`runtime.adaptive_coding`).
     """
 
     tier: str
@@ -99,14 +100,14 @@ class LinkOperation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasureLimits:
-    """Limits of one measure. Each worker does at least one operation."""
+    """Limits of one measure. The time limit ends no worker before its first operation."""
 
     seconds: float
     bytes: int
 
 
 def copies(sizes: tuple[int, ...], depths: tuple[int, ...], limits: MeasureLimits, tick: Tick) -> LinkMeasures:
-    """Measure plain copies in host memory, like the arena's. Each byte is read once and written once."""
+    """Measure plain copies in host memory, between page-aligned buffers. Each byte is read once and written once."""
     half = max(min(COPY_BYTES, memory_bytes() // MEMORY_SHARE) // 2, *sizes)
     source, target = page_aligned(half), page_aligned(half)
     source[:], target[:] = 1, 0  # touches every page
@@ -137,7 +138,7 @@ def checksums(limits: MeasureLimits, depths: tuple[int, ...], tick: Tick) -> Lin
 
 
 def codecs(limits: MeasureLimits, tick: Tick) -> tuple[list[LinkMeasures], list[str]]:
-    """Measure each installed codec in one thread, in GB/s of raw bytes. Report why other codecs were left out.
+    """Measure each installed codec in one thread, in GB/s of raw bytes. Also return why other codecs were left out.
 
     The data resemble KV: normally distributed bfloat16.
     """
@@ -231,7 +232,7 @@ def gpu_copies(sizes: tuple[int, ...], limits: MeasureLimits, tick: Tick) -> tup
 
 
 def gpu_points(region: Bytes, device: Any, sizes: tuple[int, ...], suffix: str) -> list[Point]:  # noqa: ANN401 - torch is optional
-    """Return copies between `region` and a tensor on the device, in both directions."""
+    """Return the operations that copy between `region` and a tensor on the device, in both directions."""
     torch: Any = import_module("torch")
     host: Any = torch.from_numpy(region)
 
@@ -293,7 +294,7 @@ def timed(act: Act, count: int, depth: int, limit_s: float, what: str) -> tuple[
     """Run `count` operations in `depth` threads that start together. Return the total seconds and each operation.
 
     Args:
-        act: see `measure`.
+        act: does one operation. Several threads call it, each with its own worker number.
         count: number of operations. They are numbered from 0.
         depth: threads.
         limit_s: no operation starts later than this, except the first in each thread.

@@ -13,7 +13,7 @@ from kvtier.tools.probe.run import ProbeResult
 from kvtier.tools.probe.tiers import TierFacts
 
 COLOURS = {"host": "host", "gpu": "gpu", "directory": "shared", "disk": "disk"}
-"""Colours of the links. Other tiers share one colour, and other links are not drawn."""
+"""Colors of the links. Other tiers share one color, and other links are not drawn."""
 
 
 def probe_report(result: ProbeResult) -> Report:

@@ -41,7 +41,7 @@ class Bounds:
         written = (
             f"{size_text(self.write_bytes)} written, {size_text(self.hold_bytes)} held" if self.write_bytes else ""
         )
-        return f"{self.points} measures in at most about {self.seconds:.0f} s; {written or 'nothing written'}"
+        return f"{self.points} measurements in at most about {self.seconds:.0f} s; {written or 'nothing written'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class ProbeRun:
 
 
 def where_text(config: Config, directory: Path | None) -> str:
-    """Return a text that names the directories to which a probe will write."""
+    """Return a sentence that names the directories to which a probe will write."""
     named = tiers.targets(config, directory)
     if not named:
         return "writes nothing: no tier is configured and no --dir given"
@@ -233,21 +233,21 @@ def machine_warnings(config: Config, facts: Facts, *, is_locked: bool | None = N
     available = facts.memory_available_bytes
     if available is not None and available < wanted <= facts.memory_bytes:
         yield (
-            f"host.capacity_bytes = {size_text(wanted)}: only {size_text(available)} of memory are available; "
-            "the kernel would swap or kill"
+            f"host.capacity_bytes = {size_text(wanted)}: only {size_text(available)} of memory is available; "
+            "the kernel would swap, or kill a process"
         )
     locks = config.host.page_lock == "on" or (config.host.page_lock == "auto" and facts.has_gpu)
     if locks and facts.memlock_bytes is not None and facts.memlock_bytes < wanted:
         yield (
-            f"memlock: the limit is {size_text(facts.memlock_bytes)}, and the arena has {size_text(wanted)} "
-            "(host.capacity_bytes); raise it: ulimit -l unlimited, LimitMEMLOCK= in systemd, --ulimit memlock=-1 in "
-            "Docker"
+            f"memlock: the limit is {size_text(facts.memlock_bytes)}, but host memory takes {size_text(wanted)} "
+            "(host.capacity_bytes); raise the limit: ulimit -l unlimited, LimitMEMLOCK= in systemd, --ulimit "
+            "memlock=-1 in Docker"
         )
     if is_locked is False:
         yield "page-lock: host memory cannot be page-locked, so copies to the GPU are slower and block threads"
     if facts.swap_used_bytes > 0:
         yield (
-            f"swap: {size_text(facts.swap_used_bytes)} are in use; loading a swapped-out chunk is slower than "
+            f"swap: {size_text(facts.swap_used_bytes)} is in use; loading a swapped-out chunk is slower than "
             "loading it from a tier; lower host.capacity_bytes, or turn swap off"
         )
     yield from busy_warnings(facts)
@@ -308,7 +308,7 @@ def order_warnings(order: Sequence[str], links: Sequence[LinkMeasures]) -> Itera
     """Warn of tiers that precede a faster tier, and of tiers that are faster than host memory.
 
     Args:
-        order: names of the tiers in probe order.
+        order: names of the tiers, in the order in which lookups ask them.
         links: all measurements.
     """
     by_name = {link.name: link for link in links}
@@ -371,17 +371,17 @@ def _option_warnings(where: str, mount: Mount) -> Iterator[str]:
     names = {option.partition("=")[0] for option in mount.options}
     if mount.kind.startswith("nfs") and names & {"soft", "softerr"}:
         yield (
-            f"{where}: mounted soft: a slow server fails reads and writes, which become misses and back-off of the "
-            "tier; mount it with hard, since kvtier's deadlines bound the wait"
+            f"{where}: mounted soft: if the server is slow, reads and writes fail, and the tier is not used for a "
+            "while; mount it with hard, because kvtier's deadlines limit the wait"
         )
     if mount.kind in {"cifs", "smb3", "smbfs"} and "hard" not in names:
         yield (
-            f"{where}: {mount.kind} is mounted soft (its default): a slow server fails reads and writes; mount it with "
-            "hard"
+            f"{where}: {mount.kind} is mounted soft (its default): if the server is slow, reads and writes fail; mount "
+            "it with hard"
         )
     if "sync" in names:
-        yield f"{where}: mounted with sync: every write waits for the device, which a cache does not need"
+        yield f"{where}: mounted with sync: every write waits for the device; a cache does not need that"
     if "ro" in names:
-        yield f"{where}: mounted read-only: stores fail"
+        yield f"{where}: mounted read-only, so nothing can be stored"
     if "data=journal" in mount.options:
         yield f"{where}: mounted with data=journal: data are written twice, and direct I/O is buffered"

@@ -19,7 +19,7 @@ from kvtier.errors import ConfigError, KvError
 from kvtier.keys.secret import key_id
 from kvtier.layout import ALIGNMENT, GroupLayout, History, KvLayout
 from kvtier.runtime.arena import page_aligned
-from kvtier.runtime.secret_source import configured_secret
+from kvtier.runtime.store_secret import configured_secret
 from kvtier.tier import registry
 from kvtier.tier.base import Tier
 from kvtier.tier.files.direct import aligned_buffer
@@ -97,7 +97,10 @@ class ProbeTarget:
 
 
 def targets(config: Config, directory: Path | None) -> list[ProbeTarget]:
-    """Return the tiers of `config` in probe order, or in `directory` every built-in kind that uses a directory."""
+    """Return the tiers of `config` in their order.
+
+    If `directory` is given, return instead a tier in it of each built-in kind that keeps files in a directory.
+    """
     if directory is None:
         return [ProbeTarget(tier, config, is_configured=True) for tier in config.tiers]
     named = {tier.name: tier for tier in config.tiers}
@@ -131,11 +134,11 @@ class Effort:
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 4096 or any(size % 4096 for size in self.sizes):
-            raise ConfigError(f"sizes {self.sizes}: allowed: multiples of 4 KiB")
+            raise ConfigError(f"sizes {self.sizes} are not allowed; use multiples of 4 KiB")
         if not self.depths or min(self.depths) < 1 or max(self.depths) > 256:
-            raise ConfigError(f"depths {self.depths}: allowed: 1 to 256")
+            raise ConfigError(f"depths {self.depths} are not allowed; use depths from 1 to 256")
         if not 0.001 <= self.seconds <= 600:
-            raise ConfigError(f"seconds {self.seconds:g}: allowed: 0.001 to 600 for each measurement")
+            raise ConfigError(f"{self.seconds:g} s for each measurement is not allowed; allowed: 0.001 to 600 s")
 
     def share(self, tiers: int) -> "Effort":
         """Return the effort of one measurement. The measurements of all `tiers` share `write_bytes` equally.
@@ -148,7 +151,7 @@ class Effort:
         if tiers and not found.fitting():
             least = min(self.sizes) * min(self.depths) * count
             raise ConfigError(
-                f"--bytes {self.write_bytes} is too little for {count} measurements; allowed: from {least}"
+                f"--bytes {self.write_bytes} is too small for {count} measurements; allowed: at least {least}"
             )
         return found
 
@@ -232,7 +235,7 @@ def open_trial(target: ProbeTarget, place: Path, held_bytes: int, largest: int) 
 
 
 def tier_measures(target: ProbeTarget, place: Path, points: Effort, tick: Tick) -> tuple[LinkMeasures, bool]:
-    """Write new objects and read objects in random order, by size and depth. Ask for absent names one by one.
+    """Measure writes of new objects and reads in random order, at each size and depth, and lookups of absent names.
 
     Args:
         target: the tier.
@@ -332,13 +335,16 @@ def check_room(place: Path, points: Effort) -> None:
     _, free = free_bytes(place)
     if points.capacity_bytes * FREE_SHARE > free:
         raise ConfigError(
-            f"only {free >> 20} MiB are free in {str(place)!r}; a probe uses at most a quarter, and this one needs "
-            f"{points.capacity_bytes >> 20} MiB; use --quick or fewer --bytes"
+            f"only {free >> 20} MiB is free in {str(place)!r}; a probe uses at most a quarter, and this one needs "
+            f"{points.capacity_bytes >> 20} MiB; use --quick or a smaller --bytes"
         )
 
 
 def choose_parent(path: Path) -> Path:
-    """Choose where to measure a tier at `path`: next to it if that is on the same file system, otherwise in it.
+    """Choose the directory in which to measure a tier at `path`.
+
+    It is the parent of `path` if that is on the same file system and writable, otherwise `path` itself. If `path` does
+    not exist, it is the nearest existing directory above.
 
     Raises:
         ConfigError: no directory there is writable.

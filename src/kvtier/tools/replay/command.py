@@ -12,7 +12,7 @@ from kvtier.layout import Loss
 from kvtier.report.output import print_json
 from kvtier.report.table import print_table
 from kvtier.tools.options import NumberRange, gpu_option
-from kvtier.tools.trace.reading import load_trace, reading_options
+from kvtier.tools.trace.options import load_trace, reading_options
 
 if TYPE_CHECKING:
     from kvtier.tools.trace.stats import TraceStats
@@ -145,7 +145,8 @@ def run(
     output = ReplayOutput(report, picture, as_json=as_json)
     output.refuse_several("traces", len(traces))
     if tiers:
-        chosen = names if is_given("policies") else names[:1]  # because the other defaults include a bound
+        # By default only the first policy is used, because `min` is not a cache but a bound.
+        chosen = names if is_given("policies") else names[:1]
         return run_tiers(traces, tiers, chosen, others, output)
     return run_policies(traces, names, read_capacities(capacity_tokens), others, output)
 

@@ -35,7 +35,7 @@ from kvtier.tools.replay.tier_spec import ProbedSpeeds, find_parts, parse_tier, 
 from kvtier.tools.replay.tiered import TieredSetup, sweep_tiers
 from kvtier.tools.replay.tiered_report import inputs, omissions, planner_warning, tiered_sections
 from kvtier.tools.trace.arrays import TraceArrays
-from kvtier.tools.trace.reading import load_drawn, load_trace
+from kvtier.tools.trace.options import load_drawn, load_trace
 from kvtier.tools.trace.stats import trace_stats
 
 
@@ -75,7 +75,10 @@ class ReplayOutput:
             ConfigError: there is more than one replay.
         """
         if self.picture is not None and count > 1:
-            raise ConfigError(f"--picture: {count} {what}; allowed: one, or --report, which has charts of each")
+            raise ConfigError(
+                f"--picture shows one replay, but there are {count} {what}; use one, or --report, which has charts of "
+                "each"
+            )
 
     def finish(self, shown: Report, *, is_list: bool) -> int:
         """Write the report and the charts, and print JSON. Return the exit code.
@@ -95,12 +98,12 @@ class Capacity(NamedTuple):
 
     tokens: int | None = None
     percent: float | None = None
-    """Share of the unique tokens of a trace."""
+    """Share of the unique tokens of a trace, in percent."""
 
     def tokens_of(self, trace: TraceArrays, stored_share: float) -> int | None:
-        """Return the tokens of the trace that fit, if a cache stores `stored_share` of their raw bytes.
+        """Return how many tokens fit if a cache stores `stored_share` of their raw bytes; None if it is unlimited.
 
-        A percentage of the trace is rounded to whole blocks, but at least one.
+        A percentage of the trace is rounded down to whole blocks, but is at least one block.
         """
         if self.percent is None:
             return None if self.tokens is None else int(self.tokens / stored_share)
@@ -116,7 +119,7 @@ def read_policies(text: str) -> list[str]:
         print_table(Table(("policy", "description"), rows))
         raise click.exceptions.Exit(0)
     if not names:
-        raise click.UsageError("--policy is empty; allowed: names, with commas between them")
+        raise click.UsageError("--policy is empty; allowed: names, separated by commas")
     return list(dict.fromkeys(names))
 
 
@@ -142,7 +145,7 @@ def read_capacities(text: str) -> list[Capacity]:
 def _percent(text: str) -> float:
     if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,9})?", text, re.ASCII) and 0 < float(text) <= 100:
         return float(text)
-    raise ValueError("not a share; allowed: above 0% to 100%, such as 10%")
+    raise ValueError("not a share; allowed: more than 0%, up to 100%, such as 10%")
 
 
 def run_policies(
@@ -321,9 +324,7 @@ def _setups(tiers: tuple[str, ...], policies: list[str], options: dict[str, Any]
     kv = size.of(model)
     token_bytes = model_cost(kv).token_bytes
     if not token_bytes:
-        raise ConfigError(
-            f"--model {model}: it keeps states only, which a replay does not count; allowed: other models"
-        )
+        raise ConfigError(f"--model {model}: it keeps only states, which a replay does not count; use another model")
     host, *lower = [parse_tier(it, probe=probe, gpu=gpu) for it in tiers]
     if options["loss"] != "none":
         lower = [it.in_raw_bytes(kv.stored_share(options["loss"])) for it in lower]
@@ -353,4 +354,6 @@ def _counts(text: str) -> list[int]:
     try:
         return [parse_count(it) for it in _words(text)]
     except ValueError:
-        raise click.UsageError(f"--nodes {text!r}: allowed: whole numbers, with commas between them") from None
+        raise click.UsageError(
+            f"--nodes {text!r} is not a list of numbers; allowed: whole numbers, separated by commas"
+        ) from None

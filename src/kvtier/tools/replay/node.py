@@ -1,7 +1,7 @@
 """Replays one engine in virtual time, with the real core and planner over the engine's tiers.
 
 For each request the node looks up the prompt, loads the chunks that the planner chooses, computes the rest in a
-prefill, and stores the prompt's chunks. The engine's own prefix cache is not modelled, so every hit is a load.
+prefill, and stores the prompt's chunks. The engine's own prefix cache is not modeled, so every hit is a load.
 """
 
 import math
@@ -46,7 +46,7 @@ class NodeRequest:
     prefix: Prefix
     session: str | None
     found: int = 0
-    """Leading tokens that a load could deliver."""
+    """Number of leading tokens that a load could deliver."""
     planner: int = 0
     """Index of the planner for this request."""
     plan: LoadPlan | None = None
@@ -56,10 +56,10 @@ class NodeRequest:
     best_s: float = 0.0
     """Seconds of the best split, counted from planning time."""
     sent: int = 0
-    """Chunks of the request's load that the link to the engine has received."""
+    """Number of chunks of the request's load that were sent over the link to the engine."""
     delivered: int = 0
     sources: tuple[tuple[str, int], ...] = ()
-    """Pairs (tier, tokens) of the delivered tokens."""
+    """Number of delivered tokens from each tier, as pairs (tier, tokens)."""
     first_token_s: float = -1.0
 
 
@@ -232,7 +232,7 @@ class ReplayNode:
         self.busy_s += took_s
         if request.found:
             taken_s = max(now_s - request.planned_s, request.ahead_s) + took_s
-            # The actual split counts as well, because the core may interleave loads and cut a running load.
+            # The actual split may be the best, because the core may interleave loads and cut a running load.
             best_s = min(request.best_s, taken_s)
             regret_s = taken_s - best_s
             planning.requests += 1
@@ -311,7 +311,7 @@ class ReplayNode:
             self._events.at(self._events.now_s + tier.lookup_s, lambda: self._probed(probe, tier))
         elif isinstance(command, Drop):
             self.tiers[command.tier].drop(command.key)
-        # Hints are dropped. A cancelled transfer has already started, because transfers start at once.
+        # Hints are ignored. So are cancellations, because every transfer starts at once.
 
     def _probed(self, probe: Probe, tier: ReplayTier) -> None:
         self.cache.probed(probe.id, [key in tier for key, _ in probe.objects], self._events.now_s)

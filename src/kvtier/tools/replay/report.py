@@ -26,7 +26,7 @@ _OWN: dict[str, tuple[str, Dash]] = {
     "lru": ("gpu", (0, (6, 2, 1, 2))),
     "min": ("ink", DASHED),
 }
-"""Colours and dashes of common policies. Each line stays visible where lines coincide."""
+"""Colors and dashes of common policies, chosen so that each line stays visible where lines coincide."""
 _INTERVAL_LEAST_S = 0.1
 
 
@@ -40,7 +40,7 @@ def cache_sections(
         bound: hit rate of an infinite cache.
         results: a row for each policy and capacity.
         seeds: seeds of the draws of start times.
-        stats: the trace's statistics, for a page.
+        stats: the trace's statistics, for the charts of an HTML page; None for no charts.
     """
     unique = short_count(trace.unique_tokens)
     text = f"An infinite cache holds {unique} unique tokens and hits {bound:.4f} of the input tokens."

@@ -31,7 +31,7 @@ class TierSpec:
     is_shared: bool = False
     """Whether all nodes share one tier, instead of one for each node."""
     is_remote: bool = False
-    """Whether a lookup asks for few names at a time, in rounds of `latency_s` each."""
+    """Whether a lookup asks for only a few names at a time, in rounds of `latency_s` each."""
     drive_bytes: int | None = None
     """Capacity of the drives, of which KV uses `capacity_bytes`; None means that KV uses the whole tier."""
     rated_writes_per_day: float | None = None
@@ -47,12 +47,15 @@ class TierSpec:
             raise ConfigError(f"--tier {self.name}: latency_s is {self.latency_s}; allowed: 0 to 60")
         if self.drive_bytes is not None and self.drive_bytes < self.capacity_bytes:
             raise ConfigError(
-                f"--tier {self.name}: drives of {self.drive_bytes} bytes hold less than the {self.capacity_bytes} that "
-                "KV is to use; allowed: larger drives, or more of them"
+                f"--tier {self.name}: drives of {self.drive_bytes} bytes hold less than the {self.capacity_bytes} "
+                "bytes that KV is to use; use larger drives, or more of them"
             )
 
     def in_raw_bytes(self, share: float) -> "TierSpec":
-        """Return this tier in bytes of raw KV. It is larger and faster, because it stores only a share of them."""
+        """Return this tier with its size and speeds in bytes of raw KV.
+
+        They are larger than in stored bytes, because the tier stores only `share` as many bytes.
+        """
         note = f" / {share:.3g}, because it stores that share of raw KV"
         return replace(
             self,
@@ -104,7 +107,7 @@ class TtftStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierResult:
-    """One tier, or the sum of the nodes' tiers of one name."""
+    """Results of one tier, or of all nodes' tiers of this name together."""
 
     name: str
     capacity_bytes: int
@@ -136,10 +139,10 @@ class TierResult:
 class PlanningStats:
     """The planner's decisions, and their cost compared with the best split of each request.
 
-    The best split is the best of all numbers of leading chunks with the true speeds and queues of the links. A load
-    waits for the remaining transfers of running loads, and later requests are ignored. The time of a split is that of
-    its load, or of the earlier prompts if they take longer, plus that of computing the rest. Only requests with a hit
-    count.
+    A split loads a number of leading chunks and computes the rest. The best split is the fastest, with the true speeds
+    and queues of the links. A load waits for the remaining transfers of running loads, and later requests are ignored.
+    The time of a split is that of its load, or of the earlier prompts if they take longer, plus that of computing the
+    rest. Only requests with a hit count.
     """
 
     requests: int = 0
@@ -154,24 +157,24 @@ class PlanningStats:
     cut_tokens: int = 0
     """Tokens that were planned but not delivered in time."""
     predicted_load_s: float = 0.0
-    """Expected seconds of all loads in addition to the engine's backlog."""
+    """Seconds by which loads were expected to outlast the engine's backlog, summed over all loads."""
     load_s: float = 0.0
-    """Actual seconds of all loads in addition to the backlog."""
+    """Seconds by which loads actually outlasted the backlog, summed over all loads."""
     recompute_s: float = 0.0
-    """Seconds to compute everything."""
+    """Seconds that the requests would have taken without loads."""
     taken_s: float = 0.0
     """Seconds of loads and of computing the rest."""
     best_s: float = 0.0
     """Seconds of loads and of computing the rest, with the best splits."""
     regret_s: float = 0.0
-    """Seconds in addition to the best splits, summed over requests."""
+    """Seconds beyond those of the best splits, summed over requests."""
     regret_most_s: float = 0.0
     """Largest regret of one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSeries:
-    """A tier over time, or the sum of the nodes' tiers of one name."""
+    """One tier over time, or all nodes' tiers of this name together."""
 
     hit_tokens_per_s: tuple[float, ...]
     """Hit tokens by arrival time of the requests."""
@@ -276,9 +279,11 @@ class PrefillSpeed:
 
     def __post_init__(self) -> None:
         if not 0 < self.tokens_per_s < float("inf"):
-            raise ConfigError(f"prefill speed {self.tokens_per_s:g}; allowed: tokens a second, above 0")
+            raise ConfigError(f"the prefill speed is {self.tokens_per_s:g} tokens a second; allowed: above 0")
         if not all(it > 0 for it in (self.attention_tokens, *(cost for _, cost in self.windows))):
-            raise ConfigError(f"prefill attention_tokens {self.attention_tokens:g}; allowed: above 0, or inf")
+            raise ConfigError(
+                f"the prefill speed has attention_tokens = {self.attention_tokens:g}; allowed: above 0, or inf"
+            )
 
     def seconds(self, start: int, stop: int) -> float:
         """Return the seconds to compute the tokens at positions from `start` to `stop`."""

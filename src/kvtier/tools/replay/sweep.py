@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _STEP, _STEP_BLOCKS = 1024, 1 << 15
-"""Requests, and approximate accesses, between calls of `should_stop`: at most 0.3 s with the slowest policy."""
+"""Number of requests, and approximate number of accesses, between two calls of `should_stop`. They take at most 0.3 s
+with the slowest policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheResult:
-    """The counts of one policy and capacity."""
+    """The result of a replay with one policy and capacity."""
 
     policy: str
     capacity_tokens: int | None
@@ -49,7 +50,7 @@ class CacheResult:
     written_tokens: int
     """Tokens of inserted blocks. Each block counts as a whole one."""
     peak_tokens: int
-    """Largest number of tokens cached at the start of a request."""
+    """Largest number of tokens cached at the start of a request or at the end of the trace."""
     mean_tokens: float
     """Mean number of cached tokens over time."""
     cpu_s: float = field(default=0.0, compare=False)
@@ -91,7 +92,7 @@ def capacity_blocks(trace: TraceArrays, capacity_tokens: int | None) -> int:
         return max(trace.block_count, 1)
     if capacity_tokens < trace.block_tokens:
         raise ConfigError(
-            f"--capacity-tokens {capacity_tokens}: less than a block of {trace.block_tokens} tokens; allowed: more"
+            f"--capacity-tokens {capacity_tokens} is less than a block; allowed: at least {trace.block_tokens} tokens"
         )
     return capacity_tokens // trace.block_tokens
 
@@ -181,15 +182,15 @@ def sweep(
     advance: Callable[[int], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[CacheResult]:
-    """Replay a trace for each task.
+    """Replay a trace through one cache for each policy and capacity.
 
     Args:
         trace: the trace.
         tasks: policies and capacities, which are checked before any replay starts.
         jobs: largest number of processes; None means one for each core.
-        keep: file of the journal.
+        keep: file of the journal, which keeps finished replays for the next call.
         advance: called with the number of requests done since the last call.
-        should_stop: polled several times a second; once true, no replay starts.
+        should_stop: polled several times a second; once it returns True, no further replay starts.
 
     Returns:
         The results in the order of the tasks. If stopped, only those of finished replays.
@@ -226,7 +227,7 @@ def replay_all(
     advance: Callable[[int], None],
     should_stop: Callable[[], bool],
 ) -> dict[TaskT, ResultT]:
-    """Replay a trace for each task.
+    """Replay a trace for each task, except those whose results are in the journal.
 
     Args:
         trace: the trace.
@@ -235,9 +236,9 @@ def replay_all(
         read: makes a result from the output of `asdict`.
         is_complete: tells whether a result covers the whole trace. Only complete results go to the journal.
         jobs: largest number of processes; None means one for each core.
-        keep: file of the journal.
+        keep: file of the journal, which keeps finished replays for the next call.
         advance: called with the number of requests done since the last call.
-        should_stop: polled several times a second; once true, no replay starts.
+        should_stop: polled several times a second; once it returns True, no further replay starts.
 
     Returns:
         The results in the order of the tasks. If stopped, only those of replays that started.
@@ -348,7 +349,7 @@ class FinishedReplays(Generic[ResultT]):
             text = path.read_text(encoding="utf-8") if path.exists() else ""
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--keep {str(path)!r} cannot be read: {error}") from error
-        # An interrupt cut off the text after the last line end. That replay runs again.
+        # Text after the last line end is a result whose writing was interrupted. That replay runs again.
         whole, newline, cut = text.rpartition("\n")
         for number, line in enumerate(whole.splitlines(), 1):
             try:

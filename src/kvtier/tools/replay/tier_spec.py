@@ -31,8 +31,8 @@ _PROBED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "disk": (("disk", "read", "write"), ("directory", "read", "write")),
     "directory": (("directory", "read", "write"),),
 }
-"""The links of a probe for each tier, best first, as (link, operation to read, operation to write). The link of any
-other tier has the tier's name."""
+"""For each tier, the links in a probe's record that show its speed, best first, as (link, operation to read, operation
+to write). The link of any other tier has the tier's name."""
 
 
 class TierSpeed(NamedTuple):
@@ -60,7 +60,7 @@ OTHERS = TierSpeed(5e9, 5e9, 1e-3, "default")
 
 
 class Parts(NamedTuple):
-    """A number of equal parts from the catalogue."""
+    """A number of identical hardware parts from the catalogue."""
 
     number: int
     item: HardwareItem
@@ -78,7 +78,7 @@ class Parts(NamedTuple):
 
     @property
     def speed(self) -> TierSpeed:
-        """Return the speed of all parts together. For a GPU, the speed of its link to the host."""
+        """The speed of all parts together. For GPUs, it is that of their links to the host."""
         share = _LINK_SHARE if self.item.kind == "gpu" else 1.0
         note = "" if share == 1 else f", {share:.0%} of it"
         read, write = (self.number * share * float(self.item.values[name]) for name in _BANDWIDTHS[self.item.kind])
@@ -112,7 +112,10 @@ class ProbedSpeeds:
         self._links = read_links(path, "--probe")
 
     def speed(self, tier: str, *, is_remote: bool = False) -> TierSpeed:
-        """Return a tier's speed, unknown if its link was not measured. The latency of a remote tier is a round trip."""
+        """Return a tier's speed, or `UNKNOWN` if its link was not measured.
+
+        The latency of a remote tier is that of a round trip.
+        """
         for link, read, write in _PROBED.get(tier, ((tier, "read", "write"),)):
             read_bytes_per_s = fastest(self._links, link, read)
             if read_bytes_per_s is not None:
@@ -129,8 +132,8 @@ class ProbedSpeeds:
 def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | None = None) -> TierSpec:
     """Parse a tier in the form of every `--tier` option (`config.tier_list`), such as ``disk=4TiB?read=12GB/s``.
 
-    Drives are ``disk=4xpm1753`` from the catalogue with its speed, or ``disk=4x7.68TB`` of any make. A measured or
-    default speed applies to each drive, unless the tier is remote. All nodes share a tier of a remote kind.
+    Drives are from the catalogue, with their speed (``disk=4xpm1753``), or of any make (``disk=4x7.68TB``). A measured
+    or default speed applies to each drive, unless the tier is remote. All nodes share a tier of a remote kind.
 
     Args:
         text: the tier.
@@ -190,10 +193,11 @@ def prefill_of(model: str, *, tokens_per_s: float | None = None, gpu: Parts | No
     Args:
         model: as in `kvtier size`. Its attention determines how the cost grows with the position of a token.
         tokens_per_s: speed for the first tokens; None means the speed of the GPUs, or the default.
-        gpu: GPUs that compute one prompt together. They reach a plan's share of their bf16 peak. Exchanges are free.
+        gpu: GPUs that compute one prompt together. They reach the share of their bf16 peak that `kvtier plan` assumes.
+            The time to exchange data between them is not counted.
 
     Raises:
-        ConfigError: GPUs are given, and the model's number of parameters is unknown.
+        ConfigError: GPUs are given without a speed, and the model's number of parameters is unknown.
     """
     sized = size.of(model)
     active = sized.model.active_billion or sized.model.parameters_billion

@@ -1,6 +1,6 @@
-"""Replays a trace through tiers in virtual time, on nodes with the real core, and on the same nodes without it.
+"""Replays a trace through tiers in virtual time, on nodes that run the real core.
 
-A router chooses the node of each request.
+A router chooses the node of each request. For comparison, the same nodes also compute every prompt without a cache.
 """
 
 import math
@@ -40,9 +40,9 @@ from kvtier.tools.trace.arrays import TraceArrays
 from kvtier.types import Prefix, RequestId
 
 BUSY_SHARE = 0.8
-"""Share of the time for which the default number of servers would be busy without a cache."""
+"""The default number of servers is chosen so that, without a cache, they would be busy for this share of the time."""
 COUNT_MAX = 65_536
-"""Most nodes in a replay, and most servers in a node. Each takes memory before the first request."""
+"""Maximum number of nodes in a replay, and of servers in a node. Each takes memory before the first request."""
 _DAY_S = 86_400.0
 
 
@@ -63,14 +63,16 @@ class TieredSetup:
     evictor: str = "lru"
     write_policy: WritePolicy = WritePolicy.THROUGH
     is_planned: bool = True
-    """Whether the planner chooses the loads. Otherwise every cached chunk is loaded at any cost."""
+    """Whether the planner chooses the loads. Otherwise every cached chunk is loaded, even if computing it is faster."""
 
     def __post_init__(self) -> None:
         if not self.tiers or self.tiers[0].name != HOST:
-            raise ConfigError("--tier: host memory is missing or not first; allowed: --tier host=64GiB --tier ...")
+            raise ConfigError(
+                "--tier: host memory is missing or not first; begin with it: --tier host=64GiB --tier ..."
+            )
         names, host = [it.name for it in self.tiers], self.tiers[0]
         checks = (
-            (len(set(names)) == len(names), f"--tier names {names} twice; allowed: each tier once"),
+            (len(set(names)) == len(names), f"--tier names a tier twice ({', '.join(names)}); name each tier once"),
             (
                 not host.is_shared and not host.is_remote,
                 "--tier host cannot be shared or remote; every node has its own",
@@ -102,9 +104,9 @@ def sweep_tiers(
         trace: the trace.
         setups: setups, which are checked before any replay starts.
         jobs: largest number of processes; None means one for each core.
-        keep: file of the journal.
+        keep: file of the journal, which keeps finished replays for the next call.
         advance: called with the number of requests done since the last call.
-        should_stop: polled several times a second; once true, no replay starts.
+        should_stop: polled several times a second; once it returns True, no further replay starts.
 
     Returns:
         The results in the order of the setups. If stopped, some results are partial, and replays that did not start
@@ -140,13 +142,14 @@ def replay_tiers(
         trace: the trace.
         setup: nodes, tiers and policies.
         advance: called with 1 at each first token.
-        should_stop: polled before each request except the first. Once true, the result covers the requests so far.
+        should_stop: polled before each request except the first. Once it returns True, the result covers only the
+            requests so far.
 
     Raises:
         ConfigError: the trace has no blocks, or host memory has room for fewer than two blocks.
     """
     if not trace.has_blocks:
-        raise ConfigError(f"trace {trace.name} has no blocks, so nothing can be stored; allowed: one with blocks")
+        raise ConfigError(f"trace {trace.name} has no blocks, so nothing can be stored; use a trace with blocks")
     return _TieredReplay(trace, setup, advance, should_stop).run()
 
 
@@ -387,12 +390,13 @@ def _planning(nodes: Sequence[PlanningStats]) -> PlanningStats:
 BUSY_S = 2.0
 """The router load-and-prefix skips a node whose backlog exceeds the smallest backlog by more than this."""
 _SAMPLES = 4
-"""Nodes whose backlogs are compared. A few are nearly as good as all (Mitzenmacher, 2001), at constant cost."""
+"""Number of nodes whose backlogs are compared. Comparing a few is nearly as good as comparing all (Mitzenmacher, 2001),
+at constant cost."""
 ROUTERS = ("random", "round-robin", "session", "prefix", "load-and-prefix")
 
 
 class Router:
-    """A router for all nodes. It remembers the node that last served each block."""
+    """Chooses the node of each request. It remembers which node last served each block."""
 
     def __init__(self, name: str, trace: TraceArrays, nodes: Sequence[ReplayNode], seed: int) -> None:
         self._name = name
@@ -429,7 +433,10 @@ class Router:
         return chosen
 
     def _by_prefix(self, blocks: Sequence[int]) -> int:
-        """Return the node of the longest known prefix. Ignore a single block, because unrelated requests share it."""
+        """Return the node that last served the longest known prefix.
+
+        A prefix of a single block does not count, because unrelated requests share it.
+        """
         for block in reversed(blocks[1:]):
             if self._served[block] >= 0:
                 return int(self._served[block])

@@ -24,7 +24,7 @@ INTRO = (
     "every hit is a load."
 )
 _OTHERS = ("shared", "gpu", "tiered")
-"""Colours for tiers other than host memory and disk."""
+"""Colors for tiers other than host memory and disk."""
 _MINUTE_S = 60.0
 
 
@@ -41,8 +41,8 @@ def tiered_sections(
         trace: the replayed trace.
         model: the model whose KV is stored.
         done: one or more results. All setups have tiers of the same names and speeds.
-        unplanned: result of the only setup without the planner.
-        stats: the trace's statistics, for a page.
+        unplanned: result without the planner, if there is only one setup.
+        stats: the trace's statistics, for the charts of an HTML page; None for no charts.
     """
     setup, is_one = next(iter(done)), len(done) == 1
     speeds = [_inputs_table(setup)]
@@ -78,7 +78,7 @@ def tiered_sections(
 
 
 def omissions(model: str) -> str:
-    """Name the omissions of a replay for a model with states or windows; empty for other models."""
+    """Return sentences on what a replay leaves out for a model with states or windows; empty for other models."""
     kv = size.of(model)
     states = f"States, {decimal(kv.state_bytes)} for each conversation, are not counted." if kv.state_bytes else ""
     has_windows = any(cache.window for cache, _ in kv.model.runs)
@@ -326,7 +326,7 @@ def _minutes(over_time: TieredSeries, *, at: float) -> list[float]:
 
 
 def _hues(names: Sequence[str]) -> dict[str, str]:
-    """Return the colour of each tier."""
+    """Return the color of each tier."""
     others = [name for name in names if name not in (HOST, "disk")]
     return {name: _OTHERS[others.index(name) % len(_OTHERS)] if name in others else name for name in names}
 

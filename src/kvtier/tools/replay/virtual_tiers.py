@@ -89,7 +89,7 @@ class LinkSeries:
         self.moved = SecondSums()
         """Bytes moved in each second."""
         self.depth = SecondSums()
-        """Active and queued transfers."""
+        """Mean number of active and queued transfers in each second."""
 
 
 class ReplayLink:
@@ -173,7 +173,7 @@ class ReplayLink:
 
 def link_stats(links: Sequence[ReplayLink], series: LinkSeries, duration_s: float) -> LinkStats:
     """Return statistics of `links`, which share `series`, over `duration_s`, or over the busy time if it is longer."""
-    # Transfers may outlast the last request. Without the time after it, they would exceed the bandwidth.
+    # Transfers may outlast the last request. Without the time after it, the mean could exceed the bandwidth.
     span_s = max(duration_s, 1e-9, *(it.free_s for it in links))
     total = sum(it.total_bytes for it in links)
     return LinkStats(

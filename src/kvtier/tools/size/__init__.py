@@ -8,7 +8,7 @@ kv.bytes_per_token  # 131072
 kv.session_bytes(131_072)  # 17179869184
 ```
 
-All sizes are in bytes. They are exact, so fractions appear only in formats that have them.
+All sizes are in bytes and exact. A size per token may be a fraction, as with one index key for several tokens.
 """
 
 from kvtier.tools.size.model import Model, from_config, model, names

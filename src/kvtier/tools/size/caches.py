@@ -3,7 +3,7 @@
 Most layers have one `LayerCache`. Some have two: attention and Mamba in parallel, or a latent and an indexer's keys. A
 cache has a part that grows with the tokens, a state that does not, or neither if the layer reads another layer's cache.
 
-A format has bytes per element. A quantised format stores a scale, and possibly a zero point, for every group of
+A format has bits per element. A quantized format stores a scale, and possibly a zero point, for every group of
 elements. A group never extends beyond a vector (one head of K or V, or one latent). So a vector of 64 elements with
 groups of 128 has one group of 64.
 """
@@ -26,7 +26,7 @@ GROUP_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Storage of one vector."""
+    """How one vector is stored."""
 
     bits: int
     group: int = 0
@@ -52,7 +52,7 @@ class Format:
     by_role: Mapping[Role, Encoding] = field(default_factory=lambda: MappingProxyType({}))
 
     def encoding(self, role: Role) -> Encoding:
-        """Return the storage of vectors of kind `role`."""
+        """Return how vectors of kind `role` are stored."""
         return self.by_role.get(role, self.default)
 
     def vector_bytes(self, role: Role, size: int) -> float:
@@ -153,7 +153,7 @@ _SLIDING = "Beltagy et al. 2020, Jiang et al. 2023 (Mistral 7B): only the last t
 
 @dataclass(frozen=True, slots=True)
 class TokenPart:
-    """The vectors that a layer stores for every entry."""
+    """The vectors that a layer stores for every entry: a token, or a group of `LayerCache.every` tokens."""
 
     role: Role
     count: int
@@ -164,7 +164,7 @@ class TokenPart:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """The elements that a layer stores once per sequence of any length."""
+    """The elements that a layer stores once per sequence, whatever its length."""
 
     name: str
     elements: int
@@ -194,7 +194,7 @@ class LayerCache:
     head_dim: int | None = None
     """Elements of a key, or of an entry if key and value are one."""
     window: int | None = None
-    """Most tokens that stay cached; None without a limit."""
+    """Maximum number of tokens that stay cached; None without a limit."""
     every: int = 1
     """Tokens per entry."""
     state: tuple[StatePart, ...] = ()
@@ -202,7 +202,7 @@ class LayerCache:
     """The formula in the words of the configuration."""
 
     def token_bytes(self, form: Format) -> float:
-        """Return the bytes per token, even of tokens that leave a window."""
+        """Return the bytes of one token while it is cached."""
         return sum(part.count * form.vector_bytes(part.role, part.size) for part in self.parts) / self.every
 
     @property
@@ -211,19 +211,23 @@ class LayerCache:
         return sum(part.bytes for part in self.state)
 
     def tokens_on_gpu(self, in_flight: int) -> int:
-        """Return the most tokens for which vLLM keeps blocks, with `in_flight` in its steps; 0 without a limit."""
+        """Return for how many tokens vLLM keeps blocks, with `in_flight` tokens in its steps; 0 without a limit."""
         if self.window is None:
             return 0
         return (math.ceil((self.window - 1 + in_flight) / BLOCK_TOKENS) + 1) * BLOCK_TOKENS  # may start inside a block
 
     def tokens_in_store(self, chunk_tokens: int) -> int:
-        """Return the tokens per chunk that a store keeps: whole blocks of tokens that the next token may see."""
+        """Return how many tokens of each chunk a store keeps.
+
+        These are the tokens that the token after the chunk may see, rounded up to whole blocks; without a window, the
+        whole chunk.
+        """
         if self.window is None:
             return chunk_tokens
         return min(chunk_tokens, math.ceil(max(1, self.window - 1) / BLOCK_TOKENS) * BLOCK_TOKENS)
 
     def rank_token_bytes(self, form: Format, tp: int) -> float:
-        """Return the bytes per token on one of `tp` ranks. Ranks hold whole heads, and any further ranks copies."""
+        """Return the bytes per token on one of `tp` ranks. If ranks outnumber heads, heads are copied."""
         heads = self.kv_heads or 1
         return self.token_bytes(form) * max(1, heads // tp) / heads
 
@@ -264,13 +268,13 @@ def chunked(cache: LayerCache, tokens: int) -> LayerCache:
 
 
 def shared() -> LayerCache:
-    """Return the cache of a layer that reads another layer's cache: nothing."""
+    """Return the empty cache of a layer that reads another layer's cache."""
     source = "Brandon et al. 2024 (cross-layer attention): the layer reads the KV of an earlier layer of its kind"
     return LayerCache(kind="shared", source=source, expression="0: reads an earlier layer's")
 
 
 def cross() -> LayerCache:
-    """Return the cache of cross-attention to an image, which caches no tokens of text."""
+    """Return the empty cache of cross-attention to an image: it caches no tokens of text."""
     source = "Llama 3.2 Vision in Transformers: keys and values come from the image alone"
     return LayerCache(kind="cross", source=source, expression="0 a token of text")
 
@@ -400,7 +404,7 @@ def rg_lru(width: int, kernel: int) -> LayerCache:
 def short_convolution(width: int, kernel: int, heads: int = 0) -> LayerCache:
     """Return the cache of a short convolution: its last inputs, in `heads` pieces (0 means any number).
 
-    Every rank has a copy of a single piece.
+    If there is only one piece, every rank has a copy of it.
     """
     return LayerCache(
         kind="convolution",

@@ -172,7 +172,7 @@ def _machine(
     If no number of ranks is given, all GPUs share one copy of the model.
     """
     if gpu is not None and memory is not None:
-        raise click.UsageError("--gpu and --memory exclude each other")
+        raise click.UsageError("--gpu and --memory cannot be given together")
     idle = [f"{name} {value}" for name, value in for_gpus.items() if value is not None]
     if gpu is None and memory is None and idle:
         raise click.UsageError(f"{idle[0]} needs --gpu or --memory; without GPUs it has no effect")

@@ -13,8 +13,8 @@ from importlib.resources import files
 from kvtier.errors import ConfigError
 from kvtier.tools.size import caches
 from kvtier.tools.size.caches import LayerCache
-from kvtier.tools.size.hybrids import HYBRID_READERS
-from kvtier.tools.size.layers import (
+from kvtier.tools.size.hybrid_families import HYBRID_READERS
+from kvtier.tools.size.layer_readers import (
     INDEX_FIELDS,
     Layers,
     by_type,
@@ -48,7 +48,7 @@ _STATE_ONLY = {
     "comba", "delta_net", "gated_deltanet", "gated_deltaproduct", "gla", "gsa", "hgrn", "hgrn2", "lightnet",
     "linear_attn", "log_linear_mamba2", "mesa_net", "mlstm", "retnet", "xlstm",
 }  # fmt: skip
-"""Model types whose layers keep only a state, from flash-linear-attention, and xLSTM in Transformers."""
+"""Model types whose layers keep only a state: xlstm of Transformers, and types of flash-linear-attention."""
 
 _DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Fields with the number of draft layers."""
@@ -88,7 +88,8 @@ def read_layers(config: ModelConfig) -> Layers:
 def class_defaults(model_type: str, *, is_part: bool) -> Mapping[str, object]:
     """Return the values that Transformers fills in for fields that a file of this type omits.
 
-    A complete file states its shape, so it only gets the head dimension and the rule for KV heads.
+    A file that is not part of a larger one states its shape, so it gets only the head dimension and the rule for KV
+    heads.
     """
     found = all_class_defaults().get(model_type, {})
     if is_part:
@@ -98,7 +99,7 @@ def class_defaults(model_type: str, *, is_part: bool) -> Mapping[str, object]:
 
 @cache
 def all_class_defaults() -> Mapping[str, Mapping[str, object]]:
-    """Map model types to fields to values. A text as a value names the field whose value is used instead."""
+    """Return the default values of fields, by model type. A string names another field, whose value is used instead."""
     return tomllib.loads((files("kvtier.tools.size") / "class_defaults.toml").read_text(encoding="utf-8"))
 
 
@@ -135,7 +136,7 @@ def _refuse_other_kinds(config: ModelConfig, model_type: str) -> None:
 
 
 def _gemma4(config: ModelConfig) -> Layers:
-    """Read Gemma 4. The global layers have wider heads, and some layers may share KV."""
+    """Read Gemma 4. Layers with full attention may have wider heads than the others, and some layers may share KV."""
     if config.flag("attention_k_eq_v"):
         config.notes.append(
             "The full layers' keys and values come from one projection (attention_k_eq_v). Engines and kvtier's store "
@@ -158,7 +159,7 @@ def _gemma4(config: ModelConfig) -> Layers:
 
 
 def _llama4(config: ModelConfig) -> Layers:
-    """Read Llama 4. Layers with rotary embedding have chunked attention; every fourth layer has full attention."""
+    """Read Llama 4. Layers with rotary embedding have chunked attention, the others (one in four) full attention."""
     count = read_layer_count(config)
     types = config.texts("layer_types")
     if types is None:
@@ -172,7 +173,11 @@ def _llama4(config: ModelConfig) -> Layers:
 
 
 def _mimo_v2(config: ModelConfig) -> Layers:
-    """Read MiMo V2. Windowed layers have other heads and dimensions, and values are narrower than keys."""
+    """Read MiMo V2.
+
+    Windowed layers have their own number of KV heads and their own dimensions (the ``swa_`` fields), and values are
+    narrower than keys.
+    """
     wide = caches.full(config.integer("num_key_value_heads"), config.integer("head_dim"), config.integer("v_head_dim"))
     narrow = caches.full(
         config.integer("swa_num_key_value_heads"), config.integer("swa_head_dim"), config.integer("swa_v_head_dim")
@@ -187,7 +192,10 @@ def _mimo_v2(config: ModelConfig) -> Layers:
 
 
 def _falcon(config: ModelConfig) -> Layers:
-    """Read Falcon and GPT BigCode. They have one KV head, unless Falcon's new decoder sets another number."""
+    """Read Falcon and GPT BigCode.
+
+    They have one KV head, unless `multi_query` is false or `new_decoder_architecture` is true.
+    """
     heads = config.integer("num_attention_heads")
     kept_heads = 1 if config.flag("multi_query", default=True) else heads
     config.know(
@@ -199,7 +207,7 @@ def _falcon(config: ModelConfig) -> Layers:
 
 
 def _minimax_m3(config: ModelConfig) -> Layers:
-    """Read MiniMax M3. Every layer has GQA, and layers with sparse attention have index keys."""
+    """Read MiniMax M3. Every layer has GQA, and layers with sparse attention also keep index keys."""
     sparse = config.child("sparse_attention_config")
     plain, index = read_attention(config), caches.indexer(sparse.integer("sparse_index_dim"))
     marks = sparse.integers("sparse_attention_freq")
@@ -230,7 +238,7 @@ def _deepseek_v4(config: ModelConfig) -> Layers:
 
 
 def _nemotron_nas(config: ModelConfig) -> Layers:
-    """Read Nemotron from architecture search. Each layer has its own group size, or no attention."""
+    """Read Nemotron-NAS. Each layer has its own number of query heads per KV head, or no attention."""
     heads = config.integer("num_attention_heads")
     dim = read_head_dim(config, heads)
     layers: Layers = []
@@ -244,7 +252,7 @@ def _nemotron_nas(config: ModelConfig) -> Layers:
 
 
 def _mpt(config: ModelConfig) -> Layers:
-    """Read MPT and DBRX. `attn_config` contains the KV heads."""
+    """Read MPT and DBRX, in which `attn_config` states the number of KV heads."""
     inner = config.child("attn_config")
     heads, kind = config.integer("num_attention_heads"), inner.text("attn_type", "multihead_attention")
     kept = inner.optional_integer("kv_n_heads")
@@ -314,7 +322,7 @@ def _gpt_neo(config: ModelConfig) -> Layers:
 
 
 def _step3p5(config: ModelConfig) -> Layers:
-    """Read Step 3.5. Windowed layers have other heads, and the types of draft layers follow those of the model."""
+    """Read Step 3.5. Windowed layers may have their own KV heads. `layer_types` ends with the types of draft layers."""
     count, types = read_layer_count(config), config.texts("layer_types") or []
     config.know("num_sliding_attention_heads")
     # Transformers drops this field on saving. Windowed layers then have the same heads as full ones.
@@ -333,7 +341,11 @@ def _step3p5(config: ModelConfig) -> Layers:
 
 
 def _inkling(config: ModelConfig) -> Layers:
-    """Read Inkling. Windowed layers have other heads, and every layer keeps the last inputs of four convolutions."""
+    """Read Inkling.
+
+    Windowed layers have their own number of KV heads and their own dimensions. Every layer keeps the last inputs of
+    four convolutions.
+    """
     count = read_layer_count(config)
     every = {layer for layer in range(count) if (layer + 1) % 6}  # the default of the class
     local = read_layer_numbers(config, "local_layer_ids", count) if config.has("local_layer_ids") else every

@@ -1,4 +1,4 @@
-"""Find a model's config.json of the Hugging Face Hub by name, in the local cache or by download on request."""
+"""Find the config.json of a model on the Hugging Face Hub: in the local cache, or by download on request."""
 
 import importlib
 import re

@@ -13,7 +13,7 @@ from kvtier.tools.size.families import read_layers
 from kvtier.tools.size.model_config import ModelConfig, language_model, load, routed_experts, weight_format
 
 NEAREST = 5
-"""Most names that the message about an unknown model suggests."""
+"""Maximum number of names that the message about an unknown model suggests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,7 @@ class ModelConfig:
         self.ignored: Mapping[str, object] = {}
         """Fields that are treated as missing, with their values."""
         self.is_part = False
-        """Whether this is part of a larger file, in which Transformers writes only differences from the class."""
+        """Whether this is part of a larger file. In parts, Transformers writes only what differs from the class."""
         self._prefix = prefix
         self._known: set[str] = set()
         self._own: Mapping[str, object] = values
@@ -143,7 +143,7 @@ class ModelConfig:
         return self._find(key)[1] is not None
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = DIM_MAX) -> int:
-        """Return the whole number `key`, or `default` if it is missing.
+        """Return the whole number in field `key`, or `default` if the field is missing.
 
         Raises:
             ConfigError: the field is missing without a default, not a whole number, or outside `least` to `most`.
@@ -158,30 +158,30 @@ class ModelConfig:
         return value
 
     def optional_integer(self, key: str) -> int | None:
-        """Return the whole number `key`, or None if it is missing."""
+        """Return the whole number in field `key`, or None if the field is missing."""
         return self.integer(key) if self.has(key) else None
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """Return the boolean `key`."""
+        """Return the boolean in field `key`, or `default` if the field is missing."""
         value = self._typed(key, bool, "true or false")
         return default if value is None else value
 
     def text(self, key: str, default: str = "") -> str:
-        """Return the text `key`."""
+        """Return the string in field `key`, or `default` if the field is missing or empty."""
         return self._typed(key, str, "a string") or default
 
     def texts(self, key: str) -> list[str] | None:
-        """Return the list of strings `key`; None if it is missing."""
+        """Return the list of strings in field `key`; None if the field is missing."""
         return self._list(key, str, "strings")
 
     def integers(self, key: str) -> list[int] | None:
-        """Return the list `key` of non-negative whole numbers; None if it is missing."""
+        """Return the list of non-negative whole numbers in field `key`; None if the field is missing."""
         items = self._list(key, int, "whole numbers")
         self.refuse_if(not all(0 <= item <= DIM_MAX for item in items or ()), key, "it must be a list of whole numbers")
         return items
 
     def objects(self, key: str) -> list["ModelConfig"]:
-        """Return the objects of the list `key`; empty if it is missing."""
+        """Return the objects of the list in field `key`; empty if the field is missing."""
         items = cast("list[dict[str, object]] | None", self._list(key, dict, "objects"))
         parts = [
             ModelConfig(item, f"{self.origin}: {key}[{index}]", f"{self._prefix}{key}[{index}].")
@@ -191,11 +191,11 @@ class ModelConfig:
         return parts
 
     def child(self, key: str) -> "ModelConfig":
-        """Return the object `key`. Fields read from it also appear in `used` of this configuration."""
+        """Return the object in field `key`. Fields read from it also appear in `used` of this configuration."""
         return self._derived(key, {}, self.values.get(key), "" if key in TEXT_PARTS else f"{key}.")
 
     def changed(self, changes: object, name: str) -> "ModelConfig":
-        """Copy this configuration with fields replaced by those of `changes`. Errors call this object `name`."""
+        """Return a copy with fields replaced by those of `changes`, an object. Errors call the copy `name`."""
         return self._derived(name, self.values, changes, self._prefix)
 
     def wrong(self, key: str, why: str) -> ConfigError:
@@ -206,7 +206,7 @@ class ModelConfig:
         """Refuse the value of a field if `is_wrong` is true.
 
         Raises:
-            ConfigError: the error of `wrong`.
+            ConfigError: `is_wrong` is true. The message ends with `why`.
         """
         if is_wrong:
             raise self.wrong(key, why)
@@ -300,13 +300,14 @@ def _read(file: Path) -> bytes:
 def language_model(config: ModelConfig, ignore: Collection[str] = ()) -> ModelConfig:
     """Return the language model's configuration: `config` itself, or one of its `TEXT_PARTS`.
 
+    Fields outside the part that it does not repeat go to its `parts`, so that `unknown` also lists them.
+
     Args:
         config: configuration of the whole file.
         ignore: fields to treat as missing, named as in error messages: ``object.field``.
 
     Raises:
-        ConfigError: a field outside the part describes a cache but the part does not repeat it, or an ignored field
-            does not exist.
+        ConfigError: a field to ignore does not exist, or parts are nested too deeply.
     """
     ignored: dict[str, object] = {}
     config = ModelConfig(_without(config.values, ignore, ignored), config.origin)

@@ -2,7 +2,7 @@
 
 A figure is a size (``150 KB``), or the tokens (``3M tokens``) or users (``12 users``) that fit into memory. The module
 recomputes it with each common convention: 1,000 or 1,024 bytes, 4,000 or 4,096 tokens, heads instead of KV heads.
-Conventions that reproduce the printed digits match. The match with the fewest assumptions is the likeliest.
+A convention matches if it reproduces the printed digits. The match with the fewest assumptions is the likeliest.
 """
 
 import math
@@ -32,7 +32,7 @@ _CUT_MAX = 0.02
 _COARSE_MAX = 0.05
 _MATCHES_SHOWN = 3
 _COST_MAX = 2
-"""Most conventions in a combination. With more, any figure could be explained."""
+"""Maximum number of conventions in a combination. With more, any figure could be explained."""
 _MIXED_COST = 2
 """Cost of mixed units. They are a mistake, not a convention, so they must explain a figure alone."""
 _COPIES_AT = (2, 4, 8, 16)
@@ -69,7 +69,7 @@ class Figure:
     """The step if trailing zeros are only placeholders: 10 for 150."""
 
     def bytes(self, thousand: int | None = None) -> float:
-        """Return the figure in bytes, tokens or users. A kilo is `thousand`, or else as written."""
+        """Return the figure in bytes, tokens or users. A kilo means `thousand`; None means as written."""
         return self.number * float(thousand or (1024 if self.is_binary else 1000)) ** _PREFIXES.index(self.prefix)
 
 
@@ -116,7 +116,7 @@ class Reading:
 
     @property
     def cost(self) -> int:
-        """Number of assumptions; 0 for kvtier's own figure in either unit."""
+        """Number of assumptions; 0 for kvtier's own figure, whether the unit is read as written or otherwise."""
         return len(self.steps) + (self.unit_reading == "mixed") * _MIXED_COST + (self.agreement == "coarse")
 
 
@@ -267,7 +267,7 @@ def sizes(kv: KvSize, sessions: Sequence[tuple[int, int]]) -> Iterator[Reading]:
 def _held(
     kv: KvSize, figure: Figure, sessions: Sequence[tuple[int, int]], name: str, capacity: GpuCapacity | TierCapacity
 ) -> Iterator[Reading]:
-    """Yield the tokens or users that fit into `capacity`: as in `kvtier size`, and by plain division of bytes."""
+    """Yield how many tokens or users fit into `capacity`: as in `kvtier size`, and by plain division of bytes."""
     room = capacity.kv_bytes if isinstance(capacity, GpuCapacity) else float(capacity.capacity_bytes)
     power = int(math.log(max(room, 1), 1000))
     ways: list[tuple[float, float, tuple[str, ...]]] = [

@@ -1,8 +1,8 @@
-"""Compute the KV size of a model per token, session, rank and chunk, and the sessions that fit into memory or a tier.
+"""Compute the KV size of a model per token, session, rank and chunk, and how many sessions fit into memory or a tier.
 
-There are two sizes wherever they differ. The *minimum* covers the KV that the model can still read: one copy, and only
-the last tokens of a window. The *stored* size covers every layer of every token, with the copies of tensor parallelism:
-the need of an engine or store that keeps everything.
+With windows or copies there are two different sizes. The *minimum* covers the KV that the model can still read: one
+copy, and only the last tokens of a window. The *stored* size covers every layer of every token, with the copies of
+tensor parallelism: the need of an engine or store that keeps everything.
 """
 
 import math
@@ -36,7 +36,7 @@ from kvtier.tools.size.model import Model, model
 CHUNK_TOKENS = 256
 CHUNK_TOKENS_MAX = 1 << 20
 SESSIONS_MAX = 10**12
-"""Most tokens of a session, and most users."""
+"""Maximum tokens of a session, and maximum number of users."""
 TP_MAX = 1024
 
 
@@ -170,7 +170,7 @@ class KvSize:
         """Return the share of a token's raw bytes that a tier stores for an engine with this class (`store.loss`).
 
         The class applies to keys and values of full attention with 16 or 32 bits per number. The share leaves out frame
-        heads, and the first tokens of a prompt, which stay exact: both are less than 1 % of the raw bytes.
+        headers, and the first tokens of a prompt, which stay exact: both are less than 1 % of the raw bytes.
         """
         raw = stored = 0.0
         for cache, count in self.model.runs:
@@ -264,7 +264,7 @@ def of(
     """Compute the sizes of a model's KV.
 
     Args:
-        what: a model, or an argument of `model`.
+        what: a model, or its name or path, as `model` takes it.
         dtype: format of the KV, as `parse_dtype` takes it.
         index_dtype: format of the keys of indexers, if it differs.
         tp: tensor-parallel ranks. Each holds whole heads. Ranks beyond the KV heads hold copies. Every rank holds the
@@ -281,10 +281,10 @@ def of(
     if "latent" in form.by_role and not any(
         part.role in {"latent", "compressed"} for cache in caches for part in cache.parts
     ):
-        raise ConfigError(f"dtype: {dtype} packs MLA latents, and {found.name} has none")
+        raise ConfigError(f"dtype: {dtype} packs MLA latents, but {found.name} has none")
     if index_dtype is not None:
         if all(cache.kind != "indexer" for cache in caches):
-            raise ConfigError(f"index-dtype: {index_dtype} is for the keys of indexers, and {found.name} has none")
+            raise ConfigError(f"index-dtype: {index_dtype} is for the keys of indexers, but {found.name} has none")
         form = form.with_index(parse_dtype(index_dtype, "index-dtype"))
     _check_ranks(found, tp, pp)
     if not 1 <= chunk_tokens <= CHUNK_TOKENS_MAX:
@@ -299,7 +299,7 @@ def _check_ranks(found: Model, tp: int, pp: int) -> None:
     if not 1 <= tp <= TP_MAX:
         raise ConfigError(f"tp: {tp} is not allowed; it must be from 1 to {TP_MAX}")
     if not 1 <= pp <= layers:
-        raise ConfigError(f"pp: {pp} is not allowed; {found.name} has {layers} layers, so from 1 to that")
+        raise ConfigError(f"pp: {pp} is not allowed; {found.name} has {layers} layers, so the most stages are {layers}")
     if heads is not None and heads % tp:
         raise ConfigError(
             f"tp: {tp} ranks cannot share the {heads} attention heads of {found.name}; it must divide them"
@@ -468,7 +468,7 @@ class GpuCapacity:
         return self.replicas * self.kv.tp * sum(self.rank_bytes)
 
     def held(self, tokens: int) -> HeldSessions:
-        """Count concurrent sessions of `tokens` like vLLM's log. The fullest stage of a copy is the limit."""
+        """Count the sessions of `tokens` each that fit together, as vLLM's log does. The fullest stage is the limit."""
         needed = (self.kv.rank_session_bytes(stage, tokens, self.in_flight_tokens) for stage in range(self.kv.pp))
         of_copy = min((left / need for left, need in zip(self.rank_bytes, needed, strict=True) if need), default=0.0)
         return HeldSessions(tokens, self.replicas * int(of_copy), int(self.replicas * of_copy * tokens))
@@ -484,10 +484,13 @@ class TierCapacity:
     kv: KvSize
     capacity_bytes: int
     drive_bytes: int | None = None
-    """Capacity of the drives, of which `capacity_bytes` are filled; None if these bytes were given."""
+    """Capacity of the drives, of which `capacity_bytes` are filled; None if only `capacity_bytes` was given."""
 
     def held(self, tokens: int) -> HeldSessions:
-        """Count sessions of `tokens`. Each has whole chunks and a snapshot of the states, or is not stored."""
+        """Count the sessions of `tokens` each that fit, as whole chunks with a snapshot of the states.
+
+        A session shorter than a chunk is not stored.
+        """
         chunks, chunk_tokens = tokens // self.kv.chunk_tokens, self.kv.chunk_tokens
         chunk, state = (
             ranks * sum(it.frame_bytes for stage in self.kv.stage_objects for it in stage if keep(it.rule))

@@ -1,1 +1,1 @@
-"""Request traces. Each format has a reader, and replays use columns."""
+"""Request traces: a reader for each format, and the arrays that replays use."""

@@ -1,8 +1,8 @@
 """Computes what the layout of prompts costs a prefix cache, and what a better layout would save.
 
-All figures assume an unbounded cache. A *cut* is the point at which a prompt begins to differ from an earlier one. Ids
-of whole prefixes show cuts, but not whether the blocks after a cut contain a known text. Texts, components and ids of
-contents show both.
+All figures assume an unbounded cache. A *cut* is the point at which a prompt begins to differ from an earlier one. A
+*head* is the start of a prompt. Block ids that name whole prefixes show cuts, but not whether the text after a cut was
+seen before. Texts, components, and ids that name only the contents of a block show both.
 """
 
 from collections import Counter, defaultdict
@@ -16,26 +16,27 @@ import numpy.typing as npt
 
 from kvtier.tools.trace.arrays import Column, TraceArrays
 from kvtier.tools.trace.formats.base import Contents
-from kvtier.tools.trace.part_order import Order, best_order, parts_of
+from kvtier.tools.trace.prompt_order import Order, best_order, parts_of
 
 CONTENTS_LEAST = 0.01
-"""Ids name contents if at least this share of the accesses follows another block than before."""
+"""Ids are taken to name contents, not prefixes, if more than this share of accesses follow another block than the
+first access to the same block."""
 SIMILAR = (0.8, 1.25)
 """Two prompts are about equally long if the ratio of their numbers of blocks is in this range."""
 EARLY = 0.5
 """A cut is early if it lies in the first half of the earlier prompt."""
 LOST_TOKENS = 128
-"""A cut must lose more tokens than this, and more than the last, partial block."""
+"""A cut counts only if the earlier prompt has more tokens than this after it, and more than one block."""
 RETURNS = 0.1
-"""A session alternates between heads if at least this share of its requests return to an earlier first block."""
+"""A session alternates between heads if at least this share of its requests return to an earlier head."""
 WINDOW_TOKENS = 32
-"""Tokens of a text count as seen if an earlier text contains a window of this size around them."""
+"""Tokens of a text count as seen if they lie in a window of this many tokens that an earlier text contains."""
 HEAD_TOKENS = 16
-"""Number of first tokens of a text that identify the text's head."""
+"""Number of tokens at the start of a text that identify its head."""
 CONVERSATION_TOKENS = 256
-"""Number of first tokens of a text that identify the session, if the text has none."""
+"""Number of tokens at the start of a text that identify its session, if the trace does not name it."""
 SEEN_MAX = 1 << 24
-"""Most windows or parts that are remembered. Later ones are not, so repetition may be understated."""
+"""Maximum number of windows or parts that are remembered. Later ones are not, so repetition may be understated."""
 CHUNKS = (1, 2, 4, 8, 16)
 EXAMPLES = 3
 LINE_CHARACTERS = 90
@@ -47,7 +48,7 @@ Prints = npt.NDArray[np.uint64]
 
 
 class Prompt(NamedTuple):
-    """The parts of a request that `TraceArrays` lacks."""
+    """What is known of a request but not in `TraceArrays`."""
 
     model: str | None
     contents: Contents | None
@@ -66,7 +67,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutLines:
-    """The line of a cut in two versions, of the earlier and of the later prompt."""
+    """The line of text in which a cut lies, as it is in the earlier prompt and in the later one."""
 
     at_tokens: int
     before: str
@@ -75,20 +76,24 @@ class CutLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyCuts(Cost):
-    """Requests that are about as long as the preceding one, but share much less with it."""
+    """Requests that are about as long as the earlier request they are compared with, but share little with it.
+
+    They differ from it in its first half.
+    """
 
     sessions: int
     is_certain: bool
-    """Whether all pairs belong together. If not, some requests lack a session and may be of other conversations."""
+    """Whether each request is known to belong with the one it is compared with. If not, some requests have no session,
+    so they may be from different conversations."""
     at_tokens: tuple[int, ...]
-    """Tokens before the cut, as quantiles at 10, 25, 50, 75 and 90 %."""
+    """Quantiles, at 10, 25, 50, 75 and 90 %, of the number of tokens before the cut."""
     examples: tuple[CutLines, ...]
-    """The most expensive cuts; empty without texts."""
+    """The most expensive cuts; empty if the trace has no texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads(Cost):
-    """Repeated text that followed another head before."""
+    """Text that repeats, but that followed another head when it was seen before."""
 
     heads: int
     is_measured: bool
@@ -119,7 +124,7 @@ class Advice:
     heads: Heads
     order: Order
     chunks: tuple[tuple[int, float], ...]
-    """Pairs of tokens per chunk and hit rate."""
+    """Pairs of a chunk size in tokens and the hit rate with chunks of that size."""
     bound: Bound
 
 
@@ -136,7 +141,7 @@ def advise(trace: TraceArrays, prompts: Sequence[Prompt], separator: str = "") -
 
     Args:
         trace: the trace, with blocks.
-        prompts: the rest of each request, in the order of the trace.
+        prompts: what else is known of each request, in the order of the trace.
         separator: separator of the parts of a text. If it is empty, texts have no known parts.
     """
     block, inputs = trace.block_tokens, np.asarray(trace.input_tokens, np.int64)
@@ -202,7 +207,7 @@ class _Found(NamedTuple):
 def _by_contents(
     trace: TraceArrays, hits: Column, hit_tokens: Column, models: Sequence[str | None], contents: Sequence[Contents]
 ) -> _Found:
-    """Analyse contents. A cut counts if at least half of its cost repeats."""
+    """Analyze contents. A cut counts only if the request's repeated tokens are at least half of the cut's cost."""
     heads = [_start(it, HEAD_TOKENS) for it in contents]
     pairs = zip(trace.session.tolist(), contents, strict=True)
     names = [name if name >= 0 else -2 - _start(it, CONVERSATION_TOKENS) for name, it in pairs]
@@ -225,7 +230,7 @@ def _by_contents(
 def _by_prefixes(
     trace: TraceArrays, hits: Column, hit_tokens: Column, models: Sequence[str | None], _: Sequence[Contents]
 ) -> _Found:
-    """Analyse ids of whole prefixes. The first block is the head."""
+    """Analyze ids that name whole prefixes. The first block of a prompt is its head."""
     heads = [int(it[0]) if len(it) else -1 for it in _requests(trace)]
     names: list[int] = trace.session.tolist()
     alternating = _alternating(names, heads)
@@ -286,9 +291,10 @@ def _cuts(
 ) -> Iterator[_Cut]:
     """Yield the early cuts.
 
-    A request is compared with the preceding one in its session. Without a session it is compared with its source, or
-    else with the nearest earlier request. A cut costs the missed blocks after it, but no more than the earlier prompt
-    had there.
+    A request is compared with the preceding one in its session. A request without a session is compared with the
+    earlier request that it repeats most (`sources`) or, if `sources` is None, with the preceding request that has no
+    session either. A cut costs the missed blocks after it, but at most the number of blocks that the earlier prompt has
+    after the cut.
     """
     block, latest = trace.block_tokens, dict[int, int]()
     for request, (ids, name) in enumerate(zip(_requests(trace), trace.session.tolist(), strict=True)):
@@ -319,7 +325,11 @@ def _alternating(names: Sequence[int], heads: Sequence[int]) -> set[int]:
 def _behind_heads(
     trace: TraceArrays, hit_tokens: Column, heads: Sequence[int], alternating: set[int]
 ) -> dict[int, int]:
-    """Map requests of alternating sessions to the missed tokens within the length of a prompt with another head."""
+    """Estimate how many tokens of each request followed another head before, in sessions that alternate between heads.
+
+    These are the missed tokens up to the length of the session's longest earlier prompt and answer with another head.
+    Requests without such tokens are left out.
+    """
     longest = {name: dict[int, int]() for name in alternating}
     out: dict[int, int] = {}
     for request, (name, head) in enumerate(zip(trace.session.tolist(), heads, strict=True)):
@@ -333,10 +343,11 @@ def _behind_heads(
 
 
 class _Repeated:
-    """Finds the tokens of earlier prompts and answers that prompts repeat, except those that a prefix cache finds.
+    """Counts, for each request, the prompt tokens that repeat an earlier prompt or answer but miss in a prefix cache.
 
-    A head is the start of a prompt. A text follows two heads if a session alternates between the heads, or if each
-    head begins several sessions.
+    Tokens that followed another head before are also counted in `behind_heads`, but only under two conditions. The
+    earlier request with most of the repeated tokens has another head, and either the session alternates between heads
+    or both heads occur in several sessions.
 
     Args:
         contents: contents of each request.
@@ -360,7 +371,7 @@ class _Repeated:
             users[head].add(name)
         self._is_common = {head: len(it) > 1 for head, it in users.items()}
         self._seen: dict[int, int] = {}
-        """The number of the latest request with each window or part."""
+        """The latest request that has each window or part, by fingerprint."""
         self._prefixes: set[int] = set()
         self.tokens: list[int] = []
         """Repeated tokens of each request."""
@@ -409,7 +420,7 @@ class _Repeated:
 
 
 def _start(contents: Contents, tokens: int) -> int:
-    """Return a fingerprint of the first tokens, or of the first part of known parts."""
+    """Return a fingerprint of the first `tokens` tokens of a text, or of the first part if the parts are known."""
     return int(_prints(contents.ids[: 1 if len(contents.tokens) else tokens])[-1])
 
 

@@ -1,4 +1,4 @@
-"""Builds the report of `kvtier trace advise`: the change that saves most, all changes, and their places."""
+"""Builds the report of `kvtier trace advise`: what each change of the prompts would save, and where prompts differ."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from kvtier.tools.charts.report import PageSection, Report
 from kvtier.tools.trace.advise import QUANTILES, Advice, Cost
 
 FINDING_LEAST = 0.01
-"""Least share of the misses that a change must save to be mentioned."""
+"""Least share of the misses that a change must save to be named in the report's answer."""
 
 
 class _Change(NamedTuple):
@@ -26,7 +26,7 @@ class _Change(NamedTuple):
 
 
 class PlanCost(NamedTuple):
-    """The cost of computing tokens in a plan."""
+    """What computing a token costs according to a plan."""
 
     gpu_s_per_token: float
     price_per_gpu_hour: float | None

@@ -1,7 +1,7 @@
 """A whole trace as numpy columns. Small columns are in memory, large ones in temporary files.
 
-Blocks are numbered 0, 1, 2, ... Reading takes memory only for distinct blocks. Accesses take four bytes each, and many
-of them go to a temporary file.
+Blocks are numbered 0, 1, 2, ... An *access* is the use of a block by a request. Reading takes memory only for distinct
+blocks. Accesses take four bytes each, in a temporary file if there are many.
 
 A trace is written in the form of request lines, which most tools read.
 """
@@ -33,13 +33,14 @@ MEMORY_BYTES_MAX = 64 << 20
 """Largest column that stays in memory. Larger ones go to a file."""
 BLOCKS_MAX = 1 << 30
 ACCESSES_MAX = 1 << 32
-"""Most blocks in all requests. They take 16 GiB in a temporary file."""
+"""Maximum number of accesses in a trace. They then take 16 GiB in a temporary file."""
 _DENSE_MIN = 1 << 22
 """Size that a table of all ids may always have, however few accesses there are."""
 _SPARSE = 2
-"""Largest ratio of ids to accesses for a table of all ids. Above it the table would be sparse, so ids are sorted."""
+"""Largest ratio of the range of ids to the number of accesses at which a table of all ids is used. A table with a
+larger ratio would be sparse, so ids are sorted instead."""
 _STEP = 1 << 16
-"""Values in one vectorized step."""
+"""Number of values in one vectorized step."""
 _NAMES = ("ids", "starts", "time_s", "input_tokens", "output_tokens", "session", "turn", "next_turn", "parents")
 
 
@@ -53,7 +54,7 @@ class TraceArrays:
     ids: Column
     """int32: the blocks of all requests."""
     starts: Column
-    """int64: the start of each request's blocks, and a last entry for the end."""
+    """int64: index in `ids` at which each request's blocks start, and at last the length of `ids`."""
     time_s: Column
     """float64: time of each request in seconds, never decreasing."""
     input_tokens: Column
@@ -66,7 +67,7 @@ class TraceArrays:
     next_turn: Column
     """int8: index in `NEXT_TURNS`, or -1 if unknown."""
     parents: Column
-    """int32: the preceding block of each block in its prefix, or -1 for a first block."""
+    """int32: for each block, the block before it in its prefix, or -1 if it is the first."""
     notes: tuple[str, ...]
     """Sentences on how the trace was read."""
     warnings: tuple[str, ...]
@@ -146,7 +147,7 @@ def read_arrays(
         trace = builder.build(each)
     refused = [it for it in trace.warnings if not isinstance(it, UnitDoubt)]
     if is_strict and refused:
-        raise ConfigError(f"trace {reader.name}: {refused[0]}; allowed with --strict: a trace without warnings")
+        raise ConfigError(f"trace {reader.name}: {refused[0]} (an error, because of --strict)")
     return trace
 
 
@@ -182,7 +183,8 @@ class _Builder:
         warnings: list[str] = [it for it in self._reader.notes if isinstance(it, TraceWarning)]
         if times_back:
             warnings.append(
-                f"{times_back} timestamps go back, first in line {first_back}; replaced by the latest time before"
+                f"{times_back} timestamps go back, first in line {first_back}; they are replaced by the latest earlier "
+                "time"
             )
         return self._finished(warnings)
 
@@ -203,7 +205,8 @@ class _Builder:
         self._total += len(request.blocks)
         if self._total > ACCESSES_MAX:
             raise ConfigError(
-                f"trace {self._reader.name}: {self._total} blocks of all requests; allowed: {ACCESSES_MAX}"
+                f"trace {self._reader.name}: {self._total} blocks in all requests together; allowed: at most "
+                f"{ACCESSES_MAX}"
             )
         self._waiting += len(request.blocks) + 1
         if self._waiting >= _STEP:
@@ -216,7 +219,10 @@ class _Builder:
         if len(ids):
             self._highest, self._lowest = max(self._highest, int(ids.max())), min(self._lowest, int(ids.min()))
             if self._highest - self._lowest >= BLOCKS_MAX:
-                raise ConfigError(f"trace {self._reader.name}: block ids up to {self._highest}; allowed: {BLOCKS_MAX}")
+                raise ConfigError(
+                    f"trace {self._reader.name}: its block ids go from {self._lowest} to {self._highest}; allowed: a "
+                    f"range of at most {BLOCKS_MAX} ids"
+                )
         self._ids.add(ids)
         for column, values in zip(self._columns, zip(*self._rows, strict=True), strict=True):
             column.add(np.asarray(values))
@@ -287,7 +293,10 @@ def _renumber(ids: Column, lowest: int, highest: int) -> int:
 
 
 def _parents(ids: Column, starts: Column, count: int) -> tuple[Column, int, int]:
-    """Return each block's parent, the number of accesses after another parent, and the first request with one."""
+    """Return each block's parent, which is the block before it at its first access.
+
+    Also return how many accesses follow another block than the parent, and the first request with one, or -1.
+    """
     unknown = -2
     parents = np.full(count, unknown, np.int32)
     violations, first_bad = 0, -1
@@ -325,7 +334,7 @@ COARSE_MAX_S = 86_400.0
 def write_requests(path: Path, trace: TraceArrays, *, as_runs: bool, coarse_s: float = 0.0) -> None:
     """Write a trace atomically as request lines, with gzip if the name ends in ``.gz``.
 
-    The first line has the block size. Blocks and sessions are numbered by first use, so texts, ids and
+    The first line has the block size. Blocks and sessions are numbered in the order of first use, so texts, ids and
     session names are not written. Times count from the first request.
 
     Args:
@@ -358,7 +367,7 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def request_lines(trace: TraceArrays, *, as_runs: bool, coarse_s: float = 0.0) -> Iterator[dict[str, object]]:
-    """Yield a line for each request."""
+    """Yield the fields of a request line for each request."""
     numbers = np.full(trace.block_count, -1, np.int64)
     count = 0
     for request in range(len(trace)):

@@ -15,7 +15,7 @@ from kvtier.cli.options import Duration, OutputFile, Quantity
 from kvtier.errors import ConfigError
 from kvtier.report.output import progress
 from kvtier.tools.options import NumberRange
-from kvtier.tools.trace.reading import load_drawn, load_trace, reading_options
+from kvtier.tools.trace.options import load_drawn, load_trace, reading_options
 
 if TYPE_CHECKING:
     from kvtier.tools.trace.arrays import TraceArrays
@@ -31,9 +31,9 @@ _STATISTICS = (
     ("output-tokens", NumberRange(0), "Mean tokens per response.  [300]"),
     ("think-s", Duration(), "Mean seconds between the requests of a session.  [60]"),
     ("spread", NumberRange(0), "Standard deviation of the logarithm of lengths and pauses.  [1]"),
-    ("shared-prompts", Quantity(), "Distinct shared prompts.  [16]"),
+    ("shared-prompts", Quantity(), "Number of distinct shared prompts.  [16]"),
     ("shared-tokens", Quantity(), "Tokens of each shared prompt.  [1024]"),
-    ("shared-share", NumberRange(0), "Share of the sessions that begin with one.  [0.8]"),
+    ("shared-share", NumberRange(0), "Share of the sessions that begin with a shared prompt.  [0.8]"),
     ("popularity", NumberRange(0), "Zipf exponent of the shared prompts.  [1]"),
 )
 
@@ -88,7 +88,7 @@ def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sess
     _check_distinct(source, target)
     if "tokenizer" in open_trace(source).options:
         raise ConfigError(
-            f"trace {source} holds texts, whose lengths may identify them; allowed: one with block ids, such as the "
+            f"trace {source} holds texts, whose lengths may identify them; use one with block ids, such as the "
             "output of `kvtier trace convert`"
         )
     arrays = load_trace(source, reading)
@@ -97,7 +97,7 @@ def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sess
 
 def _check_distinct(source: Path, target: Path) -> None:
     if target.resolve() == source.resolve():
-        raise ConfigError(f"{str(target)!r} is the trace that is read; allowed: another file")
+        raise ConfigError(f"{str(target)!r} is the trace that is read; write to another file")
 
 
 def _write(target: Path, arrays: "TraceArrays", *, as_runs: bool, coarse_s: float = 0.0) -> None:
@@ -186,7 +186,10 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
 
 
 def _run_program(command: Sequence[str]) -> int:
-    """Run a program on this terminal, and forward signals. Return its exit code, or 128 plus the ending signal."""
+    """Run a program on this terminal, and forward signals to it.
+
+    Return its exit code, or 128 plus the number of the signal that ended it.
+    """
     child = subprocess.Popen(command)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to PROGRAM as well
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -31,7 +31,7 @@ class LogBuckets(NamedTuple):
         return self.least_s * 2.0 ** (np.arange(self.buckets) / self.per_doubling)
 
     def of(self, times_s: Floats) -> npt.NDArray[np.int64]:
-        """Return the bucket of each time. Longer times count in the last bucket."""
+        """Return the bucket of each time. Times beyond the last edge count in the last bucket."""
         place = np.log2(np.maximum(times_s, self.least_s) / self.least_s) * self.per_doubling
         return np.minimum(np.ceil(place).astype(np.int64), self.buckets - 1)
 
@@ -41,14 +41,14 @@ _BUCKETS = LogBuckets(2.0**-10, 256, 256 * 40)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReuseIntervals:
-    """Distribution of the times between two uses of a block, with one time per access."""
+    """Distribution of the times between two successive uses of a block. Each reuse counts once."""
 
     seconds: Floats
     """Upper edges of the buckets."""
     counts: Floats
 
     def quantile(self, share: float) -> float | None:
-        """Return a quantile, or None if no block is reused."""
+        """Return the quantile at `share` in seconds, or None if no block is reused."""
         total = self.counts.sum()
         if not total:
             return None
@@ -90,7 +90,7 @@ class TraceStats:
     used_once: float | None
     """Share of blocks that are used once."""
     top_reuse: float | None
-    """Share of the most-used 1 % of blocks in all reuse."""
+    """Share of all reuses that are of the most-used 1 % of blocks."""
     interval_p50_s: float | None
     interval_p90_s: float | None
     interval_p99_s: float | None
@@ -101,7 +101,7 @@ class TraceStats:
     sessions: int | None
     """Number of sessions; None if the trace has none."""
     working_set_tokens: dict[float, float]
-    """Mean tokens in the cache, by time to live in seconds."""
+    """Mean number of tokens in a cache, by its time to live in seconds."""
     prefix_violations: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -123,7 +123,7 @@ def reuse_pauses(trace: TraceArrays, used_s: Floats) -> Iterator[tuple[float, Co
 
 
 def trace_stats(trace: TraceArrays) -> TraceStats:
-    """Measure a trace."""
+    """Compute the statistics of a trace."""
     sums = _Sums(trace)
     inputs = np.asarray(trace.input_tokens, np.float64)
     requests, total = len(trace), int(inputs.sum())
@@ -204,7 +204,7 @@ class _Sums:
         seen = pauses_s[was_seen]
         if len(seen):
             bucket = _BUCKETS.of(seen)
-            # This is faster in the usual case: one request was the last to use all blocks.
+            # This is faster in the usual case, in which one earlier request was the last to use all of these blocks.
             if bucket[0] == bucket[-1] and (bucket == bucket[0]).all():
                 self.counts[bucket[0]] += len(seen)
                 self.seconds[bucket[0]] += seen.sum()
@@ -217,7 +217,7 @@ class _Sums:
         self.uses[ids] += 1
 
     def working_sets(self) -> dict[float, float]:
-        """Map each time to live to the mean tokens of a cache that keeps blocks for it after their last use."""
+        """Map each time to live to the mean number of tokens in a cache that keeps unused blocks for that time."""
         if self.duration_s <= 0:
             return {}
         ended_s = float(self._trace.time_s[0]) + self.duration_s

@@ -1,7 +1,7 @@
-"""Makes synthetic traces as request lines, from sessions of statistics or of another trace, merged by time.
+"""Makes synthetic traces in the form of request lines. Their sessions are drawn from statistics or another trace.
 
-A source yields sessions in the order of their starts. `synthesized` merges their requests and gives them block ids.
-Only open sessions take memory, not the whole trace.
+A source yields sessions in the order of their starts. `synthesized` merges their requests by time and gives them block
+ids. Only open sessions take memory, not the whole synthetic trace.
 """
 
 import heapq
@@ -22,7 +22,8 @@ REQUESTS_MAX = 10**9
 FOLLOWERS_MIN: Final = 16
 SPAN_MIN: Final = 0.5
 SHIFT_MAX: Final = 0.05
-"""Farthest move of a session in the order of starts, as a share of all sessions, but at least three places."""
+"""Largest random shift of a session in the order of starts, as a share of the number of sessions. If that is less than
+three places, the shift is up to three places."""
 _BATCH = 1024
 """Number of sessions per draw. A different number would give different sessions for a seed."""
 _TURNS_MAX = 10_000
@@ -33,7 +34,7 @@ class IdRun(NamedTuple):
     """Consecutive block ids of a prompt."""
 
     first: int
-    """First id, of the trace's shared blocks or of the session's own blocks."""
+    """First id, counted among the trace's shared blocks or among the session's own blocks."""
     blocks: int
     is_shared: bool
 
@@ -47,7 +48,7 @@ class SyntheticRequest(NamedTuple):
     output_tokens: int
     runs: tuple[IdRun, ...]
     conversation: int
-    """Index of the request's named session among those of this synthetic session, or -1 for none."""
+    """Index of the request's conversation in this synthetic session, which may have several; -1 if it has none."""
     next_turn: NextTurn | None = None
 
 
@@ -84,7 +85,9 @@ def synthesized(source: "StatisticalSource | TraceSource", requests: int) -> Ite
             next_name += session.conversations
             number += 1
             if next_block > RUN_IDS_MAX:
-                raise ConfigError(f"--requests {requests} need more than {RUN_IDS_MAX} blocks; allowed: larger blocks")
+                raise ConfigError(
+                    f"--requests {requests} needs more than {RUN_IDS_MAX} blocks; use fewer requests or larger blocks"
+                )
             start_s, session = next(sessions)
         time_s, order, place, block, name, first, since_s = open_sessions[0]
         yield head + _line(first.requests[place], time_s - began_s, block, name)
@@ -177,7 +180,10 @@ class StatisticalSource:
         """Number of blocks that sessions share."""
 
     def sessions(self) -> Iterator[tuple[float, SyntheticSession]]:
-        """Yield sessions without end, in order of start, with the start in seconds. Each call yields the same ones."""
+        """Yield sessions without end, in order of start, each with its start in seconds.
+
+        Each call yields the same sessions.
+        """
         of, draw = self._statistics, np.random.default_rng(self._seed)
         weights = np.arange(1, of.shared_prompts + 1, dtype=np.float64) ** -of.popularity
         edges = np.cumsum(weights / weights.sum())
@@ -235,8 +241,8 @@ class TraceSource:
     A block is *shared*, like a system prompt, if it is used throughout at least half of the trace and many distinct
     blocks follow it. The ancestors of a shared block are shared as well. Requests with any other block in common belong
     to one session, as do the requests of a named session. The start times of sessions stay. Each start gets a session
-    that began at about that time, and each session is used once. So changes in the course of the trace are preserved. A
-    longer trace repeats the model with the same shared blocks and new sessions.
+    that began at about that time, and each session is used once. So changes in the course of the trace are preserved.
+    If more requests are wanted, the model is repeated with the same shared blocks, but new blocks for each session.
 
     Args:
         trace: the model.
@@ -251,10 +257,12 @@ class TraceSource:
         if requests_per_s is not None:
             Statistics(requests_per_s=requests_per_s)  # checks the limits of the rate
         if not trace.has_blocks:
-            raise ConfigError(f"--like {trace.name}: it has no blocks; allowed: a trace with blocks")
+            raise ConfigError(f"--like {trace.name}: it has no blocks; use a trace with blocks")
         duration_s = float(trace.time_s[-1]) - float(trace.time_s[0])
         if duration_s <= 0:
-            raise ConfigError(f"--like {trace.name}: all its requests have the same time; allowed: several times")
+            raise ConfigError(
+                f"--like {trace.name}: all its requests have the same time; use a trace with different times"
+            )
         self.block_tokens = trace.block_tokens
         is_shared = _shared(trace, duration_s)
         self.shared_blocks = int(is_shared.sum())
@@ -267,7 +275,10 @@ class TraceSource:
         self._starts: list[float] = (starts * (wanted_s / duration_s)).tolist()
 
     def sessions(self) -> Iterator[tuple[float, SyntheticSession]]:
-        """Yield sessions without end, in order of start, with the start in seconds. Each call yields the same ones."""
+        """Yield sessions without end, in order of start, each with its start in seconds.
+
+        Each call yields the same sessions.
+        """
         draw = np.random.default_rng(self._seed)
         count = len(self._models)
         reach = max(3.0, count * SHIFT_MAX)
@@ -281,7 +292,7 @@ class TraceSource:
 
 
 def _shared(trace: TraceArrays, duration_s: float) -> npt.NDArray[np.bool_]:
-    """Return whether each block is shared."""
+    """Return for each block whether it is shared (see `TraceSource`)."""
     parents = np.asarray(trace.parents, np.int64)
     first_s, last_s = np.full(len(parents), np.inf), np.full(len(parents), -np.inf)
     used_s = np.repeat(trace.time_s, np.diff(trace.starts))

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 LINE_BYTES_MAX = 1 << 25
 """Longest line in bytes. In memory, JSON takes up to 25 times as much, 800 MiB for one line."""
 EMPTY_LINES_MAX = 1 << 20
-"""Most consecutive empty lines."""
+"""Maximum number of consecutive empty lines."""
 EXPANDED_BYTES_FREE = 1 << 28
-"""Bytes to which any compressed file may expand."""
+"""Size in bytes to which a compressed file may expand, whatever its compression ratio."""
 EXPANSION_MAX = 1000
-"""Limit of the compression ratio above `EXPANDED_BYTES_FREE`. Traces compress 5 to 50 times."""
+"""Maximum compression ratio of a file that expands beyond `EXPANDED_BYTES_FREE`. Traces have ratios of 5 to 50."""
 FILES_MAX = 1 << 14
-"""Most files in a directory."""
+"""Maximum number of trace files in a directory."""
 WHOLE_MAX = (1 << 31) - 1
 """Largest token count."""
 NUMBER_MAX = 1e19
@@ -37,12 +37,12 @@ SHORT_CHARACTERS = 60
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _ZSTD_INPUT_BYTES = 512
-"""Input bytes of one zstd call. They have at most 128 zstd blocks, which expand to at most 16 MiB."""
+"""Input bytes of one zstd call. They contain at most 128 zstd blocks, which expand to at most 16 MiB."""
 _PART_BYTES = 1 << 16
 _ENTRY_BYTES = 1 << 20
 _PARQUET = b"PAR1"
 _PARQUET_ROWS = 64
-"""Most rows in memory at the same time."""
+"""Maximum number of rows in memory at the same time."""
 _ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 """Start of an array of objects. A line of KV events may be an array as well, but not of objects."""
 _BEFORE_ENTRY = re.compile(r"\s*[\[,]?\s*")
@@ -66,7 +66,7 @@ class LineErrors:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         text = None if error is None else _line_error(error)
-        if text is not None and not text.startswith("trace "):  # an inner one has already named the trace
+        if text is not None and not text.startswith("trace "):  # an inner LineErrors has already named the trace
             raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {text}") from None
 
 
@@ -112,7 +112,7 @@ def open_binary(path: Path) -> IO[bytes]:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise ConfigError(f"trace {path} is not a regular file; allowed: a file, which is read twice")
+            raise ConfigError(f"trace {path} is not a regular file; use one, because it is read twice")
         with path.open("rb") as stream:
             magic = stream.read(4)
         if magic.startswith(_GZIP):
@@ -125,7 +125,7 @@ def open_binary(path: Path) -> IO[bytes]:
 
 
 def is_msgpack(path: Path) -> bool:
-    """Return whether a file starts with a msgpack array or map. No UTF-8 text starts like one.
+    """Return whether a file starts with a msgpack array or map. JSON and CSV never start with such a byte.
 
     Raises:
         ConfigError: as in `open_binary`, or the file is damaged.
@@ -142,13 +142,13 @@ def _check_expansion(path: Path, expanded: int, size: int) -> None:
     most = max(EXPANDED_BYTES_FREE, EXPANSION_MAX * size)
     if expanded > most:
         raise ConfigError(
-            f"trace {path} expands to more than {most} bytes; allowed: {EXPANDED_BYTES_FREE}, or {EXPANSION_MAX} times "
-            "its size"
+            f"trace {path} expands to more than {most} bytes; allowed: {EXPANDED_BYTES_FREE} bytes or {EXPANSION_MAX} "
+            "times its size, whichever is more"
         )
 
 
 class _Decompressed(io.RawIOBase):
-    """Streams a compressed file in bounded memory, at any expanded size. Damage raises OSError."""
+    """Streams a compressed file in bounded memory, whatever its expanded size. A damaged file raises OSError."""
 
     def __init__(self, path: Path, parts: Callable[[Path, IO[bytes]], Iterator[bytes]]) -> None:
         self._path = path
@@ -193,7 +193,7 @@ def _gzip_parts(_path: Path, stream: IO[bytes]) -> Iterator[bytes]:
 
 def _zstd_parts(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
     try:
-        import zstandard  # noqa: PLC0415  an extra
+        import zstandard  # noqa: PLC0415  an optional package
     except ImportError:
         raise ConfigError(f"trace {path} is zstd, and zstandard is not installed: {install_hint('zstd')}") from None
     decoder: Any = None
@@ -242,7 +242,9 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def json_lines(path: Path, parse: Callable[[Path, int, dict[str, Any]], Parsed]) -> Iterator[Parsed]:
-    """Yield the result of `parse` for the file, the number in the file, and the value of each JSON object of a trace.
+    """Call `parse` for each JSON object of a trace, and yield the results.
+
+    `parse` is given the file, the object's number in the file, and the object.
 
     Raises:
         ConfigError: as in `files_of` and `records`, or a record is not a JSON object, or `parse` refuses it.
@@ -257,7 +259,7 @@ def json_lines(path: Path, parse: Callable[[Path, int, dict[str, Any]], Parsed])
 
 
 def records(path: Path) -> Iterator[tuple[str, int, object]]:
-    """Yield the JSON values of a file (lines, or entries of one array) with their unit and their number from 1.
+    """Yield the unit (line, entry of an array, or row), the number from 1 and the value of each JSON value in a file.
 
     A row of parquet becomes an object without nulls, and with times in milliseconds since 1970.
 
@@ -307,7 +309,7 @@ def _entries(path: Path) -> Iterator[object]:
                         break
                 yield value
                 number += 1
-    raise ConfigError(f"trace {path}, entry {number}: the array has no end; allowed: a whole file")
+    raise ConfigError(f"trace {path}, entry {number}: the array has no end, so the file is incomplete")
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -323,7 +325,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             for batch in file.iter_batches(_PARQUET_ROWS):
                 for row in batch.to_pylist():
                     yield {name: _as_json(value) for name, value in row.items() if value is not None}
-    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's errors are subclasses
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's errors are subclasses of these
         raise ConfigError(f"trace {path}: not a trace: {error}") from error
 
 
@@ -338,7 +340,7 @@ def whole(fields: dict[str, Any], name: str, *, least: int = 0) -> int:
 
     Raises:
         ConfigError: the field is not an integer, is below `least`, or is too large.
-        KeyError: it is missing.
+        KeyError: the field is missing.
     """
     value = fields[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -351,12 +353,12 @@ def number(fields: dict[str, Any], name: str) -> float:
     """Return the field `name` as a finite number.
 
     Raises:
-        ConfigError: it is not a finite number.
-        KeyError: it is missing.
+        ConfigError: the field is not a number, or its magnitude is above `NUMBER_MAX`.
+        KeyError: the field is missing.
     """
     value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= NUMBER_MAX:
-        raise ConfigError(f"{name} is {short(value)}; allowed: a number of at most {NUMBER_MAX:g}")
+        raise ConfigError(f"{name} is {short(value)}; allowed: a number from -{NUMBER_MAX:g} to {NUMBER_MAX:g}")
     return float(value)
 
 

@@ -35,17 +35,21 @@ SMOLLM2 = "smollm2"
 )  # fmt: skip
 @click.option(
     "--reference", "references", multiple=True, type=click.Choice(REFERENCES), default=REFERENCES,
-    help="Also measure this, which is not a codec of kvtier; repeatable. [default: all]",
+    help="Also measure this reference, which is not a codec of kvtier; repeatable. [default: all]",
 )  # fmt: skip
 @click.option(
     "--tokens",
     multiple=True,
     type=Quantity(256),
     default=(1536, 7936),
-    help="Tokens of a prefix, repeatable; less if the model has fewer positions.  [default: 1536, 7936]",
+    help="Tokens of a prefix, repeatable; fewer if the model has fewer positions.  [default: 1536, 7936]",
 )
 @click.option(
-    "--positions", type=Quantity(1, 100), default=3, show_default=True, help="Excerpts of a text, at the first length."
+    "--positions",
+    type=Quantity(1, 100),
+    default=3,
+    show_default=True,
+    help="Number of excerpts of each text, at the first length of --tokens.",
 )
 @click.option(
     "--answers",
@@ -54,7 +58,13 @@ SMOLLM2 = "smollm2"
     show_default=True,
     help="Ask until this many answers are right on exact KV; 0: no questions.",
 )
-@click.option("--turns", type=Quantity(0, 64), default=8, show_default=True, help="Turns of a chain; 0: no chains.")
+@click.option(
+    "--turns",
+    type=Quantity(0, 64),
+    default=8,
+    show_default=True,
+    help="Turns of a conversation in which the KV of each turn is restored; 0: no such conversations.",
+)
 @click.option("--seed", type=Quantity(0), default=1, show_default=True, help="Seed of the questions.")
 @click.option(
     "--record", type=OutputFile(), metavar="FILE", help="Also write the JSON record to FILE, after each part."
@@ -74,7 +84,7 @@ def quality(
     """Measure what lossy KV changes in the answers of language models.
 
     Each model is compared with itself on exact KV, and with what bf16 arithmetic alone changes. Nothing is downloaded.
-    Exit code 1 if a limit of a class is not kept, or if a reference keeps all limits, so that the measures prove
+    Exits with code 1 if a limit of a class is not kept, or if a reference keeps all limits, so that the measures prove
     nothing.
     """
     from kvtier.tools.bench.quality.gates import gates

@@ -26,11 +26,11 @@ GROUP = 32
 
 
 class Restored(NamedTuple):
-    """KV as a reader receives it."""
+    """KV that was stored in one form and restored."""
 
     kv: torch.Tensor
     ratio: float
-    """Stored bytes as a share of the raw ones. A codec counts whole frames; a reference has no headers."""
+    """Stored bytes as a share of the raw ones. For a codec, whole frames count; a reference has no headers."""
 
 
 def restored(kv: torch.Tensor, form: str, depth: int = 0) -> Restored:

@@ -1,4 +1,4 @@
-"""Compares a result with the promises of each class, and decides whether the measures can detect a loss."""
+"""Compares a result with the promises of each lossy class, and decides whether the measures can detect a loss."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ TURNS_FACTOR = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """The promises of a class. KL is a multiple of the KL of bf16 arithmetic on the same text."""
+    """The promises of a lossy class. Limits on the KL are multiples of the KL of bf16 arithmetic on the same text."""
 
     ratio: float
     kl: float

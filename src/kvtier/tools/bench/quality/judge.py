@@ -1,8 +1,8 @@
 """Judges of lossy KV: language models that compute exact KV and continue a text after exact or restored KV.
 
-A checkpoint is a folder of Transformers or a GGUF file. Transformers computes in the packed weights of a GGUF file, so
-this module unpacks the weights itself. Weights are rounded to bf16 once. The arithmetic is float32, or bf16 to show
-what an engine's own arithmetic changes.
+A checkpoint is a folder of Transformers or a GGUF file. Transformers would compute with a GGUF file's packed weights,
+so this module unpacks them itself. Weights are rounded to bf16 once. The arithmetic is float32, or bf16 to show what an
+engine's own arithmetic changes.
 """
 # torch's own types are partly unknown:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -44,7 +44,7 @@ class Judge:
     """A model with full attention in all layers. Its KV is a tensor [layers, 2, KV heads, tokens, channels] in bf16.
 
     Args:
-        path: a folder with a checkpoint of Transformers, or a GGUF file of a Llama or Qwen2.
+        path: a folder with a Transformers checkpoint, or a GGUF file of a Llama or Qwen2 model.
         name: name of the judge in results; empty means the name of the file or folder.
 
     Raises:
@@ -66,11 +66,11 @@ class Judge:
                 f"cannot be a judge: {error}",
                 setting="--model",
                 value=str(path),
-                allowed="a folder with a checkpoint of Transformers, or a GGUF file of a Llama or Qwen2",
+                allowed="a folder with a Transformers checkpoint, or a GGUF file of a Llama or Qwen2 model",
             ) from error
 
     def tokens(self, text: str) -> torch.Tensor:
-        """Return the ids of a text, [1, tokens]."""
+        """Return the token ids of a text, [1, tokens]."""
         return self._tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
 
     def prefix_kv(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Judge:
         lengths: Sequence[int] = (),
         is_rounded: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Continue a prompt.
+        """Compute `tokens` after the prompt so far, and predict the tokens that follow.
 
         Args:
             kv: KV of the prompt so far; None at the beginning.
@@ -162,7 +162,7 @@ def _weights(
     fields: Mapping[str, Any],
     unpack: Callable[[Any, Any], Any],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights with their names in Transformers, as bf16 numbers in float32."""
+    """Yield the weights with their names in Transformers, rounded to bf16 but held in float32."""
     kind = fields["general.architecture"]
     heads = {"attn_q": fields[f"{kind}.attention.head_count"], "attn_k": fields[f"{kind}.attention.head_count_kv"]}
     for tensor in reader.tensors:

@@ -1,4 +1,6 @@
-"""Measures how lossy KV changes the output of judges in real texts, answers to questions, and chains of turns.
+"""Measures how lossy KV changes what judges predict in real texts, answers to questions, and chains of turns.
+
+A judge is a language model. A chain computes a text turn by turn, each after the restored KV of earlier turns.
 
 Each figure compares a judge with itself on its exact KV. The yardstick is the change that bf16 arithmetic alone causes
 on exact KV and the same text.
@@ -23,7 +25,7 @@ DOCUMENT_TOKENS = 1024
 DOCUMENTS_MAX = 60
 """Most documents with questions, however few answers are right."""
 POWER_DOCUMENTS = 3
-"""Number of documents whose questions are also asked after the KV of references."""
+"""Number of documents on which the references are measured too. The codecs are measured on all documents."""
 BF16 = "bf16 arithmetic"
 
 
@@ -79,7 +81,7 @@ class TurnRow:
     kl_by_turn: Sequence[float]
     """Mean KL of each turn over the texts."""
     kl_once: float
-    """KL of the last turn after exact KV that was stored once."""
+    """KL of the last turn if the KV before it was computed exactly, and then stored and restored only once."""
     samples: Sequence[Sequence[float]]
     """For each text, the KL of each turn and then `kl_once`."""
 
@@ -109,7 +111,7 @@ class QualityPlan:
     seed: int
 
     def steps(self, texts: Texts) -> int:
-        """Return how many times `measure` reports progress for one judge, if all answers are right."""
+        """Return about how many steps of progress `measure` reports for one judge; questions are only estimated."""
         return len(texts) * (self.positions + len(self.tokens) - 1 + self.turns) + self.answers
 
 
@@ -221,7 +223,7 @@ def _turn_rows(judge: Judge, texts: Texts, plan: QualityPlan, advance: Callable[
 def _ask(
     judge: Judge, plan: QualityPlan, rows: Mapping[str, TaskRow], advance: Callable[[float], None]
 ) -> Iterator[None]:
-    """Count in `rows` until enough answers are right on exact KV. Yield after each document."""
+    """Ask until enough answers are right on exact KV. Count in `rows` which stay right. Yield after each document."""
     for number in range(DOCUMENTS_MAX):
         if rows[BF16].of >= plan.answers:
             break
@@ -241,7 +243,7 @@ def _ask(
 def _answers(
     judge: Judge, kv: torch.Tensor, questions: Sequence[Question], *, is_rounded: bool = False
 ) -> Iterator[bool]:
-    """Yield for each question whether greedy decoding writes the answer after the same document."""
+    """Yield, for each question about one document, whether greedy decoding after its `kv` gives the answer."""
     lengths = [len(it.tokens) for it in questions]
     starts = accumulate(lengths, initial=0)
     places = [torch.tensor(it.answer) + start for it, start in zip(questions, starts, strict=False)]

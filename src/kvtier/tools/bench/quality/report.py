@@ -24,7 +24,7 @@ def quality_report(result: QualityResult) -> Report:
         sections.append(PageSection(tables=[_tasks(result)]))
     if result.turns:
         sections.append(PageSection(tables=[_turns(result)]))
-    problems = [f"{it.model}, {it.codec}: {it.what} is {it.value:.3g}, the limit is {it.limit:.3g}" for it in missed]
+    problems = [f"{it.model}, {it.codec}: {it.what} is {it.value:.3g}; the limit is {it.limit:.3g}" for it in missed]
     sections.append(PageSection(problems=problems, tables=[_gates(found)]))
     return Report(
         command="kvtier bench quality",

@@ -28,16 +28,19 @@ PEOPLE = (
 )  # fmt: skip
 PROJECTS = ("Amber", "Birch", "Cedar", "Delta", "Falcon", "Garnet", "Harbor", "Indigo")
 PARAGRAPHS = 12
-"""Number of paragraphs in a document that questions are about."""
+"""Number of a document's paragraphs that questions are about. As many others come first."""
 GIVEN_WORDS, COPIED_WORDS = 6, 5
-"""Number of words of a paragraph in a question and in its answer."""
+"""Number of words that a question quotes from a paragraph, and of those that follow them in its answer."""
 SHORT_CHARACTERS = 300
-"""Most characters of a paragraph in a document with questions."""
+"""Paragraphs of a document with questions are shorter than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a document, followed by the answer. Greedy decoding writes it if each of its tokens is best."""
+    """A question about a document, followed by its answer.
+
+    Greedy decoding gives the answer if each token of the answer is the most probable one at its position.
+    """
 
     kind: str
     tokens: tuple[int, ...]
@@ -52,7 +55,10 @@ def read_texts(agent: Sequence[str]) -> Texts:
 
 
 def excerpt(judge: Judge, parts: Sequence[str], place: float, tokens: int) -> torch.Tensor:
-    """Return the first `tokens` tokens of a text that begins with the part at `place`, a share of all parts."""
+    """Return `tokens` tokens of a text, from the beginning of one of its parts. After the last part comes the first.
+
+    `place` says where to begin: 0 is the first part, and 0.5 the middle one.
+    """
     found: list[str] = []
     # A token of these texts has fewer than 16 characters.
     for part in islice(cycle(parts), int(place * len(parts)), None):

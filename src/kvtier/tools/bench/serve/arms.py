@@ -1,4 +1,4 @@
-"""Arms of `kvtier bench serve`: the ways in which a server treats KV that leaves the device."""
+"""Arms of `kvtier bench serve`: servers that differ in what happens to KV that leaves the device."""
 
 import json
 import re
@@ -33,7 +33,7 @@ LMCACHE_FREE_BYTES = 192 << 20
 
 LMCache evicts once a second, and drops objects that do not fit before the next eviction."""
 LMCACHE_WORKERS = 4
-"""Threads of LMCache's file tier, as by default."""
+"""Number of threads of LMCache's file tier. It is LMCache's default."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]{0,31}")
 _SHARED = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
@@ -47,7 +47,7 @@ class Arm:
     url: str = ""
     """For kind ``url``, the address of a server that the benchmark neither starts nor limits."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """kvtier's settings, which override those of the arm."""
+    """For kind ``kvtier``: settings that override those of the benchmark (`transfer_config`)."""
 
     @property
     def is_ours(self) -> bool:
@@ -56,7 +56,7 @@ class Arm:
 
     @property
     def is_local(self) -> bool:
-        """Whether the server certainly runs on this machine. If so, the machine's drive and meters are the server's."""
+        """Whether the server certainly runs on this machine. If so, its drive and meters can be read here."""
         host = urlsplit(self.url).hostname or ""
         return self.is_ours or host in {"localhost", "::1"} or host.startswith("127.")
 
@@ -66,7 +66,7 @@ class Arm:
         return self.kind in {"native", "lmcache", "kvtier"}
 
     def means(self, *, is_cpu: bool) -> str:
-        """Return a description of the arm."""
+        """Return a description of the arm for the report. `is_cpu` says whether vLLM computes on the CPU."""
         if self.kind == "url":
             return f"a server at {self.url}, neither started nor limited here"
         more = ", ".join(f"{name}={value}" for name, value in self.settings.items())
@@ -86,13 +86,15 @@ def parse_arm(text: str) -> Arm:
     if not equals or not _NAME.fullmatch(name) or parts.scheme not in {"http", "https"} or not parts.hostname:
         allowed = f"{', '.join(OWN)}, or NAME=URL such as mine=http://127.0.0.1:8000"
         raise ConfigError(
-            f"--arm {text}: allowed: {allowed}; NAME of letters, digits, '_', '.' and '+', "
-            "32 at most, a letter or a digit first"
+            f"--arm {text} is not an arm; allowed: {allowed}, where NAME has at most 32 letters, digits, '_', '.' and "
+            "'+', and begins with a letter or a digit"
         )
     if name in OWN:
-        raise ConfigError(f"--arm {text}: {name} is an arm of kvtier's own; allowed: another name")
+        raise ConfigError(f"--arm {text}: the name {name} is that of a built-in arm; use another name")
     if parts.username or parts.password or parts.query:
-        raise ConfigError(f"--arm {name}=…: the URL has a user, a password or a query; allowed: scheme, host, port")
+        raise ConfigError(
+            f"--arm {name}=…: the URL has a user, a password or a query; allowed: only scheme, host and port"
+        )
     return Arm(name, "url", url.rstrip("/"))
 
 
@@ -106,7 +108,7 @@ def parse_arms(texts: Sequence[str], settings: Mapping[str, Any] | None = None) 
     names = [arm.name for arm in arms]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"--arm {twice[0]} is given twice; allowed: each name once")
+        raise ConfigError(f"--arm {twice[0]} is given twice; give each name once")
     given = settings or {}
     if given and "kvtier" not in names:
         raise ConfigError(f"--set {next(iter(given))} applies to no arm; add --arm kvtier")
@@ -128,8 +130,8 @@ def transfer_config(
 
     Args:
         arm: an arm whose server this program starts.
-        store: directory of the drive's tier.
-        host_bytes: host memory, the same for every arm.
+        store: directory of the tier on the drive.
+        host_bytes: size of the tier in host memory, the same for every arm.
         store_bytes: capacity of the tier on the drive.
         is_cpu: whether vLLM computes on the CPU.
         journal: directory of kvtier's journal.
@@ -169,8 +171,8 @@ def transfer_config(
 def _lmcache(store: Path, host_bytes: int, store_bytes: int, chunk_tokens: int, port: int, http: int) -> dict[str, Any]:
     """Return LMCache's settings: direct I/O, answers stored, no metrics.
 
-    By default, loaded objects leave LMCache's host memory after the copy. With the policy ``retain`` they fill it
-    between two evictions, and loads are dropped.
+    Loaded objects leave LMCache's host memory after the copy, which is the default. With the policy ``retain`` they
+    would fill it between two evictions, and loads would be dropped.
     """
     drive = {
         "type": "fs_native",
@@ -228,8 +230,8 @@ def server_command(
         model: directory of the checkpoint.
         transfer: the result of `transfer_config`.
         device_kv_bytes: KV memory of the device.
-        context_tokens: longest prompt with its answer.
-        running: largest batch.
+        context_tokens: tokens of the longest prompt with its answer.
+        running: largest number of requests in a batch.
     """
     return [
         *(str(vllm.python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),

@@ -1,8 +1,8 @@
 """Executes the runs of a record in order, each in a directory of its own, and resumes a stopped record.
 
-A run makes a new store, starts a server under its limits, sends the warm-up and the measured load, drains, and ends
-the server. Runs of different arms alternate. `run.json` is written last. The same command, given again, repeats runs
-that failed or have no such file.
+A record consists of all runs of one benchmark. A run makes a new store, starts a server under its limits, sends the
+warm-up and the measured load, waits until the server has written everything, and ends it. Runs of different arms
+alternate. `run.json` is written last. The same command, given again, repeats runs that failed or have no such file.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from kvtier.tools.bench.serve import checkpoint
 from kvtier.tools.bench.serve.arms import Arm, chunk_tokens, server_command, transfer_config
 from kvtier.tools.bench.serve.generator import REQUESTS_FILE
 from kvtier.tools.bench.serve.join import as_row
+from kvtier.tools.bench.serve.load_driver import GeneratedLoad
 from kvtier.tools.bench.serve.machine_limits import Drive, MachineLimits, drive_of
-from kvtier.tools.bench.serve.offered_load import GeneratedLoad
 from kvtier.tools.bench.serve.sampler import Processes, Sampler, Sensor, first_gpu, parse_metrics
 from kvtier.tools.bench.serve.server import (
     LmcachePackages,
@@ -46,7 +46,7 @@ from kvtier.tools.size import of
 CALIBRATION = "calibration.json"
 SETTINGS = "settings.json"
 CONTEXT = "context_tokens"
-"""The name of this setting in `LoadSettings`."""
+"""The name of the field of `LoadSettings` with the model's longest context."""
 CALIBRATION_PROMPTS = 8
 CHECKPOINT_S = 300.0
 DRAIN_S = 20.0
@@ -65,7 +65,7 @@ _OPTION = "--dir"
 
 
 class RunKey(NamedTuple):
-    """One run of a record."""
+    """Identifies one run of a record: its arm, its repetition, and the values that are varied."""
 
     arm: Arm
     repetition: int
@@ -215,7 +215,7 @@ class Record:
     def calibrate(self) -> dict[str, float]:
         """Measure, once per record, the KV bytes that the model computes per second for a typical prompt of the load.
 
-        An idle server computes prompts one at a time. The prefill time that the engine itself reports counts.
+        An idle server computes prompts one at a time. Times are the prefill times that the engine itself reports.
 
         Raises:
             KvError: the server fails.
@@ -256,16 +256,16 @@ class Record:
         return result
 
     def capacity_per_s(self) -> float:
-        """Return the prompts of mean length per second that a server without offloading computes one at a time.
+        """Return how many prompts of mean length a server without offloading computes per second, one at a time.
 
         Raises:
-            KvError: see `calibrate`.
+            KvError: the server fails during the calibration.
         """
         known = self.calibrate()
         return known["tokens"] / known["prefill_s"] / self._load.prompt_tokens
 
     def _load_of(self, key: RunKey) -> dict[str, float]:
-        """Return the figures that distinguish the loads of runs, in the form of `run.json`."""
+        """Return the figures of a run's load that differ between runs, as `run.json` has them."""
         if key.capacity_share is None:
             return {} if key.requests_per_s is None else {"requests_per_s": key.requests_per_s}
         rate = float(f"{key.capacity_share * self.capacity_per_s():.3g}")
@@ -405,7 +405,7 @@ def _read(path: Path) -> dict[str, Any]:
 def known_context(directory: Path) -> int | None:
     """Return the model's context in tokens from the record in `directory`, or None without a record.
 
-    This context lets a record be shown and continued while servers that were started elsewhere are unreachable.
+    With it, a record can be shown and continued while servers that were started elsewhere are unreachable.
     """
     with suppress(KeyError, TypeError):
         return int(_read(directory / "runs" / SETTINGS)["settings"]["load"][CONTEXT])
@@ -414,7 +414,7 @@ def known_context(directory: Path) -> int | None:
 
 @contextmanager
 def pinned(cores: Sequence[int]) -> Generator[None]:
-    """Run this process and its children on `cores`, if any, and restore the previous cores at the end."""
+    """Run this process and its children on `cores`, if any are given. Restore the previous cores at the end."""
     before = os.sched_getaffinity(0)
     if cores:
         os.sched_setaffinity(0, cores)
@@ -469,17 +469,17 @@ def _same_settings(path: Path, settings: Mapping[str, Any]) -> None:
         return
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{_OPTION}: {path}: {error}; allowed: an empty directory, or the directory of an earlier run"
+            f"{_OPTION}: {path}: {error}; use an empty directory, or the directory of an earlier run"
         ) from error
     if before.get("digest") == _digest(settings):
         return
     known: dict[str, Any] = before.get("settings", {})
     other = [
-        f"{name} was {known.get(name)!r} and is {settings.get(name)!r}"
+        f"{name} was {known.get(name)!r} and is now {settings.get(name)!r}"
         for name in sorted({*known, *settings})
         if known.get(name) != settings.get(name)
     ]
     raise ConfigError(
-        f"{_OPTION}: {path.parent} holds runs of other settings ({'; '.join(other)[:600]}); "
-        "allowed: the same settings, which resumes them, or another directory"
+        f"{_OPTION}: {path.parent} holds runs with other settings ({'; '.join(other)[:600]}); "
+        "use the same settings to resume them, or another directory"
     )

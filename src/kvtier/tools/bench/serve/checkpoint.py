@@ -1,7 +1,7 @@
 """Makes the checkpoint of `kvtier bench serve`, with much KV for little compute, random weights, and words as tokens.
 
 On one core a common small model computes KV more slowly than any drive reads it, so offloading would always win. In
-this checkpoint a token has 32 KiB of KV in 4 layers of few parameters. Attention dominates. For each byte of KV it
+this checkpoint a token has 32 KiB of KV in 4 layers of few parameters. Attention dominates: for each byte of KV, it
 takes as many operations as the context has tokens. Wide heads keep the softmax's share small.
 
 vLLM's Python, which has torch and Transformers, runs this module: ``python checkpoint.py DIRECTORY``. It imports
@@ -48,7 +48,7 @@ def kv_bytes_per_token(shape: dict[str, Any] = SHAPE) -> int:
 
 
 def make_checkpoint(directory: Path, seed: int = 7, shape: dict[str, Any] = SHAPE) -> None:
-    """Write a Llama of `shape` with random weights of normal scale, a tokenizer of words and a chat template.
+    """Write a Llama of `shape` with random weights, a tokenizer of words and a chat template.
 
     Equal seeds give equal bytes. `directory` appears with all files or not at all.
     """

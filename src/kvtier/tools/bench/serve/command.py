@@ -7,7 +7,7 @@ import click
 
 from kvtier.cli.options import Duration, OutputFile, Quantity
 from kvtier.tools.options import Bytes, NumberRange, WorkDirectory
-from kvtier.tools.trace.reading import reading_options
+from kvtier.tools.trace.options import reading_options
 
 
 @click.command()
@@ -37,8 +37,8 @@ from kvtier.tools.trace.reading import reading_options
     "shares",
     type=NumberRange(0, 100, min_open=True),
     multiple=True,
-    help="Requests a second as a share of what the server computes without offloading; repeatable. It is measured "
-    "once for the runs of --dir.",
+    help="Requests a second as a share of what the server computes without offloading; repeatable. That rate is "
+    "measured once for the runs of --dir.",
 )
 @click.option("--real-lengths", is_flag=True, help="Draw lengths from ShareGPT, around the means.")
 @click.option(
@@ -124,7 +124,7 @@ from kvtier.tools.trace.reading import reading_options
     type=Duration(),
     default="1s",
     show_default=True,
-    help="Limit of goodput: time to first token.",
+    help="Longest time to first token that counts as goodput.",
 )
 @click.option("--hour-price", type=NumberRange(0), help="Price of an hour of the machine, in any currency.")
 @click.option("--kwh-price", type=NumberRange(0), help="Price of a kilowatt-hour.")

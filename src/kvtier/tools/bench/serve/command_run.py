@@ -19,7 +19,7 @@ from kvtier.tools.bench.serve.campaign import START_S, Record, RunKey, ServeSett
 from kvtier.tools.bench.serve.checkpoint import CONTEXT_TOKENS, kv_bytes_per_token
 from kvtier.tools.bench.serve.generator import find_generator, served_model
 from kvtier.tools.bench.serve.join import write_joined
-from kvtier.tools.bench.serve.offered_load import GeneratedLoad, LoadSettings, tokens_per_word
+from kvtier.tools.bench.serve.load_driver import GeneratedLoad, LoadSettings, tokens_per_word
 from kvtier.tools.bench.serve.regret import join_runs
 from kvtier.tools.bench.serve.report import serve_report
 from kvtier.tools.bench.serve.results import Prices, serve_record
@@ -30,7 +30,7 @@ from kvtier.tools.options import ended_by_signals, origin
 from kvtier.tools.run_record import RecordedSetting
 from kvtier.tools.size import of
 from kvtier.tools.trace.arrays import TraceArrays
-from kvtier.tools.trace.reading import load_trace
+from kvtier.tools.trace.options import load_trace
 
 ARMS = ("none", "native", "kvtier")
 SERVER_BYTES = 3 << 30
@@ -145,7 +145,7 @@ def _record(directory: Path, given: dict[str, Any]) -> Record:
     beside = [option for it, option in named.items() if given[it]]
     if given["trace"] is not None and beside:
         options = ", ".join(f"--{it}" for it in beside)
-        raise ConfigError(f"--trace has requests and times of its own; leave out {options}")
+        raise ConfigError(f"--trace gives the requests and their times; leave out {options}")
     trace = None if given["trace"] is None else load_trace(given["trace"], given)
     per_word = 1.0 if vllm is None or given["model"] is None else tokens_per_word(vllm, given["model"])
     load_settings = _load_settings(given, arms, trace, client, directory)
@@ -174,8 +174,8 @@ def _record(directory: Path, given: dict[str, Any]) -> Record:
     free = shutil.disk_usage(directory).free
     if any(arm.has_tiers for arm in arms) and settings.store_bytes + RESERVE_BYTES > free:
         raise ConfigError(
-            f"--store {settings.store_bytes}: {directory} has {free} bytes free, of which {RESERVE_BYTES} stay free; "
-            "use less, or another --dir"
+            f"--store {settings.store_bytes}: {directory} has {free} bytes free, of which {RESERVE_BYTES} must stay "
+            "free; use less, or another --dir"
         )
     return Record(settings, load, directory)
 
@@ -191,13 +191,16 @@ def _kvtier_settings(flags: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _check_device_kv(settings: ServeSettings) -> None:
-    """Refuse a device that cannot hold one request, because vLLM would refuse it."""
+    """Refuse a `--device-kv` that cannot hold the KV of one request of `context_tokens`.
+
+    vLLM would not start with it.
+    """
     per_token = kv_bytes_per_token() if settings.model is None else float(of(settings.model).bytes_per_token)
-    needed = (settings.context_tokens + BLOCK_TOKENS) * per_token  # vLLM never uses one of its blocks
+    needed = (settings.context_tokens + BLOCK_TOKENS) * per_token  # vLLM keeps one block unused
     if settings.vllm is not None and needed > settings.device_kv_bytes:
         raise ConfigError(
             f"--device-kv {settings.device_kv_bytes}: a request of {settings.context_tokens} tokens, rounded up, has "
-            f"{needed:.0f} bytes of KV; allowed: that much or more"
+            f"{needed:.0f} bytes of KV; give at least that"
         )
 
 
@@ -229,10 +232,10 @@ def _load_settings(
 
 
 def _sizes(given: dict[str, Any]) -> ConversationSizes | SingleShotSizes:
-    """Return the preset's sizes on this machine, with those from the command line in their place."""
+    """Return the preset's sizes for a small machine. Sizes from the command line replace them."""
     name = given["preset"] or "dell"
     if name not in PRESETS:
-        raise ConfigError(f"--preset {name}: allowed: {', '.join(PRESETS)}")
+        raise ConfigError(f"--preset {name} is unknown; allowed: {', '.join(PRESETS)}")
     sizes = PRESETS[name].here
     changed = {field: given[option] for option, field in SIZES.items() if given[option] is not None}
     if not isinstance(sizes, ConversationSizes):
@@ -243,7 +246,10 @@ def _sizes(given: dict[str, Any]) -> ConversationSizes | SingleShotSizes:
 
 
 def _cores(*, is_cpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the client's cores and the server's. Each gets one core, but a server with a GPU gets all other cores."""
+    """Return the client's cores and the server's: one for each, or all others for a server with a GPU.
+
+    If only one core is usable, the server gets it, and the client is not pinned.
+    """
     usable = tuple(sorted(os.sched_getaffinity(0)))
     if len(usable) < 2:
         return (), usable
@@ -251,7 +257,7 @@ def _cores(*, is_cpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _conditions(it: Record) -> dict[str, object]:
-    """Return the text for the report about model, workload, limits and arms."""
+    """Return what the report says about model, workload, limits and arms."""
     settings = it.settings
     vllm, memory = settings.vllm, settings.memory_bytes
     is_cpu = vllm is None or vllm.is_cpu

@@ -1,7 +1,8 @@
 """Sends a workload to a server with aiperf, a load generator in a separate environment (ADR 21).
 
 During the run, `run` writes ``requests.jsonl``, with one line for each request that has ended. aiperf requires a
-tokenizer from the hub even if the server counts tokens. It gets a one-word tokenizer in a separate hub cache.
+tokenizer from Hugging Face's hub even if the server counts tokens. It gets one of a single word, in a hub cache of its
+own.
 """
 
 import json
@@ -49,7 +50,7 @@ _SURROUNDINGS = (
     "AIPERF_DATASET_MMAP_CACHE_ENABLED=false",  # it would grow in the home directory
 )
 _FIELDS: dict[str, Any] = {"ignore_eos": True, "temperature": 0, "skip_special_tokens": False}
-"""Fields of every request. They give answers the requested length and all words."""
+"""Fields of every request. With them, answers have the requested length and contain special tokens too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class GeneratorResult:
     """Counted requests that have ended, including failed ones."""
     failed: int
     error: str | None
-    """Why the run is incomplete: the server or the generator ended early."""
+    """Why the run failed or is incomplete, such as a server that ended early; None if it is complete."""
 
 
 def find_generator(command: str = AIPERF) -> tuple[str, ...]:
@@ -128,7 +129,7 @@ def served_model(url: str, model: str = "") -> tuple[str, int | None]:
         ConfigError: the server does not answer, does not have the model, or the model has no chat template.
     """
     if urlsplit(url).scheme not in {"http", "https"}:
-        raise ConfigError(f"server {url}; allowed: a URL such as http://127.0.0.1:8000")
+        raise ConfigError(f"server {url} is not a URL; allowed: one such as http://127.0.0.1:8000")
     listed: list[dict[str, Any]] = _asked(f"{url}/v1/models").get("data", [])
     names = [str(it.get("id")) for it in listed]
     name = model or next(iter(names), "")
@@ -145,13 +146,13 @@ def _asked(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     except ServerError as error:
         if "chat template" in str(error).lower().replace("_", " "):
             raise ConfigError(
-                f"the model at {url} has no chat template; allowed: a model with one, or vLLM's --chat-template FILE"
+                f"the model at {url} has no chat template; use a model with one, or vLLM's --chat-template FILE"
             ) from error
-        raise ConfigError(f"server {error}; allowed: an OpenAI-compatible server that runs") from error
+        raise ConfigError(f"server {error}; start an OpenAI-compatible server there") from error
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ConfigError(f"server {url} answers no JSON object; allowed: an OpenAI-compatible server")
+        raise ConfigError(f"server {url} does not answer with a JSON object; use an OpenAI-compatible server")
     return cast("dict[str, Any]", found)
 
 
@@ -172,13 +173,13 @@ def run(
         settings: the server, and the settings for sending.
         directory: directory of the run. aiperf's own files are in its subdirectory ``generator``.
         started: called with the process id of the generator, which leads its own process group.
-        is_over: called about ten times a second. Any text ends the run and says why the server has ended.
+        is_over: called about ten times a second. If it returns a reason why the server has ended, the run ends.
 
     Raises:
         ConfigError: the generator is missing, or the workload cannot be sent.
     """
     if (directory / REQUESTS_FILE).exists():
-        raise ConfigError(f"{directory / REQUESTS_FILE} exists; allowed: a directory without earlier requests")
+        raise ConfigError(f"{directory / REQUESTS_FILE} exists; use a directory without earlier requests")
     command = find_generator(settings.command)
     room = directory.absolute() / "generator"
     room.mkdir(parents=True)
@@ -338,7 +339,7 @@ def _configured(workload: ServeWorkload, settings: GeneratorSettings, room: Path
 
 
 def _leading(workload: ServeWorkload) -> list[Conversation]:
-    """Return the warm-up conversations at the start. Fillers between counted conversations count with those."""
+    """Return the warm-up conversations at the start. Fillers between counted conversations do not belong to them."""
     return list(takewhile(lambda it: it.is_warm_up, workload.conversations))
 
 
@@ -431,7 +432,7 @@ class _EndedRequests:
             "user": int(user),
             "turn": int(first_turn) + int(about["turn_index"]),
             "sent_s": sent_s,
-            "first_s": None if ttft_ms is None else min(sent_s + ttft_ms / 1e3, ended_s),  # rounded
+            "first_s": None if ttft_ms is None else min(sent_s + ttft_ms / 1e3, ended_s),  # aiperf rounds
             "ended_s": ended_s,
             "prompt_tokens": _whole(_value(record, "usage_prompt_tokens")),
             "output_tokens": _whole(_value(record, "usage_completion_tokens")) or 0,

@@ -25,7 +25,7 @@ LINE_BYTES_MAX = 1 << 20
 LINES_MAX = 2_000_000
 RUN_BYTES_MAX = 16 << 20
 UNCOVERED_S = 2.0
-"""Most seconds of an interval, at both ends together, that lie outside its samples."""
+"""Most seconds of an interval that samples may leave uncovered, at both ends together."""
 
 Row = dict[str, Any]
 
@@ -38,7 +38,7 @@ class RunFiles:
     run: Row
     requests: list[Row]
     engine: dict[str, Row] | None
-    """Rows by request id, or None without the file."""
+    """Rows by request id; None if the file is missing."""
     kvtier: dict[str, Row] | None
     objects: list[Row]
     samples: list[Row]
@@ -64,7 +64,7 @@ def read_run(directory: Path) -> RunFiles:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}; allowed: a complete run of kvtier bench serve") from error
     if not run:
-        raise ConfigError(f"{path}: holds no JSON object; allowed: a complete run of kvtier bench serve")
+        raise ConfigError(f"{path} holds no JSON object; allowed: a complete run of kvtier bench serve")
     skipped: dict[str, int] = {}
     found = {
         name: _read_lines(directory / f"{name}.jsonl", skipped) for name in ("requests", "engine", "kvtier", "samples")
@@ -85,7 +85,7 @@ def read_run(directory: Path) -> RunFiles:
 
 
 def grown(samples: Sequence[Row], name: str, since_s: float, until_s: float) -> float | None:
-    """Return the growth of a counter in the samples, interpolated at both ends.
+    """Return by how much a counter grew in an interval. Its values at both ends are interpolated between samples.
 
     The result is None if the counter fell, or if the samples leave more than `UNCOVERED_S` of the interval uncovered.
 
@@ -108,13 +108,13 @@ def is_covered(times: Sequence[float], since_s: float, until_s: float) -> bool:
 
 
 def most(samples: Sequence[Row], name: str, since_s: float, until_s: float) -> float | None:
-    """Return the largest value of a gauge in the samples."""
+    """Return the largest value of a gauge in the samples of an interval, or None if there is no value."""
     times, values = column_of(samples, name)
     return max((value for at_s, value in zip(times, values, strict=True) if since_s <= at_s <= until_s), default=None)
 
 
 def _read_lines(path: Path, skipped: dict[str, int]) -> list[Row] | None:
-    """Return the JSON objects in a file, or None without the file."""
+    """Return the JSON objects in a file, or None if the file is missing."""
     try:
         opened = path.open("rb")
     except OSError:
@@ -162,7 +162,7 @@ def count(row: Mapping[str, Any], name: str) -> int | None:
 
 
 def counts(value: object) -> dict[str, int] | None:
-    """Return the numbers of a JSON object without its other values, or None for anything else."""
+    """Return the numbers in a JSON object, rounded, without its other values. Return None if it is no JSON object."""
     if not isinstance(value, dict):
         return None
     row = as_row(cast("object", value))
@@ -206,7 +206,7 @@ PLACES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedRequest:
-    """One request. None means unknown."""
+    """What the files of a run say about one request. None means unknown."""
 
     id: str
     user: int | None
@@ -260,7 +260,7 @@ class JoinedRun:
 
 
 def join(files: RunFiles) -> JoinedRun:
-    """Return the measured part of one run, without regret."""
+    """Return the measured part of one run. The regret of its requests is not known yet."""
     sent = [float(row["sent_s"]) for row in files.requests]
     until_s = number(files.run, "ended_s")
     if until_s is None:
@@ -343,7 +343,7 @@ _COUNTERS = {
     "client_cpu_cores": ("client_cpu_s", "", 1.0),
     "package_watts": ("package_joules", "", 1.0),
 }
-"""The counter, the fallback counter and the factor of each column. A drive counts all processes."""
+"""For each column its counter, another to use if that is missing, and a factor. A drive counts all processes' I/O."""
 _GAUGES = {
     "rss_bytes": "rss_bytes",
     "memory_bytes": "memory_bytes",
@@ -353,7 +353,10 @@ _GAUGES = {
 
 
 def _offered(own: Row) -> dict[str, int] | None:
-    """Subtract resident tokens from the found ones. They lead the prompt, so the first places contain them."""
+    """Return the found tokens of each tier without those that are resident in the engine.
+
+    Resident tokens are at the beginning of the prompt, so they are subtracted from the first tiers.
+    """
     found, resident = counts(own.get("found_tokens")), count(own, "resident_tokens")
     if found is None or resident is None:
         return None

@@ -1,7 +1,7 @@
 """Limits the memory of one server, page cache included, and the bandwidth of one drive, with a control group.
 
-Both versions of control groups work. Version 1 throttles the reads and direct writes that a process itself submits.
-The kernel writes back buffered writes. Only version 2 charges them to the process.
+Both versions of control groups work. Version 1 throttles only the reads and direct writes that a process itself
+submits. The kernel submits buffered writes later, and only version 2 charges those to the process.
 """
 
 import os
@@ -43,7 +43,9 @@ def drive_of(directory: Path) -> Drive:
     place = None if mount is None else Path("/sys/dev/block") / whole_drive(mount.device)
     if mount is None or place is None or not place.exists():
         kind = "of unknown kind" if mount is None else mount.kind
-        raise ConfigError(f"--dir {directory}: its file system ({kind}) is on no block device; allowed: one on a drive")
+        raise ConfigError(
+            f"--dir {directory}: its file system ({kind}) is on no block device; use a directory on a drive"
+        )
     return Drive(place.resolve().name, place.name)
 
 
@@ -70,7 +72,9 @@ class MachineLimits:
             (self._memory / file).write_text(str(memory_bytes), encoding="ascii")
         except OSError as error:
             self.close()
-            raise ConfigError(f"no control group with a limit of memory and a drive: {error}; {_ADVICE}") from error
+            raise ConfigError(
+                f"no control group that limits memory and a drive can be made: {error}; {_ADVICE}"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -130,13 +134,13 @@ class MachineLimits:
                 pass
             except OSError as error:
                 if time.monotonic() > until_s:
-                    raise ConfigError(f"control group {group} is left: {error}") from error
+                    raise ConfigError(f"control group {group} could not be removed: {error}") from error
                 time.sleep(0.05)
                 continue
             self._made.pop()
 
     def _make(self, controller: str, name: str) -> Path:
-        """Make the group for one controller, named as in version 1. In version 2 all controllers share a group."""
+        """Make the group for `controller`, a name of version 1. In version 2 all controllers share one group."""
         for parent, is_version_2 in _parents(controller, read_mounts()):
             _remove_abandoned(parent)
             group = parent / name
@@ -151,7 +155,7 @@ class MachineLimits:
                 return group
             group.rmdir()
             self._made.pop()
-        raise ConfigError(f"no hierarchy of control groups has the controller {controller}; {_ADVICE}")
+        raise ConfigError(f"the kernel offers no control group with the controller {controller}; {_ADVICE}")
 
 
 def _parents(controller: str, mounts: Iterable[Mount]) -> Iterable[tuple[Path, bool]]:

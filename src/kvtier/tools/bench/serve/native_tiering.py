@@ -67,7 +67,7 @@ class MemcpyWorker(OffloadingWorker):
         job_id: int,
         src_spec: BlockIDsLoadStoreSpec,
         dst_spec: GPULoadStoreSpec,
-        expedited: bool = False,  # noqa: ARG002, FBT001, FBT002 - from 0.33 on; one thread has nothing to overtake
+        expedited: bool = False,  # noqa: ARG002, FBT001, FBT002 - vLLM 0.33 and later; one thread cannot overtake
     ) -> bool:
         """Copy blocks from host memory."""
         return self._submit(job_id, dst_spec, src_spec.block_ids, is_store=False)

@@ -40,7 +40,10 @@ REGRET = (
 
 @dataclass(frozen=True, slots=True)
 class PrefillFit:
-    """Prefill seconds: ``base + token * n + pair * n * (before + n / 2)`` for n tokens after `before` others."""
+    """A formula for prefill seconds, fitted to measurements.
+
+    For n tokens after `before` others it is ``base_s + token_s * n + pair_s * n * (before + n / 2)``.
+    """
 
     base_s: float
     token_s: float
@@ -49,7 +52,10 @@ class PrefillFit:
 
     @classmethod
     def of(cls, requests: Iterable[JoinedRequest]) -> "PrefillFit | None":
-        """Fit non-negative terms by least squares of the relative error; None below `FIT_POINTS_MIN` requests."""
+        """Fit non-negative factors by least squares of the relative errors.
+
+        Return None if fewer than `FIT_POINTS_MIN` requests are usable.
+        """
         points: list[tuple[int, int, float]] = []
         for it in requests:
             if it.tokens_by_place is None or it.is_sum_wrong or not it.prefill_s or it.prefill_s < 0:
@@ -90,7 +96,7 @@ def join_runs(directories: Iterable[Path]) -> list[JoinedRun]:
     """Return all runs of a record, each request with its regret.
 
     Raises:
-        ConfigError: see `read_run`.
+        ConfigError: a directory has no readable run.
     """
     joined = [join(read_run(it)) for it in directories]
     plain = [
@@ -100,7 +106,7 @@ def join_runs(directories: Iterable[Path]) -> list[JoinedRun]:
         if run.files.arm == NO_CONNECTOR and request.tokens_by_place is not None
     ]
     least = min(((it.tokens_by_place or {}).get(COMPUTED, math.inf) for it in plain), default=0)
-    # Computations after a load are shorter than all of these, and the curve must not be extrapolated to them.
+    # Other arms compute fewer tokens after a load. Their prefills are fitted too, to avoid extrapolation.
     short = [
         request
         for run in joined
@@ -145,7 +151,7 @@ def token_rates(run: JoinedRun) -> dict[str, float]:
 
     Requests that loaded at least `OWN_SHARE` of their tokens from a tier give its rate. Without such requests, the
     tier's objects give it: their bytes over the time in which at least one was being read. Host memory has no objects.
-    Its rate then comes from the time that mixed loads took in addition to that for their other tokens.
+    Its rate then comes from mixed loads: from their time minus the time that their other tokens take.
     """
     tokens: dict[str, float] = {}
     seconds: dict[str, float] = {}

@@ -59,7 +59,7 @@ SERIES = (
     ("cpu", "Processor of the server", (("cpu_cores", ""),), "cores"),
     ("watts", "Power", (("gpu_watts", "GPU"), ("package_watts", "processor")), "W"),
 )
-"""Charts over time. Each has a name, a heading, labelled columns and a unit."""
+"""Charts over time. Each has a name, a heading, labeled columns and a unit."""
 COSTS = {
     "per_million_output_tokens": "cost, output tokens",
     "per_million_tokens": "cost, all tokens",
@@ -70,7 +70,7 @@ COSTS = {
 
 
 def serve_report(served: ServeRecord) -> Report:
-    """Build the report of a record. It includes the cost if prices are stated."""
+    """Build the report of a record. If prices are stated, the cost is shown with the answer, not only on the page."""
     cost = [cost_table(served)]
     is_priced = (served.prices.machine_hour, served.prices.kwh) != (None, None)
     timed = joined([run_name(it) for it in served.results if it.series])
@@ -104,12 +104,12 @@ def serve_report(served: ServeRecord) -> Report:
 
 
 def conditions(served: ServeRecord) -> list[tuple[str, str]]:
-    """Return the conditions of the figures, each as name and text."""
+    """Return the conditions of the figures, each as a name and a string."""
     found: list[tuple[str, str]] = []
     varied = {name for it in served.results for name in it.load}
     for name, value in served.conditions.items():
         inner = as_row(value)
-        if "sizes" in inner:  # a varied size did not have the preset's value
+        if "sizes" in inner:  # leave out a size that differs between runs
             inner = inner | {"sizes": {size: it for size, it in as_row(inner["sizes"]).items() if size not in varied}}
         found.append((name.replace("_", " "), _flat(inner or value)))
     found.append(("requests a second", "; ".join(_rates(served))))
@@ -149,7 +149,7 @@ def notes(served: ServeRecord) -> Iterator[str]:
             done = f"{it.requests} of {it.requests + it.failed} requests completed; " if it.failed else ""
             yield f"{run_name(it)} failed: {done}{it.error or 'unknown error'}. Its figures are left out."
         elif not it.requests:
-            yield f"{run_name(it)}: no request ended well. It has no figures."
+            yield f"{run_name(it)}: no request succeeded. The run has no figures."
     failed = {run_name(it): it.failed for it in served.results if it.failed}
     each = ", ".join(f"{name} {count:,}" for name, count in failed.items())
     counts = (
@@ -222,7 +222,7 @@ def work_table(served: ServeRecord) -> Table:
 
 
 def _rows(served: ServeRecord) -> list[list[ArmResult]]:
-    """Return the repetitions in the order of load and R, with the arms in the order of the record."""
+    """Return the repetitions of each arm, load and R, in the order of load, R and arm."""
     found = repetitions(served.results)
     return [runs for _, runs in sorted(found.items(), key=lambda it: (it[0][1], served.names.index(it[0][0])))]
 
@@ -248,7 +248,7 @@ def _session_hits(runs: Sequence[ArmResult]) -> str:
 
 
 def cost_table(served: ServeRecord) -> Table:
-    """Return the table of cost and energy of a million tokens, at the stated prices and the point of the answer."""
+    """Return the table of cost and energy of tokens, at the stated prices and the load and R of the answer."""
 
     def cell(name: str, field: str) -> str:
         return _cell(served.runs_at(name, served.top), lambda it: unit_cost(it, served.prices)[field])
@@ -299,7 +299,11 @@ def run_name(run: ArmResult) -> str:
 
 
 def answer_charts(served: ServeRecord) -> Charts:
-    """Draw TTFT and output tokens against the varied load or R."""
+    """Draw TTFT, goodput (if recorded) and output tokens for each arm.
+
+    They are drawn against R, the speed of computing KV over the drive's speed, if the drive was throttled. Otherwise
+    they are drawn against the load if there are several, or else as one bar for each arm.
+    """
     limited = [ratio for ratio in served.ratios if ratio]
     loads = {load for load, _ in served.points}
     make = _against_ratio if limited else _against_load if len(loads) > 1 else _of_arms
@@ -315,7 +319,10 @@ def answer_charts(served: ServeRecord) -> Charts:
 
 
 def place_charts(served: ServeRecord) -> Charts:
-    """Draw the sources of prompt tokens, also by turn. If R was varied as well, draw the answer against the load."""
+    """Draw where prompt tokens came from, in total and by turn.
+
+    If both R and the load were varied, also draw TTFT and output tokens against the load.
+    """
     charts = {"places": _places(served)}
     if any(served.ratios) and len({load for load, _ in served.points}) > 1:
         charts["ttft-load"] = _against_load(served, "Time to first token", p50_ms)
@@ -478,7 +485,7 @@ def _medians(served: ServeRecord, of: Figure) -> list[float]:
 
 
 def _axis(of: Figure, values: Sequence[float] = ()) -> Axis:
-    """Return the axis of a figure. The two figures of TTFT share an axis, so that the eye can compare them."""
+    """Return the axis of a figure, wide enough for `values`. Charts with equal `values` can be compared by eye."""
     ends = min(values, default=0.0), max(values, default=0.0)
     if 0 < LOGARITHMIC_FROM * ends[0] < ends[1]:
         return Axis(label=LABELS[of], is_log=True, least=ends[0] / MARGIN, most=ends[1] * MARGIN)
@@ -486,6 +493,6 @@ def _axis(of: Figure, values: Sequence[float] = ()) -> Axis:
 
 
 def _hues(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the colour of each name."""
+    """Return the color of each name."""
     spare = iter(_OTHER_HUES)
     return {name: known.get(name) or next(spare, "soft") for name in names}

@@ -44,7 +44,7 @@ Percentiles = dict[str, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """One run of one arm. None means unknown."""
+    """The figures of one run of one arm. None means unknown."""
 
     name: str
     repetition: int
@@ -71,7 +71,7 @@ class ArmResult:
     prompt_tokens: int
     output_tokens: int
     computed_tokens: int | None
-    """Computed tokens; None if the places of a request are unknown."""
+    """Prompt tokens that the engine computed; None if this is unknown for some of the requests."""
     tokens_by_place: dict[str, int] | None
     wrong_sums: int
     """Requests whose places are negative or do not add up to the prompt. No sum of places includes these requests."""
@@ -80,7 +80,7 @@ class ArmResult:
     skipped_lines: int
     loaded_bytes: int | None
     read_bytes: int | None
-    """Bytes that the server's processes read from storage, until they stopped after the last request."""
+    """Bytes that the server's processes read from storage, until they were idle after the last request."""
     written_bytes: int | None
     """Bytes that the server's processes wrote to storage in the same time."""
     cpu_s: float | None
@@ -93,7 +93,7 @@ class ArmResult:
     energy_j: float | None
     energy_source: str
     regret_ms: dict[str, float | None]
-    """Number of `requests` with a known regret, its `mean` and `p95`, and its `share` of their TTFT."""
+    """The number of `requests` whose regret is known, the `mean` and `p95` of regret, and its `share` of their TTFT."""
     by_turn: list[dict[str, Any]]
     hits_by_session: dict[str, float | None] | None = None
     """Figures of conversations with two or more requests: their number `sessions`, and the `min`, `median` and `max`
@@ -128,7 +128,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Stated prices, in any one currency."""
+    """Stated prices, all in the same currency."""
 
     machine_hour: float | None = None
     kwh: float | None = None
@@ -222,7 +222,7 @@ def serve_record(
 
     Args:
         runs: the runs of all arms.
-        settings: see `make_record`.
+        settings: the benchmark's settings and their origins, by name.
         seed: seed of the workload.
         conditions: text for the report about model, workload, limits and arms: a string, or an object of strings.
         directory: a directory on the drive of the tiers.
@@ -308,7 +308,7 @@ def _places(run: JoinedRun, counted: Sequence[JoinedRequest]) -> dict[str, int] 
         for name, counter in SOURCE_COUNTERS.items()
     }
     if total is None:
-        # A server started elsewhere has no logs here. Its counters include requests across the ends of the interval.
+        # A server started elsewhere has no logs here. Its counters include requests that began or ended outside.
         return {name: round(value) for name, value in counters.items() if value is not None} or None
     resident, external = counters[RESIDENT], counters[EXTERNAL]
     if CACHED in total and resident is not None and external is not None and resident + external:
@@ -319,7 +319,10 @@ def _places(run: JoinedRun, counted: Sequence[JoinedRequest]) -> dict[str, int] 
 
 
 def _energy(run: JoinedRun, until_s: float) -> tuple[float | None, str]:
-    """Return joules and their source: the GPU's counter, or its power over time, and the package's counter."""
+    """Return joules, and the names of what was measured.
+
+    A GPU's joules come from its counter, or else from its power over time. A processor's come from its counter.
+    """
     samples, since_s = run.files.samples, run.since_s
     found = {"GPU": grown(samples, "gpu.joules", since_s, until_s)}
     if found["GPU"] is None:

@@ -97,7 +97,7 @@ class Rapl:
     def joules(self) -> float | None:
         """Return the joules of all packages since this object was made, or None if a counter is missing or unreadable.
 
-        A counter wraps to zero after minutes to hours, so the method must be called more often.
+        A counter wraps to zero after minutes to hours, so the method must be called more often than that.
         """
         now = [_number(it / "energy_uj") for it in self._zones]
         for zone, before, after in zip(self._zones, self._before, now, strict=True):
@@ -227,7 +227,10 @@ def drive_figures(drive: Drive) -> dict[str, Any] | None:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Parse Prometheus' text format into samples of `WANTED` and of kvtier by name and labels, without buckets."""
+    """Parse Prometheus' text format. Return the values of `WANTED` and of kvtier's metrics, by name and labels.
+
+    Buckets of histograms are left out.
+    """
     found: dict[str, float] = {}
     for line in text.splitlines():
         name, _, _ = line.partition("{")

@@ -1,4 +1,7 @@
-"""Starts a server process under limits, awaits its health and ends it. As a program, it becomes the given command."""
+"""Starts a server process under limits, waits until it is healthy, and ends it.
+
+Run as a program, this module joins the control groups, sets its cores and replaces itself with the given command.
+"""
 
 import ctypes
 import http.client
@@ -29,7 +32,7 @@ _ANSWER_S = 30.0
 _LAST_LINES = 30
 _BODY_MAX = 500
 _PR_SET_PDEATHSIG = 1
-"""An operation of prctl(2). The effect outlives execve(2)."""
+"""An operation of prctl(2): send a signal when the parent ends. It stays in effect after execve(2)."""
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 """Flags of unshare(2) and mount(2)."""
 _STATE_SESSION = 3
@@ -123,10 +126,10 @@ class ServerProcess(Server):
         code = self._process.poll()
         if code is None:
             return ""
-        cause = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        cause = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         if self._limits is not None and self._limits.out_of_memory():
             cause += f"; its memory limit of {self._limits.memory_bytes:,} bytes was exceeded"
-        return "\n".join([f"the server has ended {cause}; the last lines of {self._log}:", *self._last_lines()])
+        return "\n".join([f"the server {cause}; the last lines of {self._log}:", *self._last_lines()])
 
     def close(self) -> None:
         """End the server and its children. Kill the processes that do not end in time."""
@@ -187,7 +190,7 @@ def get(url: str, body: object = None, limit_s: float = _ANSWER_S) -> str:
         text = ""
         with suppress(OSError, http.client.HTTPException):
             text = error.read(_BODY_MAX).decode(errors="replace")
-        raise ServerError(f"{url} answers {error.code}: {text}") from error
+        raise ServerError(f"{url} answered {error.code}: {text}") from error
     except (OSError, http.client.HTTPException) as error:
         raise ServerError(f"{url} does not answer: {error}") from error
 
@@ -230,7 +233,7 @@ class LmcachePackages:
 
 
 def python_output(python: Path, *arguments: str, limit_s: float, packages: Path | None = None) -> str:
-    """Run a Python interpreter in another working directory, with `packages` on its path. Return its output.
+    """Run a Python interpreter in the folder ``/``, with `packages`, if any, on its path. Return its output.
 
     Raises:
         ServerError: the interpreter does not start, fails or takes too long. The message has the last printed line.
@@ -267,11 +270,13 @@ def find_vllm(given: Path | None) -> VllmPython:
             return VllmPython(place, version, is_cpu)
         except (ServerError, ValueError, IndexError) as error:
             tried.append(f"{python}: {error}")
-    raise ConfigError(f"no Python with vLLM ({'; '.join(tried)}); allowed: --vllm PYTHON, one that can import vllm")
+    raise ConfigError(
+        f"no Python with vLLM was found ({'; '.join(tried)}); give one that can import vllm with --vllm PYTHON"
+    )
 
 
 def find_lmcache(given: Path | None, vllm: VllmPython) -> LmcachePackages:
-    """Return the folder `given`, else the checkout's ``.lmcache``. The LMCache in it works in vLLM's Python.
+    """Return the folder `given`, else the checkout's ``.lmcache``, if the LMCache in it works in vLLM's Python.
 
     Raises:
         ConfigError: LMCache's connector cannot be imported from the folder.
@@ -318,7 +323,10 @@ def vllm_environment(
 
 
 def _become(start: Mapping[str, Any]) -> None:
-    """Join the control groups, take the cores, and become the command. It ends with its parent process."""
+    """Join the control groups, set the cores, and replace this process with the command.
+
+    The command is terminated when the parent process ends.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _own_shared_memory()
     for entry in start["entries"]:

@@ -1,4 +1,4 @@
-"""Sums up a record of `kvtier bench serve` in figures for charts and in one sentence."""
+"""Sums up a record of `kvtier bench serve` in figures for charts and in a few sentences."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +70,7 @@ class ServeRecord:
 
     @property
     def top(self) -> Point:
-        """The point of the answer: the highest load, and then the smallest R, with measurements of both arms."""
+        """The load and R of the answer: the highest load, and then the smallest R, with figures of both arms."""
         own = {point for name, point in repetitions(self.results) if name == self.own}
         both = {point for point in own if self.plain and self.at(self.plain, point, p50_ms)}
         points = both or own or set(self.points)
@@ -84,7 +84,7 @@ class ServeRecord:
         return {NO_CONNECTOR: "without", "lmcache": "LMCache"}.get(name, name)
 
     def runs_at(self, name: str, point: Point) -> list[ArmResult]:
-        """Return the complete runs of an arm. An arm that uses no drive has the same runs for every R."""
+        """Return an arm's complete runs at a load and R. An arm that uses no drive has the same runs for every R."""
         grouped = repetitions(self.results)
         runs = grouped.get((name, point))
         if runs is None:
@@ -98,7 +98,7 @@ class ServeRecord:
         return spread(self.runs_at(name, point), figure)
 
     def requests(self, names: Sequence[str], point: Point) -> int:
-        """Return the successful requests over all runs of the arm among `names` that has the fewest."""
+        """Return how many requests succeeded at `point` over all runs of that arm among `names` with the fewest."""
         return min(sum(run.requests for run in self.runs_at(name, point)) for name in names)
 
 
@@ -168,7 +168,7 @@ def answer(served: ServeRecord) -> str:
 
 
 def _too_few(served: ServeRecord, own: str, plain: str) -> str:
-    """Return the reason for no verdict, or an empty string if there are enough requests."""
+    """Return why there is no verdict, or an empty string if there are enough requests."""
     count = served.requests((own, plain), served.top)
     return f"too few requests for a verdict (n = {count})" if count < REQUESTS_LEAST else ""
 
@@ -210,7 +210,10 @@ def _failed_text(served: ServeRecord) -> str:
 
 
 def sweep_text(served: ServeRecord, own: str, plain: str) -> str:
-    """Return the values of R at which loading wins and at which it does not, or an empty string without a sweep."""
+    """Return a sentence on the values of R at which `own` is faster than `plain`, and at which it is not.
+
+    The string is empty if the drive was never throttled.
+    """
     load = served.top[0]
     verdicts: dict[str, list[float]] = {}
     least = math.inf
@@ -228,7 +231,10 @@ def sweep_text(served: ServeRecord, own: str, plain: str) -> str:
 
 
 def behind_text(served: ServeRecord, own: str) -> str:
-    """Return which other arm was better by more than `SAME`, and at which points; empty without a comparison."""
+    """Return a sentence on where another arm was better than `own` by more than `SAME`.
+
+    The string is empty if nothing can be compared.
+    """
     cells: list[str] = []
     compared = 0
     for point in served.points:

@@ -74,7 +74,7 @@ class RequestStats(AggregateStatLoggerBase):
 
 def _lines(noted: tuple[float, Any]) -> Iterator[bytes]:
     time_s, finished = noted
-    # The time 0 marks an event that has not happened. The clock starts with the machine.
+    # An event that has not happened has the time 0, the machine's start. So the time up to it is negative.
     has_begun, has_answered = finished.queued_time >= 0, finished.num_generation_tokens > 0
     line = {
         "id": client_id(finished.request_id or ""),

@@ -1,4 +1,4 @@
-"""Draws conversations and recorded traces as texts of words from a seed, without a clock or a network.
+"""Makes the texts of conversations and of recorded traces from a seed, without a clock or a network.
 
 Texts are words such as ``t7``. The benchmark's own model has a tokenizer with these words, so a word is a token and
 lengths are exact. With any other tokenizer, lengths count words.
@@ -33,14 +33,14 @@ Tokens = npt.NDArray[np.int64]
 
 def _check(name: str, value: int, least: int) -> None:
     if value < least:
-        raise ConfigError(f"{name} = {value}; allowed: from {least} on")
+        raise ConfigError(f"{name} = {value}; allowed: at least {least}")
 
 
 class Pace(StrEnum):
     """The rule that decides when a request is sent."""
 
     USERS = "users"
-    """Each user asks at a fixed interval, but not before the last answer has ended (LMBenchmark)."""
+    """Each user asks at a fixed interval, but not before the previous answer has ended (LMBenchmark)."""
     TIMES = "times"
     """Each request is sent at its recorded time, whether or not earlier ones have ended."""
     ONE_BY_ONE = "one by one"
@@ -63,10 +63,11 @@ class Conversation:
     """All turns of one user. A prompt includes all earlier questions and answers of its conversation."""
 
     user: int
-    """Number from 0 on. Conversations of one recorded session share a number, as do visits of a single-shot prompt."""
+    """Number of the user, from 0. All requests of a recorded session share it, and so do both visits of a single-shot
+    prompt."""
     turns: tuple[Turn, ...]
     first_turn: int = 0
-    """Number of `turns[0]`. Each recorded request is a separate conversation, because its prompt is complete."""
+    """Number of the turn `turns[0]`. A recorded request is a conversation of its own: its prompt is complete."""
     is_warm_up: bool = False
     """Whether the conversation is sent but not counted."""
 
@@ -81,7 +82,7 @@ class ConversationSizes:
     """The conversations of many users, in LMBenchmark's terms."""
 
     users: int
-    """Users that are active at the same time. A new user replaces each user who has asked the last question."""
+    """Users that are active at the same time. A new user replaces each user who has asked all questions."""
     rounds: int
     system_tokens: int
     """Length of the system prompt, which all users share."""
@@ -92,8 +93,8 @@ class ConversationSizes:
     requests_per_s: float
     """Rate of all users together. Each user asks every users / requests_per_s seconds."""
     sub_rounds: int = 0
-    """Rounds of a sub-agent; 0 means no sub-agents. After the first `users`, every second conversation is one. It
-    starts with the first question of the preceding conversation, and adds a task."""
+    """Rounds of a sub-agent; 0 means no sub-agents. After the first `users`, every second conversation is that of a
+    sub-agent. It starts with the first question of the preceding conversation, and adds a task."""
 
     def __post_init__(self) -> None:
         least = {"users": 1, "rounds": 2, "question_tokens": 1, "answer_tokens": 1}
@@ -105,7 +106,7 @@ class ConversationSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleShotSizes:
-    """Prompts of growing length. Each is computed first and fetched later."""
+    """Prompts of growing length. Each is visited twice: first it is computed, later its KV is fetched."""
 
     prompt_tokens: tuple[int, ...]
     answer_tokens: int = 1
@@ -114,7 +115,7 @@ class SingleShotSizes:
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens or min(self.prompt_tokens) < 1:
-            raise ConfigError(f"prompt_tokens = {self.prompt_tokens}; allowed: one length or more, each from 1 on")
+            raise ConfigError(f"prompt_tokens = {self.prompt_tokens}; allowed: at least one length, each at least 1")
         _check("answer_tokens", self.answer_tokens, 1)
         _check("between_tokens", self.between_tokens, 0)
 
@@ -177,7 +178,7 @@ PRESETS = {
         here=SingleShotSizes(prompt_tokens=(128, 256, 512, 1024, 2048, 4096), between_tokens=65536),
     ),
 }
-"""Presets by name. `here` is only a starting point, because the sizes of tier and device are known elsewhere."""
+"""Presets by name. `here` is only a starting point: the right sizes depend on the tiers and the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,9 +208,9 @@ class ServeWorkload:
         allowed = context_tokens - TEMPLATE_TOKENS
         if self.context_tokens > allowed:
             raise ConfigError(
-                f"a prompt with its answer has {self.context_tokens} tokens, and {origin} holds {context_tokens}, of "
-                f"which a chat template may need {TEMPLATE_TOKENS}; allowed: at most {allowed} tokens. Scale lengths "
-                f"by {math.floor(1000 * allowed / self.context_tokens) / 1000:g} or less"
+                f"a prompt with its answer has {self.context_tokens} tokens, but {origin} holds {context_tokens}, of "
+                f"which a chat template may need {TEMPLATE_TOKENS}; allowed: at most {allowed} tokens. Multiply "
+                f"lengths by at most {math.floor(1000 * allowed / self.context_tokens) / 1000:g}"
             )
 
 
@@ -231,7 +232,7 @@ def draw(
 
     Args:
         sizes: sizes of a preset, or others.
-        seed: seed of everything drawn.
+        seed: seed for everything that is drawn.
         number: number of the run. Runs with different numbers share no text, not even the system prompt, so no run
             warms the next.
         seconds: length of the run. It determines how many users are drawn.
@@ -328,7 +329,7 @@ def recorded(
 
 @cache
 def sharegpt_lengths() -> npt.NDArray[np.float64]:
-    """Return the tokens of questions and answers in the ShareGPT sample, as an array [lines, 2]."""
+    """Return the lengths in tokens of questions and answers in the ShareGPT sample, as an array [lines, 2]."""
     text = (files("kvtier.tools.bench.serve") / "data" / "sharegpt_lengths.csv").read_text(encoding="utf-8")
     return np.asarray(list(csv.reader(text.splitlines()))[1:], np.float64)
 
@@ -389,8 +390,8 @@ class _BlockWords:
             self._numbers *= _WORDS
         if trace.has_blocks and self._block_tokens < self._digits:
             raise ConfigError(
-                f"trace {trace.name}: blocks of {trace.block_tokens} tokens x {length_factor:g} are "
-                f"{self._block_tokens}; allowed: a factor that leaves {self._digits} or more, so that blocks differ"
+                f"trace {trace.name}: blocks of {trace.block_tokens} tokens x {length_factor:g} shrink to "
+                f"{self._block_tokens}; use a factor that leaves at least {self._digits} tokens, so that blocks differ"
             )
         self._offset = int(np.random.default_rng(self._seeds).integers(self._numbers))
 
@@ -424,6 +425,6 @@ def _too_long(trace: TraceArrays, request: int, count: int, length_factor: float
         factor = math.floor(factor * trace.block_tokens) / trace.block_tokens
     return ConfigError(
         f"trace {trace.name}, request {request + 1}: its prompt and answer x {length_factor:g} exceed the model's "
-        f"context, of which {limit} tokens are usable; the longest has {longest} in the trace. Allowed: lengths x "
-        f"{math.floor(10000 * factor) / 10000:g} or less, a shorter cut of the trace, or longer requests left out"
+        f"context, of which {limit} tokens are usable; the longest in the trace has {longest} tokens. Multiply lengths "
+        f"by at most {math.floor(10000 * factor) / 10000:g}, replay less of the trace, or skip longer requests"
     )

@@ -38,7 +38,7 @@ class Policy:
         return hits, inserted
 
     def touch(self, block: int, place: int) -> None:
-        """Use a cached block. `place` is its index in the prompt."""
+        """Record the use of a cached block. `place` is its index in the prompt."""
 
     def insert(self, block: int, place: int) -> bool:
         """Offer a block that missed. Return whether the policy has cached it."""

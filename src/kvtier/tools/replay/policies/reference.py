@@ -1,8 +1,9 @@
 """Policies for comparison, which are not shipped: LRU, S3-FIFO, ARC and upper bounds.
 
 Sources: S3-FIFO, Yang et al., SOSP 2023; ARC, Megiddo and Modha, FAST 2003. LRU and ARC hit the same blocks as in
-libCacheSim. Belady's MIN has bypass here, and of equal blocks evicts the deeper one. It keeps whole prefixes, because
-an ancestor's next use is never later than a descendant's. So no policy that keeps whole prefixes has more hits.
+libCacheSim. Belady's MIN may bypass a block here, that is, not cache it. Among blocks with the same next use, it evicts
+the one deepest in its prompt. It keeps whole prefixes, because an ancestor's next use is never later than a
+descendant's. So no policy that keeps whole prefixes has more hits.
 """
 
 from collections import OrderedDict, deque
@@ -17,11 +18,11 @@ from kvtier.tools.trace.arrays import TraceArrays
 Queue = OrderedDict[int, None]
 NEVER = np.iinfo(np.int32).max
 _REQUESTS = 1 << 12
-"""Requests in one vectorized step."""
+"""Number of requests in one vectorized step."""
 
 
 class PlainLru(Policy):
-    """LRU. A prompt's last block is accessed first, so a prefix outlives the continuations."""
+    """LRU. A prompt's last block is accessed first, so a prefix outlives its continuations."""
 
     def __init__(self, capacity: int, trace: TraceArrays) -> None:
         super().__init__(capacity, trace)
@@ -41,7 +42,10 @@ class PlainLru(Policy):
 
 
 class S3Fifo(Policy):
-    """S3-FIFO: a small FIFO queue for new blocks, a main one for reused blocks, and ghosts of the small one."""
+    """S3-FIFO: a small FIFO queue for new blocks, a main one for reused blocks, and a list of ghosts.
+
+    Ghosts are the blocks most recently evicted from the small queue.
+    """
 
     SMALL_SHARE = 0.1
     USES_MAX = 3
@@ -99,7 +103,10 @@ class S3Fifo(Policy):
 
 
 class Arc(Policy):
-    """ARC: two LRU queues, for recency and frequency. Hits on ghosts move the boundary between the queues."""
+    """ARC: two LRU queues, for recency and frequency. Ghosts are the blocks most recently evicted from each.
+
+    An access to a ghost moves the boundary between the queues.
+    """
 
     def __init__(self, capacity: int, trace: TraceArrays) -> None:
         super().__init__(capacity, trace)
@@ -173,7 +180,7 @@ class _Clairvoyant(Policy):
 
     Args:
         capacity: blocks that fit.
-        trace: the trace. The next use takes four bytes per access.
+        trace: the trace. The next uses take four bytes per access.
     """
 
     def __init__(self, capacity: int, trace: TraceArrays) -> None:
@@ -204,7 +211,10 @@ class OracleLru(_Clairvoyant, PlainLru):
 
 
 class Min(_Clairvoyant):
-    """Belady's MIN with bypass: evicts or bypasses the block with the farthest next use, of equal ones the deeper."""
+    """Belady's MIN with bypass: evicts or bypasses the block with the farthest next use.
+
+    Among blocks with the same next use, it takes the one deepest in its prompt.
+    """
 
     def __init__(self, capacity: int, trace: TraceArrays) -> None:
         super().__init__(capacity, trace)
@@ -221,7 +231,7 @@ class Min(_Clairvoyant):
             self._put(block, following, place)
 
     def insert(self, block: int, place: int) -> bool:
-        """Cache the block if its next use is before that of some cached block."""
+        """Cache the block if it is used again, and there is room or a cached block whose next use is later."""
         following = self._uses[place]
         if following == NEVER:
             return False
@@ -249,7 +259,7 @@ class Min(_Clairvoyant):
 
 
 def infinite_hit_tokens(trace: TraceArrays) -> int:
-    """Return the hit tokens of an infinite cache: the result of a replay of `Infinite`, but vectorized."""
+    """Return how many tokens hit in an infinite cache. The result is that of a replay of `Infinite`, but vectorized."""
     first = np.full(trace.block_count, NEVER, np.int32)
     starts, hit = trace.starts, 0
     for begin in range(0, len(trace), _REQUESTS):

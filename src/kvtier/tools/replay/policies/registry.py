@@ -7,8 +7,8 @@ from kvtier.errors import ConfigError
 from kvtier.policy.adaptive import Adaptive
 from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
 from kvtier.tools.replay.policies.base import Policy
+from kvtier.tools.replay.policies.evictor_adapter import Shipped
 from kvtier.tools.replay.policies.reference import Arc, Infinite, Min, OracleLru, PlainLru, S3Fifo
-from kvtier.tools.replay.policies.shipped import Shipped
 from kvtier.tools.trace.arrays import TraceArrays
 
 DEFAULT = "default"

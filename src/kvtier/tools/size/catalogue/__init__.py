@@ -19,7 +19,7 @@ class ModelEntry:
 
     name: str
     repository: str
-    """Repository of the config.json, in the form organisation/name."""
+    """Repository of the config.json, in the form organization/name."""
     via: str
     """Site from which the copy was read."""
     date: str
@@ -36,7 +36,7 @@ class ModelEntry:
 
 @cache
 def entries() -> Mapping[str, ModelEntry]:
-    """Read all models, and map the names to them in alphabetical order."""
+    """Read all models, and return them by name in alphabetical order."""
     tables = {
         file.name: tomllib.loads(file.read_text(encoding="utf-8"))
         for file in files(__name__).iterdir()
@@ -56,7 +56,7 @@ def find(name: str) -> ModelEntry | None:
 
 @cache
 def by_any_name() -> Mapping[str, ModelEntry]:
-    """Map all names and aliases to models."""
+    """Return the models by every name, repository and alias."""
     by_name: dict[str, ModelEntry] = {}
     for entry in entries().values():
         for name in (entry.name, entry.repository, *entry.aliases):

@@ -20,7 +20,7 @@ from kvtier.tools.trace.trace_files import files_of, is_msgpack, number, records
 from kvtier.types import NextTurn
 
 UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-"""Seconds of each `--time-unit`."""
+"""Length in seconds of each `--time-unit`."""
 UNIT_NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
 UNIT_REQUESTS_MIN = 3
 _BUSY_TOKENS_PER_S = 1e6
@@ -36,16 +36,16 @@ Ids = npt.NDArray[np.integer[Any]]
 
 
 class Contents(NamedTuple):
-    """The parts of a prompt, each identified without the preceding parts."""
+    """The parts of a prompt. The number of a part depends only on the part, not on what precedes it."""
 
     ids: Ids
     """A number for each part, or for each token of a text. Equal numbers mean equal contents."""
     tokens: Ids = np.zeros(0, np.int64)
-    """Tokens of each part; empty if each part is one token."""
+    """Number of tokens in each part; empty if each part is one token."""
     kinds: tuple[str, ...] = ()
     """Name of each part's kind; empty if kinds have no names."""
     answer: Ids = np.zeros(0, np.int64)
-    """Tokens of the response to a text."""
+    """A number for each token of the response to a text, as in `ids`."""
     text: str = ""
 
 
@@ -90,7 +90,7 @@ class TraceReader:
     has_blocks = True
     """Whether requests have block ids. Without them, reuse is unknown."""
     options: ClassVar[tuple[str, ...]] = ()
-    """Fields of `ReadOptions` that this format uses, but others may not use."""
+    """Fields of `ReadOptions` that this format uses, and that some other formats do not use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -139,7 +139,7 @@ class Sessions:
         if session is None or "session_id" in line or "parent_chat_id" not in line:
             return None if session is None else str(session)
         chat, parent = str(session), str(line["parent_chat_id"])
-        # A parent from before the file names the session of its answers.
+        # The id of a parent that is not in the file names the session of the chats that follow it.
         root = chat if parent in _NO_PARENT else self._roots.get(parent, parent)
         return self._roots.setdefault(chat, root)
 
@@ -204,9 +204,9 @@ OWN_IDS_MAX = 1 << 25
 RUN_IDS_MAX = 1 << 30
 """Ids in runs are dense numbers, so they are kept up to this larger limit."""
 REQUEST_BLOCKS_MAX = 1 << 20
-"""Most blocks in one request: 16 million tokens in blocks of 16."""
+"""Maximum number of blocks in one request: 16 million tokens in blocks of 16."""
 HELD_BLOCKS_MAX = 1 << 28
-"""Most blocks that a reader keeps in memory for sorting: 1 or 2 GiB."""
+"""Maximum number of blocks that a reader keeps in memory for sorting: 1 or 2 GiB."""
 
 
 class Numbering:
@@ -281,7 +281,7 @@ def blocks_of(line: dict[str, Any], numbering: Numbering, name: str = "hash_ids"
 
 
 def merge_blocks(blocks: Ids, factor: int) -> Ids:
-    """Merge every `factor` blocks into one. The last id names its whole prefix, and so the merged block."""
+    """Merge every `factor` blocks into one. The last id names the whole prefix, so the merged block keeps it."""
     if factor == 1:
         return blocks
     taken = blocks[factor - 1 :: factor]
@@ -289,7 +289,7 @@ def merge_blocks(blocks: Ids, factor: int) -> Ids:
 
 
 def by_time(path: Path, requests: Iterable[TraceRequest]) -> list[TraceRequest]:
-    """Sort the requests by time. All of them are then in memory.
+    """Return the requests sorted by time. All of them are held in memory.
 
     Raises:
         ConfigError: the requests have more than `HELD_BLOCKS_MAX` blocks. The message names `path` and the line.
@@ -309,9 +309,9 @@ def by_time(path: Path, requests: Iterable[TraceRequest]) -> list[TraceRequest]:
 
 
 PROMPT_FIELDS = ("input", "prompt", "text_input", "prompt_token_ids", "messages")
-"""Fields of a request with text or tokens that may hold the prompt."""
+"""Fields that may hold the prompt, as text or as tokens."""
 BODY_FIELDS = ("body", "payload")
-"""Fields whose objects may contain the fields of the prompt."""
+"""Fields that may hold an object with the fields of the prompt."""
 CONVERSATION_FIELDS = ("conversations", "conversation")
 """Fields that may hold a whole conversation."""
 _ALLOWED = (
@@ -328,7 +328,7 @@ _UNREAD: tuple[tuple[set[str], str, str], ...] = (
     ({"timing_events"}, "TraceLab's trace", "use its mooncake_trace, with input_length and hash_ids"),
     ({"text"}, "a dataset of texts or AIPerf's single_turn dataset", "rename text to prompt"),
 )
-"""Fields that mark an unreadable format, its name, and advice to the user."""
+"""For each known format that is not read: the fields that mark it, its name, and advice to the user."""
 
 # Each reader is imported where it is made, because a trace needs only one reader.
 
@@ -344,7 +344,8 @@ class ReadOptions:
     seed: int = 1
     """Seed of the sessions' start times."""
     time_unit: str = ""
-    """Unit of `timestamp` in request lines, and in text if it does not count from 1970; if empty, the format's own."""
+    """Unit of `timestamp`; empty means the format's own. In traces of text, it applies only to times that do not count
+    from 1970."""
     tokenizer: Path | None = None
     """Tokenizer file for traces of text."""
     has_contents: bool = False
@@ -358,7 +359,7 @@ class ReadOptions:
             ),
             (0 < self.window_h <= 24 * 366, f"--window-h {self.window_h:g}; allowed: above 0, up to a year"),
             (self.time_unit in ("", *UNITS_S), f"--time-unit {self.time_unit!r}; allowed: {', '.join(UNITS_S)}"),
-            (self.seed >= 0, f"--seed {self.seed}; allowed: from 0 on"),
+            (self.seed >= 0, f"--seed {self.seed}; allowed: at least 0"),
         )
         for is_allowed, message in checks:
             if not is_allowed:
@@ -366,7 +367,9 @@ class ReadOptions:
 
 
 def open_trace(path: Path, options: ReadOptions | None = None) -> TraceReader:
-    """Return the reader of a plain, gzip or zstd trace. Request lines, sessions and texts may be in a directory.
+    """Return a reader for the format that a trace's first record shows. The files may be compressed.
+
+    Request lines, components, sessions, conversations and texts may be in a directory.
 
     Raises:
         ConfigError: the trace cannot be read, is empty, or has an unknown format.
@@ -422,7 +425,7 @@ def _with_ids(path: Path, options: ReadOptions, *, has_components: bool) -> Trac
 
 
 def _first_record(file: Path) -> tuple[str, int, object]:
-    """Return the first JSON value of a file, like `records`, or the first line of a CSV file.
+    """Return the first JSON value of a file, as `records` yields it, or the first line of a CSV file.
 
     Raises:
         ConfigError: the file cannot be read, is empty, or is neither JSON nor CSV.

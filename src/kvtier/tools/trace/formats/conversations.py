@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.tools.trace.formats.base import CONVERSATION_FIELDS, TraceRequest, by_time
-from kvtier.tools.trace.formats.messages import chat_text, messages_of
+from kvtier.tools.trace.formats.chat_text import chat_text, messages_of
 from kvtier.tools.trace.formats.prompt_lines import PromptLines, notes_on
 from kvtier.tools.trace.trace_files import json_lines
 

@@ -31,7 +31,7 @@ SESSION_MAX_S = 30 * 86_400.0
 DEPTH_MAX = 32
 """Deepest nesting of sub-agents."""
 SESSION_BLOCKS_MAX = 1 << 24
-"""Most merged blocks in all requests of one session."""
+"""Maximum number of merged blocks in all requests of one session."""
 _IDS_MAX = (1 << 31) - 1
 
 
@@ -86,7 +86,7 @@ class SessionLines(TraceReader):
                 raise ConfigError(f"block_size {block_tokens}; allowed: {self.own_block_tokens}, as in the first line")
             if is_global != self._is_global:
                 scope = short(session.get("hash_id_scope"))
-                raise ConfigError(f"hash_id_scope {scope}; allowed: the same in all lines")
+                raise ConfigError(f"hash_id_scope is {scope}; use the same scope in all lines")
             name = str(session.get("id", f"{file.name}:{line}"))
             latest_s: dict[str, float] = {}
             found: list[TraceRequest] = []
@@ -115,7 +115,7 @@ class SessionLines(TraceReader):
 
 
 def _next_turn(request: dict[str, Any], *, is_sub_agent: bool) -> NextTurn | None:
-    """Return the hint that follows from the stop reason `tool_use` or `end_turn`, or None for other reasons."""
+    """Return the kind of the next turn if the stop reason `tool_use` or `end_turn` shows it; None otherwise."""
     stop = request.get("stop")
     if stop == "end_turn":
         return NextTurn.NOBODY if is_sub_agent else NextTurn.USER
@@ -136,7 +136,7 @@ def _renumbered(requests: list[TraceRequest], first_id: int) -> tuple[list[Trace
         return requests, first_id
     known, numbers = np.unique(np.concatenate([it.blocks for it in requests]), return_inverse=True)
     if first_id + len(known) > _IDS_MAX:
-        raise ConfigError(f"more than {_IDS_MAX} distinct blocks up to here; allowed: at most that many")
+        raise ConfigError(f"the trace has more than {_IDS_MAX} distinct blocks up to here, which is the maximum")
     numbers = (numbers.reshape(-1) + first_id).astype(np.int32)
     ends = np.cumsum([len(it.blocks) for it in requests])
     parts = np.split(numbers, ends[:-1])
@@ -163,7 +163,7 @@ def _flattened(
     if not isinstance(requests, list):
         raise ConfigError("'requests' is missing or not a list")
     if depth > DEPTH_MAX:
-        raise ConfigError(f"sub-agents nested deeper than {DEPTH_MAX}")
+        raise ConfigError(f"sub-agents are nested more than {DEPTH_MAX} deep")
     for place, request in enumerate(cast("list[dict[str, Any]]", requests)):
         time_s = start_s + number(request, "t")
         if "requests" in request:

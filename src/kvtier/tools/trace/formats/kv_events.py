@@ -8,8 +8,9 @@ blocks that it added. Its prompt is the chain up to the last of these blocks. La
 belong to the request: several together within `PROMPT_S` are prompt, and single ones within `OUTPUT_S` are output.
 
 The events do not show requests whose whole prompt was cached, unless the engine reports reuse (vLLM's
-``kv_cache_report_mode: full``). Nor do they show tokens after the last whole block, next turns within these seconds,
-or which of two requests with the same prompt continued. SGLang stores a complete output, which looks like a prompt.
+``kv_cache_report_mode: full``). Nor do they show tokens after the last whole block, a next turn that follows within
+these times, or which of two requests with the same prompt continued. SGLang stores a complete output at once, which
+looks like a prompt.
 """
 
 import json
@@ -42,7 +43,7 @@ SECONDS_MAX: Final = 1e11
 BATCH_BYTES_MAX: Final = 1 << 24
 """Largest batch. In memory it takes up to 64 times as many bytes, 1 GiB."""
 _ITEMS_MAX: Final = 1 << 20
-"""Most items in one array or map. The limit exists because msgpack allocates the announced length."""
+"""Maximum number of items in one array or map. The limit exists because msgpack allocates the announced length."""
 _BLOCK_STORED_FIELDS: Final = (
     *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
 )
@@ -86,7 +87,10 @@ class _OpenRequest:
         return len(stored.hashes) == 1 and stored.batch != self.latest.batch
 
     def is_continued_by(self, stored: _StoredBlocks) -> bool:
-        """Return whether blocks after its last one belong to it. A prompt does not grow after the first output."""
+        """Return whether blocks stored after the request's last block belong to the request.
+
+        A prompt does not grow after the first output.
+        """
         pause_s = stored.time_s - self.latest.time_s
         return pause_s <= OUTPUT_S if self.is_output(stored) else pause_s <= PROMPT_S and not self.output_blocks
 
@@ -107,7 +111,7 @@ class KvEvents(TraceReader):
         self._cleared = 0
         first = next(self._stored(), None)
         if first is None:
-            raise ConfigError(f"trace {path}: no BlockStored of GPU memory; allowed: at least one")
+            raise ConfigError(f"trace {path}: no BlockStored event of GPU memory; allowed: at least one")
         self._own_tokens, self._group = first.block_tokens, first.group
         self._set_block_tokens(self._own_tokens, block_tokens)
         self.notes = (_CONVENTION,)
@@ -148,7 +152,9 @@ class KvEvents(TraceReader):
         if self._cleared:
             self.notes += (f"the engine's cache was cleared {self._cleared} times, which is not replayed",)
         if unknown:
-            text = f"{unknown} requests follow blocks stored before the start of the file; they are cut"
+            text = (
+                f"{unknown} requests follow blocks stored before the start of the file; the requests lack these blocks"
+            )
             self.notes += (TraceWarning(text),)
 
     def _closed(self, done: _OpenRequest, chains: "_Chains", began_s: float) -> TraceRequest:
@@ -221,7 +227,7 @@ class _Chains:
         return None if name is None else self._latest.get(name)
 
     def extend(self, parent: int | None, names: list[object]) -> list[int]:
-        """Return the blocks of `names` after `parent`. Add unknown blocks."""
+        """Return the numbers of the blocks with the hashes `names`, which follow `parent`. Add blocks that are new."""
         before = -1 if parent is None else parent
         out: list[int] = []
         for name in names:
@@ -250,7 +256,7 @@ def _batches(path: Path) -> Iterator[tuple[int, object]]:
             yield line_number, batch
         return
     try:
-        import msgpack as package  # noqa: PLC0415  an extra
+        import msgpack as package  # noqa: PLC0415  an optional package
     except ImportError:
         raise ConfigError(
             f"trace {path} is msgpack, but msgpack is not installed: {install_hint('events')}, or use a JSON trace"
@@ -270,7 +276,7 @@ def _batches(path: Path) -> Iterator[tuple[int, object]]:
             for count, each in enumerate(unpacker, 1):
                 yield count, cast("object", each)
             if unpacker.tell() != stream.tell():
-                raise ConfigError(f"trace {path}: cut short after batch {count}")
+                raise ConfigError(f"trace {path} is cut short after batch {count}")
     except (ValueError, TypeError, OSError, MemoryError, msgpack.exceptions.UnpackException) as error:
         text = str(error) or type(error).__name__
         raise ConfigError(

@@ -88,4 +88,4 @@ def _count(fields: dict[str, str], name: str) -> int:
     try:
         return whole({name: int(fields[name])}, name)
     except (KeyError, ValueError):
-        raise ConfigError(f"{name} is {short(fields.get(name))}; allowed: a whole number from 0 on") from None
+        raise ConfigError(f"{name} is {short(fields.get(name))}; allowed: a whole number of at least 0") from None

@@ -32,14 +32,14 @@ from kvtier.tools.trace.formats.base import (
     time_after,
     time_unit_warning,
 )
-from kvtier.tools.trace.formats.messages import chat_text, messages_of
+from kvtier.tools.trace.formats.chat_text import chat_text, messages_of
 from kvtier.tools.trace.trace_files import json_lines, number, short, whole
 
 BLOCK_TOKENS_DEFAULT = 64
 _PIECES = re.compile(r"\s*[A-Za-z]{1,6}|\s*\d{1,3}|\s*[^\sA-Za-z\d]|\s+")
 """The tokens if no tokenizer is given. In English prose they have about four characters each."""
 _LENGTHS = ("output_tokens", "output_length", "max_completion_tokens", "max_output_tokens", "max_tokens")
-"""Fields with the length of the answer. Fields named `max` give only a limit."""
+"""Fields with the length of the answer. Those that begin with `max` give only a limit."""
 _BEFORE_MESSAGES = ("tools", "system", "instructions")
 
 Tokenize = Callable[[str], Sequence[object]]
@@ -81,7 +81,10 @@ class PromptLines(TraceReader):
         self.notes = (self._how,)
 
     def requests(self) -> Iterator[TraceRequest]:
-        """Yield the requests sorted by time, which counts from the first. The files are sorted by session."""
+        """Yield the requests sorted by time, although the files are sorted by session.
+
+        Times count from the first request.
+        """
         numbers: dict[bytes, int] = {}
         sessions, times = Sessions(), _Times(self._time_unit)
         limits = other_parts = 0
@@ -170,7 +173,9 @@ class _Times:
         has_timestamp = line.get("timestamp") is not None
         self.are_given = has_timestamp if not self._count else self.are_given
         if has_timestamp and not self.are_given:
-            raise ConfigError("timestamp in a trace whose first line has none; allowed: in all lines, or in none")
+            raise ConfigError(
+                "the line has a timestamp, but the first line has none; allowed: timestamps in all lines, or in none"
+            )
         time_s = time_after(line, self._latest_s.get(session))
         if time_s is None and self.are_given:
             time = number(line, "timestamp")
@@ -192,7 +197,7 @@ def _prompt(fields: dict[str, Any]) -> tuple[str | list[int], str | None, int]:
     """Return the prompt, the text of the answer if there is one, and the number of parts that are not text."""
     name = next((it for it in PROMPT_FIELDS if fields.get(it) is not None), None)
     if name is None:
-        raise ConfigError(f"no prompt; allowed: a field {', '.join(PROMPT_FIELDS)}")
+        raise ConfigError(f"the line has no prompt; allowed: one of the fields {', '.join(PROMPT_FIELDS)}")
     value: Any = fields[name]
     answer = _text(fields, "output") if "output" in fields else None
     if name == "messages" or (name == "input" and isinstance(value, list)):

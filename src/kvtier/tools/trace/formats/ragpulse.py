@@ -110,9 +110,10 @@ def _blocks(
     Args:
         contents: the prompt's components.
         block_tokens: tokens of a block; the last may be partial.
-        chains: numbers of chains of leading components, by the number of the chain without the last component, and that
-            component. The function adds to it.
-        numbers: numbers of blocks, by the chain in which a block ends, and the end. The function adds to it.
+        chains: number of each chain of leading components. Its key is the number of the chain without the last
+            component, and that component. The function adds new chains.
+        numbers: number of each block. Its key is the chain in which the block ends, and the end in tokens. The function
+            adds new blocks.
     """
     ends = np.cumsum(contents.tokens)
     places = [*range(block_tokens, int(ends[-1]), block_tokens), int(ends[-1])] if len(ends) else []

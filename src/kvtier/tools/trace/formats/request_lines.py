@@ -144,7 +144,9 @@ class RequestLines(TraceReader):
                 time_s = number(line, names.time) * self._unit_s
             elif line.get("context_mode") != _WHOLE_PROMPTS and not self._adds:
                 if self._adds is False:
-                    raise ConfigError(f"delay in a trace whose first {HEAD_LINES} lines have none; allowed: timestamp")
+                    raise ConfigError(
+                        f"the line has a delay, but the first {HEAD_LINES} lines have none; allowed: a timestamp"
+                    )
                 self._adds = True
             if session is not None:
                 latest_s[session] = time_s
@@ -161,7 +163,10 @@ class RequestLines(TraceReader):
         return self._parsed(request)
 
     def _whole_prompts(self) -> Iterator[TraceRequest]:
-        """Yield requests with their whole prompts. Blocks after a session's first prompt get separate ids."""
+        """Yield requests with their whole prompts.
+
+        Blocks after a session's first prompt get ids that only this session has.
+        """
         before: dict[str, tuple[Ids, int]] = {}
         for request in self._lines():
             if request.session is None:
@@ -184,7 +189,10 @@ class RequestLines(TraceReader):
 
 
 def _inferred_block_tokens(head: list[tuple[int, int]]) -> tuple[int, str]:
-    """Return a block size and a note. The size is the power of two that fits all (tokens, blocks), or else some."""
+    """Infer the block size from pairs of tokens and blocks. Return the size, and a note on it.
+
+    The size is a power of two if one fits all pairs.
+    """
     blocked = [(tokens, blocks) for tokens, blocks in head if blocks]
     if not blocked:
         return 1, TraceWarning(f"none of the first {len(head)} requests has an id, so reuse is unknown")

@@ -1,7 +1,7 @@
 """Keys of LMCache 0.5.6, vLLM 0.32 and 0.33, Mooncake 0.3.13 and SGLang 0.5.23, and the fate of each key.
 
-The tables hold facts about other packages. `migrate` converts the values of keys that become settings of kvtier.
-The functions return the fate of a key, as a row shows it.
+The tables hold facts about other packages. `convert_settings` converts values of keys that become settings of kvtier.
+`fate`, `answers` and `final` return the fate of a key, in the words that `convert_settings` prints.
 """
 
 import re
@@ -27,7 +27,7 @@ class Fate(NamedTuple):
 NO_DISK = Fate(NOT_NEEDED, "LMCache uses a disk only with both local_disk and max_local_disk_size")
 
 Table: TypeAlias = Mapping[str, Mapping[str, str]]
-"""For each of the four words, patterns of keys by reason."""
+"""For each of the four words, the reasons for it, and for each reason the patterns of its keys."""
 
 LMCACHE: Table = {
     LOST: {
@@ -59,8 +59,8 @@ LMCACHE: Table = {
     NOT_NEEDED: {
         "keys are digests, equal in every process": "PYTHONHASHSEED pre_caching_hash_algorithm hash_algorithm",
         "kvtier stores whole chunks, and the engine computes the rest": "save_unfull_chunk discard_partial_chunks",
-        "host memory is always a cache, and never only a buffer": "local_cpu",
-        "copies run beside the engine's steps": "use_layerwise enable_async_loading async_loading force_store_wait",
+        "host memory is always a cache, never only a buffer": "local_cpu",
+        "copies run while the engine computes": "use_layerwise enable_async_loading async_loading force_store_wait",
         "kvtier's scheduler asks all tiers itself": "enable_scheduler_bypass_lookup",
         "the planner loads where that is faster than computing": "min_retrieve_tokens",
         "every wait has a deadline: limits.load_deadline_s, transfer_deadline_s": "blocking_timeout_secs "
@@ -79,7 +79,7 @@ LMCACHE: Table = {
         "direct_io of the tier decides": "*odirect fs_connector_* use_direct_io",
         "every object has a header with its layout": "save_chunk_meta separate_object_groups",
         "ranks with equal KV share one copy: count its size once": "save_only_first_rank",
-        "a slot is free when its transfer has ended": "pin_*",
+        "host memory of a transfer is free when the transfer has ended": "pin_*",
         "kvtier logs through the engine, and sends nothing anywhere": "track_usage log_level disable_observability "
         "*otlp*",
         "the file of --from-lmcache is read": "config_file",
@@ -118,9 +118,9 @@ OFFLOADING: Table = {
         "the tiers that are named are used": "spec_name kv_offload_backend shared locality",
         "--kv-events-config of vLLM turns on kvtier's events, too": "self_describing_kv_events enable_kv_events",
         "names carry each rank's share of layers and heads": "canonical_layout enable_cross_layers_blocks",
-        "a slow tier drops stores by its deadlines, and is left alone after failures": "backpressure",
+        "each write to a tier has a deadline, and a tier that fails is not used for a while": "backpressure",
         "every wait has a deadline: limits.load_deadline_s, transfer_deadline_s": "request_timeout connection_timeout",
-        "copies run beside the engine's steps": "load_async lookup_async use_layerwise lazy_offload",
+        "copies run while the engine computes": "load_async lookup_async use_layerwise lazy_offload",
         "host memory is the buffer of every tier": "disk_buffer_slots",
         "each object has the KV of one group of layers": "enable_group_semantics",
         "kvtier runs in the engine: there is no server": "lookup_rpc_port",
@@ -186,14 +186,14 @@ TIER_KEYS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("tenant_id", "mooncake_tenant_id", "MOONCAKE_TENANT_ID"), "tenant_id"),
     },
 }
-"""Settings of a tier by the keys of other packages. `migrate` converts the values of some."""
+"""For each kind of tier, its settings by the keys of other packages. `convert_settings` converts the values of some."""
 
 SECRETS: Mapping[str, str] = {
     **dict.fromkeys(("aws_access_key_id", "access_key"), "AWS_ACCESS_KEY_ID"),
     **dict.fromkeys(("aws_secret_access_key", "secret_key"), "AWS_SECRET_ACCESS_KEY"),
     "session_token": "AWS_SESSION_TOKEN",
 }
-"""The environment variable of the server for each secret."""
+"""For each secret, the server's environment variable that is to hold it."""
 
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("redis", "rediss", "valkey", "resp", "redis-cluster"), "valkey"),
@@ -227,7 +227,7 @@ SHARED = {"shared_directory", "valkey", "redis", "rediss", "s3", "mooncake"}
 
 ALLOWED: Mapping[str, str] = {
     **dict.fromkeys(
-        ("max_local_cpu_size", "max_local_disk_size", "l1_size_gb", "max_capacity_gb"), "a number of GB from 0"
+        ("max_local_cpu_size", "max_local_disk_size", "l1_size_gb", "max_capacity_gb"), "a number of GB, at least 0"
     ),
     "local_disk": "a path, or file:// and a path",
     "remote_url": "a URL; the path of redis:// is the number of a database",
@@ -245,7 +245,7 @@ _PLAIN = re.compile(r"(?:[^']|'[^']{1,2}'|'<[a-z ]+>')*")
 
 
 def fate(key: str, table: Table, value: object = None) -> Fate:
-    """Return the fate of a key that kvtier lacks. A key without a counterpart matters only if it is on."""
+    """Return the fate of a key that kvtier lacks. The value of a key without a counterpart shows whether it is off."""
     found = (
         Fate(becomes, why)
         for becomes, reasons in table.items()
@@ -263,12 +263,12 @@ def answers(*, is_wanted: bool) -> Fate:
 
 
 def names(fate: Fate) -> list[str]:
-    """Return the settings in a row."""
+    """Return the names of the settings that a key becomes."""
     return [re.split(" = |: ", part)[0] for part in _NEXT.split(fate.becomes)]
 
 
 def final(fate: Fate, values: Mapping[str, object], by: Mapping[str, str]) -> Fate:
-    """Return the final text of a row.
+    """Return the fate that the table shows, once all converted settings and the user's flags are known.
 
     Args:
         fate: fate of the key when it was read.
@@ -301,7 +301,10 @@ def shown(name: str, value: object) -> str:
 
 
 def s3_tier(tier: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tier `s3`, its URL and endpoint in kvtier's form. The host of LMCache's URL begins with the bucket."""
+    """Return the tier `s3` with its URL and endpoint in kvtier's form.
+
+    The host in LMCache's URL begins with the bucket.
+    """
     name, _, server = str(tier.get("url", "")).removeprefix("s3://").partition(".")
     endpoint = str(tier.get("endpoint", ""))
     is_hosted = bool(server) and not endpoint and not server.endswith("amazonaws.com")

@@ -1,4 +1,4 @@
-"""Sends the load of a run of `kvtier bench serve` to the run's server: draws a workload and drives the generator."""
+"""Draws the workload of a run of `kvtier bench serve`, and drives the generator that sends it to the server."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ class LoadSettings:
     length_factor: float = 1.0
     is_longer_skipped: bool = False
     context_tokens: int
-    """The model's longest context."""
+    """The model's longest context, in tokens."""
     generator: str
     cores: str
     """Cores on which the generator runs, such as ``0,1``. Empty means all."""
@@ -60,7 +60,9 @@ class LoadSettings:
 
 @dataclass(slots=True, kw_only=True)
 class GeneratedLoad:
-    """Sends the load of runs. All arms of a repetition get the same workload; other repetitions get other workloads.
+    """Generates the load of each run and sends it to the server.
+
+    All arms of a repetition get the same workload, and each repetition gets a different one.
 
     Raises:
         ConfigError: the workload is longer than the model's context.

@@ -17,9 +17,9 @@ from kvtier.report.format import (
 )
 from kvtier.tools.plan.hardware import COUNT_MAX
 from kvtier.tools.plan.inputs import SETTINGS, ModelInputs
-from kvtier.tools.plan.limits import FIRST_TOKEN, TPOT, TTFT, TTFT_P95, is_served, most_users
+from kvtier.tools.plan.max_load import FIRST_TOKEN, TPOT, TTFT, TTFT_P95, is_served, most_users
+from kvtier.tools.plan.operating_point import GPU
 from kvtier.tools.plan.plan import Plan, PlannedTier, Variant
-from kvtier.tools.plan.queueing import GPU
 from kvtier.tools.plan.resolve import SEARCHED, Deployment, given_totals, of_each_host
 from kvtier.tools.plan.tier_selection import LEAST_GAIN, TIER_NAMES, PlannedSize
 
@@ -29,7 +29,8 @@ _HARDWARE = ("gpu.", "host.", "disk.", "shared.", "software.")
 def verdict(plan: Plan) -> str:
     """State how many users the given GPUs serve, and which tiers are worth buying for a full server.
 
-    The verdict depends on the requested load only if the hosts for this load share given totals of tiers.
+    It depends on the requested load only if the hosts for this load share totals that the user gave, or if prices are
+    for this load.
     """
     gpus = gpus_text(plan, plan.inputs.gpu.count)
     if not plan.serves_any:
@@ -62,7 +63,7 @@ def verdict(plan: Plan) -> str:
 def _shared_totals(plan: Plan) -> str:
     """State one host's part of the tiers with given totals, if the load requires more hosts than the given GPUs fill.
 
-    In that case the given GPUs with all of these tiers are not one of these hosts.
+    The verdict counts the given GPUs with all of these tiers, but each of these hosts gets only its part.
     """
     hosts = min((it.need.deployment.hosts for it in plan.arms if it.need), default=0)
     totals = {"host": "host.capacity_bytes", "disk": "disk.count", "shared": "shared.capacity_bytes"}
@@ -98,7 +99,7 @@ def _conclusion_for_load(plan: Plan) -> str:
 
 
 def _why_none(plan: Plan) -> str:
-    """Explain why tiers save too few of the GPUs with a reserve."""
+    """Explain why no tier is worth buying for the requested load: tiers save none, or too few, of the GPUs."""
     alone = plan.alone.reserve_gpus
     if math.isinf(alone):
         return ""
@@ -114,7 +115,7 @@ def _they_need(load: str) -> str:
 
 
 def _early_wear(plan: Plan, arm: Variant) -> str:
-    """State how long the drives of an arm last at the requested load, if that is less than the wanted life."""
+    """State how long the drives of a variant last at the requested load, if that is less than the wanted life."""
     years = (arm.need and arm.need.life_years) or math.inf
     if years >= plan.inputs.target.life_years:
         return ""
@@ -123,7 +124,7 @@ def _early_wear(plan: Plan, arm: Variant) -> str:
 
 
 def _worth(plan: Plan, ways: list[Variant]) -> str:
-    """State which tiers are worth buying for a full server, and which are not."""
+    """State which tiers are worth buying for a full server, or for the requested load if prices are for it."""
     if not plan.given.tiers:
         return "The plan has no tiers."
     if plan.refused:
@@ -207,7 +208,7 @@ def request(plan: Plan) -> str:
 
 
 def _time_options(plan: Plan) -> str:
-    """Name the options that relax the limits of time that no load meets, or else all limits of time."""
+    """Name the options that relax the limits of time that every load exceeds. If there are none, name all of them."""
     options = {TTFT: "--ttft", TTFT_P95: "--target-p95", TPOT: "target.tpot_s"}
     limits = [it for it in plan.alone.ceiling.serving if it.name in options]
     return _series([options[it.name] for it in [it for it in limits if not it.users] or limits])
@@ -455,14 +456,18 @@ def without_drives(plan: Plan) -> str:
 
 
 def shown_load(plan: Plan) -> str:
-    """Name the requested load and the GPUs that it needs. If no number is enough, name what the given GPUs complete."""
+    """Return the planned load, followed by the number of GPUs if that is not the given number.
+
+    The planned load is the requested one or, if no number of GPUs can serve that, the most that the given GPUs
+    complete.
+    """
     gpus = plan.chosen.need.gpus if plan.chosen.need else plan.inputs.gpu.count
     on = f" on {gpus_text(plan, gpus)}" if gpus != plan.inputs.gpu.count else ""
     return f"{in_words(plan, plan.planned_users)}{on}"
 
 
 def _raised_by(plan: Plan) -> str:
-    """State how many users an increase of the most influential hardware and software inputs adds."""
+    """State how many users are served if one of the most influential hardware and software inputs is increased."""
     changed = [
         (it.users_higher, it)
         for it in plan.sensitivities

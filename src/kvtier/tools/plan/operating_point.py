@@ -1,23 +1,27 @@
-"""Compute a deployment at a given load: hits, GPU time, and mean time to first token.
+"""Compute how a deployment works at a given load: hits, GPU time, and mean time to first token.
 
-The model has one server for each replica (its GPUs), and pipes between that server and the tiers.
+The model has one server for each replica (its GPUs). Loads pass through pipes: the bandwidth of a tier, and the link to
+the server.
 
 - Reuse: capacity determines residence time, which determines the hits (`plan.workload`). Tiers are inclusive:
-  each holds the KV of those above it, so a tier adds the hits of its longer residence.
-- Prefill: ``2 P n`` for n computed tokens and P active parameters, and the attention (`ModelCost.attention_flop`);
+  each holds the KV of the faster ones, so a tier adds the hits of its longer residence.
+- Prefill: ``2 P n`` FLOP for n computed tokens and P active parameters, and the attention (`ModelCost.attention_flop`);
   then the exchange among GPUs.
 - Decoding: a step launches its kernels, exchanges results between GPUs, and reads the weights once and every request's
   KV (Pope et al., "Efficiently Scaling Transformer Inference", 2022, section 2). It reads the routed experts that its
   tokens use (`Experts`). The requests of a full batch share its time.
 - Waiting: ``W = rho / (1 - rho) (ca2 + cs2) / 2 s`` (Kingman, 1961; for independent users it is Pollaczek and
-  Khinchine's exact formula). Decoding continues meanwhile and takes a share of the GPU from the prefills.
-- Loading: a pipe serves loads of about equal size one after another. A load that takes x seconds alone takes
+  Khinchine's exact formula). rho is the used share, s the mean service time, and ca2 and cs2 are the squared
+  coefficients of variation of arrivals and services. Decoding continues meanwhile and takes a share of the GPU from
+  the prefills.
+- Loading: a pipe serves loads of about equal size one after another. A load that takes x seconds on an idle pipe takes
   ``x (1 + ca2 / 2 rho / (1 - rho))`` (the same formula with cs2 = 0). A prompt is computed if that is faster than
-  loading, so a pipe gets no further loads once they would be slower.
+  loading, so a pipe gets no further loads once they would be slower than computing.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.tools.plan.resolve import Deployment
 
@@ -26,17 +30,16 @@ _TPOT_STEPS, _TPOT_CLOSE = 60, 1e-6
 _TAIL_STEPS = 40
 _STORE_CLOSE = 1e-4
 _CHUNK_TOKENS = 8192
-"""Tokens of a prompt that one step computes, by vLLM's default on these GPUs."""
+"""Tokens of a prompt that one step computes: the default of vLLM on GPUs of 70 to 160 GiB."""
 _FULL = 1e-9
-"""A server counts as full if a smaller share of its GPU's time is left. Smaller shares are rounding errors."""
+"""A server counts as full if no more than this share of its GPU's time is left: so little is a rounding error."""
 _USE_MAX = 0.99
 """Highest use of a pipe that the planner admits. At full bandwidth the queue would grow without end."""
 PipeUse = tuple[float, float]
 """The share of a pipe's time that loads use, and the largest share at which every load is faster than computing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestClass:
+class RequestClass(NamedTuple):
     """Requests that find their KV in the same place."""
 
     share: float
@@ -69,21 +72,21 @@ class OperatingPoint:
     gpu_used: float
     """Share of the GPU's time that requests need; above 1 the queue grows without end."""
     gpu_busy: float
-    """Share of the time that the GPU computes instead of waiting for a load."""
+    """Share of the time in which the GPU computes. In the rest it is idle or waits for a load."""
     gpu_seconds: float
     """GPU time of one request, on one replica."""
     read_bytes_per_s: dict[str, float]
     wanted_bytes_per_s: dict[str, float]
     """Reads if every hit were loaded, even where computing it is faster."""
     new_bytes_per_s: float
-    """Rate of new KV and snapshots, which a tier that stores all of it writes."""
+    """Rate at which requests produce new KV and snapshots. A tier that stores all of them writes at this rate."""
     given_bytes_per_s: dict[str, float]
-    """Writes to each tier if none were too slow."""
+    """Writes that each tier is given. A tier that cannot write so fast drops some of them."""
     write_bytes_per_s: dict[str, float]
     link_used: float
     """Used share of a replica's load bandwidth."""
     loading: dict[str, float]
-    """Mean number of requests that load from each tier, by Little's law with the tier's own time."""
+    """Mean number of requests that are loading from each tier: their rate times the time of a load (Little's law)."""
     served_s: tuple[tuple[float, float], ...]
     """Share of each class of requests, and the time to first token of that class without waiting."""
     server_busy: float
@@ -193,7 +196,7 @@ def operate(deployment: Deployment, requests_per_s: float) -> OperatingPoint:
 
 
 def prefill_s(deployment: Deployment, computed_tokens: float, prompt_tokens: float) -> float:
-    """Return the seconds that one idle replica takes to compute the last tokens of a prompt.
+    """Return the seconds that one idle replica takes to compute the last `computed_tokens` of a prompt.
 
     Kernel launches overlap with computing. Exchanges wait until computing ends.
     """
@@ -216,10 +219,10 @@ def decode_token_s(deployment: Deployment) -> float:
 
 
 def _step_parts(deployment: Deployment, batch: float, session_tokens: float) -> list[tuple[float, float]]:
-    """Return the seconds of a step that its requests share, and the seconds per request.
+    """Return two pairs: the seconds of a step that its requests share, and the seconds that each request adds.
 
-    The first pair is bounded by reading, the second by computing. Reading covers launches, the weights that the
-    batch uses, and every request's KV. The exchange waits for whichever takes longer.
+    The first pair is for a step bounded by reading, the second for one bounded by computing. Reading covers launches,
+    the weights that the batch uses, and every request's KV. The exchange waits for whichever takes longer.
     """
     reading_s = deployment.launch_s + deployment.step_weight_bytes(batch) / deployment.memory_bytes_per_s
     kv_s = deployment.model.delivered_bytes(session_tokens) / deployment.memory_bytes_per_s
@@ -231,14 +234,14 @@ def _step_parts(deployment: Deployment, batch: float, session_tokens: float) -> 
 
 
 def fetch_s(deployment: Deployment, tier: str, tokens: float) -> float:
-    """Return the seconds to load a prefix from an idle tier."""
+    """Return the seconds to load a prefix of `tokens` from an idle tier."""
     return deployment.model.loaded_bytes(tokens) * _seconds_per_byte(deployment, {}, 0.0)[tier]
 
 
 def _residences(deployment: Deployment, requests_per_s: float) -> dict[str, float]:
-    """Return residence times in seconds, the fastest place first."""
+    """Return the residence time of GPU memory and of each tier, in seconds, the fastest first."""
     load = deployment.workload
-    # Users stay with their replica, so GPU memories add up; each has its own copy of the common prefix.
+    # Users stay with their replica, so GPU memories add up; each replica has its own copy of the common prefix.
     held = deployment.replicas * max(deployment.gpu_tokens - load.prefix_tokens, 0.0)
     held *= deployment.inputs.software.gpu_reuse
     found = {GPU: load.curve.residence(held, requests_per_s)}
@@ -253,10 +256,11 @@ def _stored(
 ) -> tuple[list[RequestClass], float, dict[str, float]]:
     """Compute the classes of requests, and the rates of new KV and of each tier's intended writes, in bytes per second.
 
-    All computed KV in whole chunks, of prompt and answer, and the snapshots of recurrent states are written to every
-    tier. A tier that writes more slowly drops the rest. The lost hits are computed, which makes more new KV, so the
-    calculation repeats until it converges. Admission (``software.write_share``) prefers KV that is reused, so hits are
-    lost only if it admits less than the reused share.
+    New KV is the whole chunks of computed prompts and answers, and the snapshots of recurrent states. Host memory is
+    given all of it, every other tier the share ``software.write_share``. A tier that cannot write that fast drops the
+    excess. Tokens whose KV is then missing must be recomputed, which produces more new KV, so the calculation repeats
+    until it converges. Admission prefers KV that will be reused, so it loses hits only if ``software.write_share`` is
+    less than the reused share.
     """
     load, software = deployment.workload, deployment.inputs.software
     reused = load.kept_share or 1.0
@@ -305,7 +309,7 @@ def _request_classes(
         loaded = 0.0 if place == GPU else max(load.reusable_tokens - (prefix if gpu_reuse else 0.0), 0.0)
         each = _request_class(share, load.reusable_tokens, load.later_tokens, place, loaded)
         if loaded and share:
-            each = replace(each, share=share * _worth_loading(deployment, each, requests_per_s, pipes))
+            each = each._replace(share=share * _worth_loading(deployment, each, requests_per_s, pipes))
         classes.append(each)
         rest -= each.share
     last = _request_class(max(rest, 0.0), prefix, load.later_tokens, prefix_from, prefix)
@@ -321,16 +325,16 @@ def _prefix_classes(
         return [each]
     kept = _worth_loading(deployment, each, requests_per_s, pipes)
     computing = _request_class(each.share * (1 - kept), 0.0, each.prompt_tokens, "", 0.0)
-    return [replace(each, share=each.share * kept), replace(computing, wanted_share=0.0)]
+    return [each._replace(share=each.share * kept), computing._replace(wanted_share=0.0)]
 
 
 def _worth_loading(
     deployment: Deployment, each: RequestClass, requests_per_s: float, pipes: dict[str, PipeUse]
 ) -> float:
-    """Return the share of the requests that can load before a pipe becomes slower than the GPU.
+    """Return the largest share of the class `each` that can load while no load becomes slower than computing.
 
-    The pipe may become slower for these requests or for earlier classes. `pipes` maps each tier, and an empty name for
-    the link, to its use by earlier classes. The function updates `pipes`.
+    This counts the loads of this class and of earlier ones. `pipes` maps the name of each tier, and an empty name for
+    the link, to its use by earlier classes. The function adds the use by this class.
     """
     loaded_bytes = deployment.model.loaded_bytes(each.loaded_tokens)
     tier = next(it for it in deployment.tiers if it.name == each.loaded_from)
@@ -369,7 +373,7 @@ def _request_class(
 
 
 def _seconds_per_byte(deployment: Deployment, read: dict[str, float], link_used: float) -> dict[str, float]:
-    """Return the seconds per byte from each tier to one request, while others load at the given rates."""
+    """Return the seconds per byte of a load from each tier, while other requests load at the given rates."""
     # Blocking loads run one at a time on a replica, so each has the whole link.
     link_used = 0.0 if deployment.inputs.software.loads_block else link_used
     return {
@@ -382,12 +386,12 @@ def _seconds_per_byte(deployment: Deployment, read: dict[str, float], link_used:
 
 
 def _stretch(deployment: Deployment, used: float) -> float:
-    """Return how much longer a load takes than on an idle pipe, if others use the share `used` of it."""
+    """Return how many times as long as on an idle pipe a load takes if others use the share `used` of the pipe."""
     return 1 + deployment.inputs.traffic.arrivals_cv2 / 2 * used / (1 - used) if used < 1 else math.inf
 
 
 def _use_at_most(deployment: Deployment, stretch: float) -> float:
-    """Return the use of a pipe at which loads take `stretch` times as long: the inverse of `_stretch`."""
+    """Return the use of a pipe at which loads take `stretch` times as long as on an idle one, at most `_USE_MAX`."""
     spread = deployment.inputs.traffic.arrivals_cv2 / 2
     return min((stretch - 1) / (stretch - 1 + spread), _USE_MAX) if stretch > 1 else 0.0
 
@@ -395,9 +399,11 @@ def _use_at_most(deployment: Deployment, stretch: float) -> float:
 def _tpot_s(deployment: Deployment, rate: float, service_s: float) -> float:
     """Return the seconds per output token, at a load of `rate` requests per second on one server.
 
-    A step takes the longer ``F(B) + B e`` (`step_s`) of the time that prefills leave. By Little's law, B is the rate
-    times the tokens of an answer times the result itself. For a constant F the equation has a direct solution. Weights
-    of experts grow with B, so the solution is repeated: it starts from the full weights and falls to the fixed point.
+    A step of B requests takes ``F(B) + B e`` seconds: a shared part, and a part for each request (`step_s`). It has
+    only the share of the time that prefills leave. By Little's law, B is the rate times the tokens of an answer times
+    the result itself. For a constant F the equation has a direct solution. With experts, F grows with B, because more
+    of their weights are read. So the solution is repeated: it starts from the full weights and falls to the fixed
+    point.
     """
     load = deployment.workload
     batch, tpot_s = math.inf, math.inf

@@ -77,7 +77,7 @@ class Shipped(Policy):
 
 
 def _next_turns(trace: TraceArrays, *, turns: bool, ends: bool) -> Sequence[NextTurn | None]:
-    """Return the hint after each request."""
+    """Return for each request the hint that follows it, or None if there is none."""
     known: list[NextTurn | None] = [None] * len(trace)
     if turns:
         known = [NEXT_TURNS[place] if place >= 0 else None for place in trace.next_turn.tolist()]

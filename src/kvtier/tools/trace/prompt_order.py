@@ -12,23 +12,27 @@ from kvtier.tools.trace.arrays import Column
 from kvtier.tools.trace.formats.base import Contents
 
 PARTS_MAX = 1 << 20
-"""Most parts of all prompts for which the order is examined."""
+"""Maximum number of parts in all prompts together. The order of more parts is not examined."""
 SLOTS_MAX = 12
-"""Most slots that are moved. Those with the most tokens are chosen."""
+"""Maximum number of slots (see `best_order`) for which moves are tried. Those with the most tokens are chosen."""
 MOVES_MAX = 4
 GAIN_LEAST = 0.001
-"""Least increase of the hit rate for a move."""
+"""A move must raise the hit rate by at least this."""
 MOVED_LEAST = 0.1
-"""Parts of a kind count as a list, not as fixed places, if at least this share of reuse is in another place."""
+"""Parts of a kind count as a list, not as fixed places, if more than this share of their reuse is at another place than
+the first use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Hit rates of prompts with the parts in another order; None if the trace does not show parts."""
+    """Hit rates with the parts of prompts as sent and in the best order found.
+
+    Both are None if the trace does not show parts.
+    """
 
     as_sent: float | None = None
     best_online: float | None = None
-    """Hit rate with all moves, if frequencies count only earlier requests."""
+    """Hit rate with all `moves`, if parts are sorted by their frequency in earlier requests only."""
     moves: tuple[tuple[str, float], ...] = ()
     """Each move, and the hit rate with this move and all earlier ones."""
 
@@ -46,7 +50,7 @@ Move = tuple[str, bool]
 
 
 def parts_of(contents: Sequence[Contents | None], inputs: Column, separator: str) -> list[list[PromptPart]]:
-    """Return the parts of each prompt, or none if they are unknown or more than `PARTS_MAX`.
+    """Return the parts of each prompt, or an empty list if parts are unknown or there are more than `PARTS_MAX`.
 
     Args:
         contents: contents of each request.
@@ -73,8 +77,8 @@ def parts_of(contents: Sequence[Contents | None], inputs: Column, separator: str
 def best_order(prompts: Sequence[Sequence[PromptPart]], block_tokens: int) -> Order:
     """Find moves that raise the hit rate of an unbounded cache, the best first.
 
-    A move puts a slot at the end of all prompts, or sorts the slot's parts by the number of earlier requests with them.
-    A slot is a kind, or a place in a kind whose parts keep their places.
+    A move puts a slot at the end of every prompt, or sorts the slot's parts by the number of earlier requests that have
+    them. A slot is a kind of parts, or one place among the parts of a kind whose parts keep their places.
     """
     slots = _slots(prompts)
     weights, widest = Counter[str](), Counter[str]()
@@ -99,7 +103,7 @@ def best_order(prompts: Sequence[Sequence[PromptPart]], block_tokens: int) -> Or
 
 
 def _slots(prompts: Sequence[Sequence[PromptPart]]) -> list[list[str]]:
-    """Return the slot of each part."""
+    """Return the name of each part's slot, for each prompt."""
     firsts: dict[tuple[str, int], int] = {}
     moved, reused, widest = Counter[str](), Counter[str](), Counter[str]()
     for prompt in prompts:
@@ -128,7 +132,7 @@ def _places(prompt: Sequence[PromptPart]) -> Iterator[int]:
 def _hits(
     prompts: Sequence[Sequence[PromptPart]], slots: Sequence[Sequence[str]], moves: Sequence[Move], block_tokens: int
 ) -> int:
-    """Return the tokens that an unbounded prefix cache finds after the moves, in whole blocks."""
+    """Return how many tokens an unbounded prefix cache finds after the moves. Only whole blocks count."""
     ends = {name: number for number, (name, is_sorted) in enumerate(moves) if not is_sorted}
     lists = {name for name, is_sorted in moves if is_sorted}
     nodes, uses, hits = dict[tuple[int, int], int](), Counter[int](), 0

@@ -1,10 +1,10 @@
-"""Readers of families with states: recurrent, convolutional or linear-attention layers, with or without attention."""
+"""Readers of families with a state: recurrent, convolutional or linear-attention layers, with or without attention."""
 
 from collections.abc import Callable, Sequence
 
 from kvtier.tools.size import caches
 from kvtier.tools.size.caches import SIXTEEN_BITS, THIRTY_TWO_BITS, LayerCache
-from kvtier.tools.size.layers import (
+from kvtier.tools.size.layer_readers import (
     Layers,
     by_type,
     every_nth,
@@ -31,7 +31,7 @@ _KDA_KERNEL = "short_conv_kernel_size"
 
 
 def _qwen_hybrid(config: ModelConfig) -> Layers:
-    """Read Qwen3-Next and 3.5. Three of four layers are gated delta nets."""
+    """Read Qwen3-Next and Qwen3.5. By default, three of four layers are gated delta nets."""
     count, listed = read_layer_count(config), config.texts("layer_types")
     every = config.integer("full_attention_interval", 4)
     by_rule = every_nth(count, every, "linear_attention")
@@ -52,7 +52,7 @@ def _qwen_hybrid(config: ModelConfig) -> Layers:
 
 
 def _qwen4(config: ModelConfig) -> Layers:
-    """Read Qwen4: `_qwen_hybrid` with one index key for several tokens, and convolutions of n-grams in some layers."""
+    """Read Qwen4: `_qwen_hybrid` plus one index key for several tokens, and n-gram convolutions in some layers."""
     layers, ids = _qwen_hybrid(config), config.integers("ple_layer_ids")
     has_ngrams = ids is None and config.has("ple_conv_kernel_size")
     config.refuse_if(has_ngrams, "ple_conv_kernel_size", "ple_layer_ids must say which layers have it")
@@ -190,7 +190,7 @@ def _bamba(config: ModelConfig) -> Layers:
 
 
 def _granite_hybrid(config: ModelConfig) -> Layers:
-    """Read Granite 4. A list gives Mamba-2 and attention layers; some models have only attention."""
+    """Read Granite 4. A list says which layers are Mamba-2 and which attention; some models have only attention."""
     types = one_for_each_layer(config, "layer_types", config.texts("layer_types"), read_layer_count(config))
     state = _mamba2_of(config)
     return _hybrid(config, "layer_types", types, read_attention(config), state)
@@ -252,7 +252,7 @@ def _lfm2(config: ModelConfig) -> Layers:
 
 
 def _recurrent_gemma(config: ModelConfig) -> Layers:
-    """Read RecurrentGemma: a linear recurrence in two of three layers, a window in the third."""
+    """Read RecurrentGemma: a linear recurrence in two of three layers, attention with a window in the third."""
     pattern, count = config.texts("block_types") or ["recurrent", "recurrent", "attention"], read_layer_count(config)
     width = config.integer("lru_width", config.integer("hidden_size"))
     config.know("_block_types")
@@ -305,7 +305,7 @@ def _state_bytes(config: ModelConfig, key: str) -> int:
 
 
 def _hybrid(config: ModelConfig, field: str, types: Sequence[str], attention: LayerCache, state: LayerCache) -> Layers:
-    """Return for each layer the caches of its type: attention, a state, or neither for a layer with only an MLP."""
+    """Return for each layer the caches of its type: attention, a state, or none for a layer with only an MLP."""
     caches_of: dict[str, tuple[LayerCache, ...]] = {
         **dict.fromkeys(("full_attention", "attention", "*"), (attention,)),
         **dict.fromkeys(("linear_attention", "mamba", "M", "conv"), (state,)),

@@ -22,7 +22,7 @@ class Message(NamedTuple):
     role: str
     text: str
     other_parts: int = 0
-    """Number of images and other parts. Each counts as a few tokens that depend on the content."""
+    """Number of parts that are not text, such as images. The text has a short digest in place of each."""
 
 
 def messages_of(fields: dict[str, Any], name: str) -> list[Message]:
@@ -38,7 +38,7 @@ def messages_of(fields: dict[str, Any], name: str) -> list[Message]:
 
 
 def chat_text(messages: Iterable[Message]) -> str:
-    """Return the prompt of a chat. The next prompt, with the answer and further messages, begins with it."""
+    """Return the prompt of a chat as text. The chat's next prompt, with the answer and new messages, begins with it."""
     return "".join(f"<{role}>\n{text}\n" for role, text, _ in messages) + "<assistant>\n"
 
 

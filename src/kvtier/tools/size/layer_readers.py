@@ -1,6 +1,6 @@
 """Read the parts that most families have in common: attention, MLA and windows.
 
-A function marks the fields that it understands. `kvtier.tools.size.families` refuses the others.
+Each function marks the fields that it understands. `kvtier.tools.size.families` refuses the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ _PATTERNS: dict[str, int] = {
     "exaone4": 4,
     "olmo3": 4,
 }
-"""Interval of layers with full attention instead of a window, by default in Transformers."""
+"""Default of Transformers: one in this many layers has full attention instead of a window."""
 
 _ALL_WINDOWED = {"mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
 """Model types in which `sliding_window` applies to every layer."""
@@ -58,7 +58,7 @@ INDEX_FIELDS = (
 )
 
 _FIELDS_NAMED = 8
-"""Most fields that the message about unknown fields names."""
+"""Maximum number of fields that the message about unknown fields names."""
 
 _Item = TypeVar("_Item")
 
@@ -222,7 +222,7 @@ def read_layer_count(config: ModelConfig) -> int:
 
 
 def read_layer_numbers(config: ModelConfig, field: str, count: int) -> set[int]:
-    """Return the layers that `field` lists."""
+    """Return the numbers of the layers that `field` lists."""
     layers = config.integers(field) or []
     config.refuse_if(
         not config.has(field) or not all(layer < count for layer in layers), field, f"it must list layers below {count}"
@@ -231,7 +231,7 @@ def read_layer_numbers(config: ModelConfig, field: str, count: int) -> set[int]:
 
 
 def read_head_dim(config: ModelConfig, heads: int) -> int:
-    """Return hidden size / heads, the head dimension if the file states none."""
+    """Return hidden size / heads, which is the head dimension if the file states none."""
     hidden = config.integer("hidden_size")
     config.refuse_if(
         hidden % heads, "hidden_size", f"without head_dim it must be a multiple of the attention heads, {heads}"
@@ -250,7 +250,7 @@ def read_attention(
 
 
 def read_kv_heads(config: ModelConfig, heads: int, field: str) -> int:
-    """Return the KV heads of a layer. Only a known field or class may imply that every head keeps its own KV."""
+    """Return the number of KV heads. Only a known field or class may imply that every head keeps its own KV."""
     kind = config.text("attention_head_type")
     is_one, is_all = kind == "multiquery" or config.flag("multi_query"), kind == "multihead"
     if config.has(field) and not (is_one or is_all):
@@ -286,7 +286,7 @@ def read_mla(config: ModelConfig) -> tuple[LayerCache, ...]:
 
 
 def _with_indexers(config: ModelConfig, layers: Layers) -> Layers:
-    """Add the keys of indexers, if the model has indexers, to MLA layers."""
+    """Add index keys to the MLA layers that have their own indexer and no window."""
     if not config.has("index_head_dim"):
         return layers
     own, index = read_indexers(config, len(layers)), caches.indexer(config.integer("index_head_dim"))
@@ -297,7 +297,7 @@ def _with_indexers(config: ModelConfig, layers: Layers) -> Layers:
 
 
 def read_indexers(config: ModelConfig, count: int) -> list[bool]:
-    """Return whether each layer has its own indexer, from a list, the letters F and S, or an interval."""
+    """Return for each layer whether it has its own indexer, by a list, the letters F and S, or an interval."""
     config.know(*INDEX_FIELDS)
     every, offset = config.integer("index_topk_freq", 1), config.integer("index_skip_topk_offset", 2, least=0)
     by_rule = ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(count)]

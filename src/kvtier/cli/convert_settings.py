@@ -1,6 +1,6 @@
 """Converts settings of LMCache, vLLM's own offloading, Mooncake and HiCache to kvtier's, and reports the result.
 
-`migration_tables` lists the keys. Values of secrets are never printed.
+`conversion_tables` lists the keys. Values of secrets are never printed.
 """
 
 import json
@@ -18,8 +18,7 @@ from urllib.parse import unquote
 
 import click
 
-from kvtier.cli.engine_settings import HOST_BYTES
-from kvtier.cli.migration_tables import (
+from kvtier.cli.conversion_tables import (
     ALLOWED,
     HICACHE_FOLDER,
     KINDS,
@@ -47,12 +46,13 @@ from kvtier.cli.migration_tables import (
     s3_tier,
     shown,
 )
+from kvtier.cli.engine_settings import HOST_BYTES
 from kvtier.cli.options import Quantity
 from kvtier.config.loader import AND, Loaded, load
 from kvtier.config.schema import FILE_BYTES_MAX, short
 from kvtier.config.tier_list import HOST, SettingOrigin
 from kvtier.config.value_types import parse_count, parse_size
-from kvtier.connect.sglang.engine_environment import EXTRA, OWN_KEYS
+from kvtier.connect.sglang.installed_engine import EXTRA, OWN_KEYS
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import redacted
 from kvtier.report import table as report
@@ -60,7 +60,7 @@ from kvtier.report import table as report
 PASSWORD_FILE = "valkey.password"  # noqa: S105 - the name of a file
 
 FOLDER = "kvtier"
-"""Folder for the store below a given path, because a store refuses a directory with other files."""
+"""Name of the folder that is added to a given path, because a store refuses a directory with other files."""
 
 workers_option = click.option(
     "--workers",
@@ -73,7 +73,8 @@ class Conversion:
     """The result of converting another cache's settings.
 
     Args:
-        workers: workers of an engine, by which sizes per worker are multiplied; None means not given, so 1.
+        workers: number of workers of an engine, by which sizes per worker are multiplied; None if it was not given,
+            which counts as 1.
         environ: the environment.
     """
 
@@ -96,7 +97,9 @@ class Conversion:
         """Keys in the order of the user's file."""
 
     def load(self, tiers: Sequence[str], flags: Sequence[str]) -> Loaded:
-        """Return all settings, and print the table to stderr. `--tier` and `--set` override converted settings.
+        """Return all settings, and print to stderr a table of what becomes of each key.
+
+        `--tier` and `--set` override converted settings.
 
         Raises:
             ConfigError: a setting is wrong.
@@ -109,12 +112,19 @@ class Conversion:
         uncapped = [it.get("name", it["kind"]) for it in converted if "path" in it and "capacity_bytes" not in it]
         for key in (f"tiers.{name}.capacity_bytes" for name in uncapped):
             if key not in named and not is_replaced:
-                self._rows.append(("(no cap)", Fate(f"{key}: its default", f"it always has one: --set {key}=SIZE")))
+                self._rows.append(
+                    (
+                        "(no cap)",
+                        Fate(f"{key}: its default", f"a tier always has a cap; to change it: --set {key}=SIZE"),
+                    )
+                )
         kinds = {text.partition(":")[0] for text in tiers} if is_replaced else {tier["kind"] for tier in converted}
         given = " ".join((*flags, *self._environ)).lower().replace("__", ".")
         if kinds & SHARED and "store.secret" not in given:
             self._keys["store.secret_file"] = self._sources[-1]
-            self._rows.append(("(secret)", self.set("store.secret_file", "kv.secret", "one for all that share a tier")))
+            self._rows.append(
+                ("(secret)", self.set("store.secret_file", "kv.secret", "one secret for all engines that share a tier"))
+            )
         by = dict.fromkeys(named, "--set") | ({HOST_BYTES: "--tier"} if hosts else {})
         values = self.settings | {
             f"tiers.{tier.get('name', tier['kind'])}.{key}": it for tier in converted for key, it in tier.items()
@@ -148,9 +158,10 @@ class Conversion:
             report.print_table(report.Table((", ".join(self._sources), "kvtier", ""), lines))
 
     def lmcache(self, given: str) -> None:
-        """Convert LMCache's YAML file, ``env`` for LMCACHE_CONFIG_FILE, or the flags of ``lmcache server``.
+        """Convert the settings of LMCache: its YAML file, ``env``, or the flags of ``lmcache server``.
 
-        Variables override the file, as in LMCache. ``env`` requires no file.
+        ``env`` stands for the file that the variable LMCACHE_CONFIG_FILE names, if any. Variables override the file, as
+        in LMCache.
 
         Raises:
             ConfigError: a value is wrong, or cannot be read.
@@ -213,10 +224,12 @@ class Conversion:
         elif is_inner:
             self._rows.append((name, Fate(STAYS, "keep it in a MultiConnector, beside kvtier's JSON")))
         else:
-            raise self._error("kv_connector", short(name), f"MultiConnector, {', '.join(REPLACED)}", "not replaced")
+            raise self._error(
+                "kv_connector", short(name), f"MultiConnector, {', '.join(REPLACED)}", "kvtier does not replace it"
+            )
 
     def hicache(self, given: str) -> None:
-        """Convert the flags of SGLang's server, with variables before them.
+        """Convert the command line of SGLang's server, which may begin with environment variables.
 
         Raises:
             ConfigError: a value is wrong, or cannot be read.
@@ -247,7 +260,7 @@ class Conversion:
         kind = KINDS.get(name, "")
         if kind == "directory" and (given.get("locality") == "REMOTE" or given.get("shared")):
             kind = "shared_directory"
-        lost = Fate(LOST, NO_KINDS.get(name, "kvtier has no such tier; name one: --tier"))
+        lost = Fate(LOST, NO_KINDS.get(name, "kvtier has no such tier; name another: --tier"))
         self._rows.append((f"{label}{name}", self.tier(kind, {}) if kind else lost))
         if name == "resp":
             given["startup_nodes"] = f"{given.pop('host', '')}:{given.pop('port', '')}"
@@ -272,14 +285,16 @@ class Conversion:
                 else:
                     becomes = VALUES[key](self, value) if key in VALUES else fate(key, table, value)
             except (ValueError, TypeError):
-                raise self._error(given_as, short(value), ALLOWED.get(key, "a number from 0")) from None
+                raise self._error(
+                    given_as, short(value), ALLOWED.get(key, "a number of at least 0"), "not valid"
+                ) from None
             self._keys |= dict.fromkeys(names(becomes), f"{self._sources[-1]}: {given_as}")
             self._rows.append((given_as, becomes))
 
     # ---- what a value becomes ----------------------------------------------------------------------------------------
 
     def set(self, name: str, value: object, why: str = "") -> Fate:
-        """Set ``section.key``, overriding other sources. The value None leaves its default."""
+        """Set the setting `name` (``section.key``), overriding other sources. None leaves the setting's default."""
         lost = Fate(f"{name}: (overridden by {self._sources[-1]})")
         self._rows[:] = [(key, lost if names(it)[0] == name else it) for key, it in self._rows]
         self.settings.pop(name, None)
@@ -307,10 +322,10 @@ class Conversion:
         """Set the directory of the tier that was added last, or of a new one of `kind`."""
         if kind:
             self.tier(kind, values)
-        return self.put({"path": f"{str(path).rstrip('/')}/{FOLDER}"}, "a folder of its own, without other files")
+        return self.put({"path": f"{str(path).rstrip('/')}/{FOLDER}"}, "kvtier stores in a subfolder of its own")
 
     def chunk(self, value: object, least: int = 1) -> Fate:
-        """Set the chunk size, unless kvtier's default is as good."""
+        """Set the chunk size. Leave kvtier's default if `value` equals it or is below `least` tokens."""
         tokens = parse_count(str(value))
         is_default = tokens == 256 or tokens < least
         why = "at least 256 tokens, in whole blocks" if is_default else ""
@@ -322,9 +337,10 @@ class Conversion:
         return self.set(HOST_BYTES, total or None, why if total else "all KV passes through host memory")
 
     def each_gib(self, value: object) -> tuple[int, str]:
-        """Return LMCache's GB per worker in bytes, and the reason for the table."""
-        more = "; for more: --workers N" if self.workers is None else ""
-        return parse_size(f"{value}GiB"), f"{value} GiB per worker x {self.workers or 1}, kvtier's is per engine{more}"
+        """Return LMCache's size per worker in bytes, and a remark for the table. `value` is in GiB."""
+        more = "; for more workers: --workers N" if self.workers is None else ""
+        remark = f"{value} GiB per worker x {self.workers or 1}, kvtier's size is per engine{more}"
+        return parse_size(f"{value}GiB"), remark
 
     def disk_size(self, value: object) -> Fate:
         """Keep the size of the disk until `disk` adds the tier."""
@@ -341,7 +357,9 @@ class Conversion:
             raise ValueError
         if not self.disk_bytes:
             return NO_DISK
-        self._rows += [(each, Fate(LOST, "a tier has one directory: join the drives to one volume")) for each in others]
+        self._rows += [
+            (each, Fate(LOST, "a tier has one directory: join the drives into one volume")) for each in others
+        ]
         return self.folder(first, "disk", capacity_bytes=self.disk_bytes)
 
     def policy(self, value: object) -> Fate:
@@ -362,7 +380,7 @@ class Conversion:
         login, _, hosts = place.rpartition("@")
         if "@" in path or "#" in rest or "?" in place:
             allowed = f"{scheme}://[USER:PASSWORD@]HOST[:PORT], with %2F, %23 and %3F for / # ? in a password"
-            raise self._error("remote_url", f"{scheme}://(hidden)", allowed)
+            raise self._error("remote_url", f"{scheme}://(hidden)", allowed, "not valid")
         user, _, password = unquote(login).partition(":")
         path, _, query = path.partition("?")
         self._rows += [("remote_url ?", Fate(LOST, "set the tier's settings by name"))] * bool(query)
@@ -370,7 +388,7 @@ class Conversion:
         bucket, _, prefix = path.partition("/")
         if kind == "s3" and ":" in hosts and not bucket:
             allowed = "s3://BUCKET.HOST[/PREFIX], or s3://HOST:PORT/BUCKET[/PREFIX]"
-            raise self._error("remote_url", f"s3://{hosts}", allowed)
+            raise self._error("remote_url", f"s3://{hosts}", allowed, "names no bucket")
         made = {
             "valkey": {"addresses": hosts, "tls": scheme == "rediss", "username": password and user},
             "s3": {"url": bucket, "endpoint": hosts, "prefix": prefix}
@@ -409,7 +427,7 @@ class Conversion:
             with Path(file).open("rb") as stream:
                 return stream.read(FILE_BYTES_MAX).decode()
         except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "not text in UTF-8"
+            why = getattr(error, "strerror", None) or "is not UTF-8 text"
             option = self._sources[-1].partition(" ")[0]
             raise ConfigError(why, setting=option, value=redacted(file), allowed="a readable file") from None
 
@@ -423,14 +441,14 @@ class Conversion:
             read = READERS[form](given) if isinstance(given, str) else given
         except ModuleNotFoundError:
             raise ConfigError(
-                "needs PyYAML, which vLLM's and SGLang's environments have", setting=self._sources[-1]
+                "needs PyYAML, which is installed with vLLM and SGLang", setting=self._sources[-1]
             ) from None
         except Exception as error:  # noqa: BLE001 - PyYAML's errors, ValueError and RecursionError
-            raise ConfigError(f"not {form}{reason(error)}", setting=self._sources[-1], allowed=form) from None
+            raise ConfigError(f"is not valid {form}{reason(error)}", setting=self._sources[-1], allowed=form) from None
         value = wanted() if read is None else read
         if not isinstance(value, wanted):
             what = "keys with values" if wanted is dict else "a list"
-            raise ConfigError(f"{type(value).__name__} where {what} should be", setting=self._sources[-1], allowed=what)
+            raise ConfigError(f"has the type {type(value).__name__}", setting=self._sources[-1], allowed=what)
         return value
 
     def _error(self, key: str, value: str, allowed: str, problem: str = "") -> ConfigError:
@@ -449,15 +467,17 @@ VALUES: Mapping[str, Callable[[Conversion, Any], Fate]] = {
     "chunk_size": Conversion.chunk,
     "block_size": lambda it, value: it.chunk(value, 256),
     "max_local_cpu_size": lambda it, value: it.host(f"{value}GiB", it.each_gib(value)[1], it.workers or 1),
-    "l1_size_gb": lambda it, value: it.host(f"{value}GiB", "the server's is for all its engines, kvtier's for one"),
-    "cpu_bytes_to_use": lambda it, value: it.host(str(int(float(value))), "of the whole engine in both"),
+    "l1_size_gb": lambda it, value: it.host(
+        f"{value}GiB", "the server's memory is for all its engines, kvtier's for one"
+    ),
+    "cpu_bytes_to_use": lambda it, value: it.host(str(int(float(value))), "both sizes are for the whole engine"),
     **dict.fromkeys(("cache_policy", "eviction_policy"), Conversion.policy),
     "max_local_disk_size": Conversion.disk_size,
     "local_disk": Conversion.disk,
     "remote_serde": lambda _, value: Fate(
         *(NOT_NEEDED, "naive is kvtier's raw, which is the default")
         if value == "naive"
-        else (LOST, "it is lossy; kvtier's lossy codecs are a choice for the engine: store.loss")
+        else (LOST, "it is lossy; store.loss selects a lossy codec of kvtier for the engine")
     ),
     "save_decode_cache": lambda _, value: answers(is_wanted=value not in OFF),
     "offload_prompt_only": lambda _, value: answers(is_wanted=value in OFF),
@@ -481,7 +501,7 @@ TIER_VALUES: Mapping[str, Callable[[Conversion, Any], Fate]] = {
     "GiB": lambda it, value: it.put({"capacity_bytes": parse_size(f"{value}GiB")} if value else {}),
     "each_bytes": lambda it, value: it.put(
         {"capacity_bytes": parse_size(str(value)) * (it.workers or 1)},
-        f"{value} per worker x {it.workers or 1}, kvtier's is per engine",
+        f"{value} per worker x {it.workers or 1}, kvtier's size is per engine",
     ),
     "prefix": lambda it, value: it.put_part("prefix", f"{it.tiers[-1].get('prefix', '')}/{value}".strip("/"), "url"),
     "scheme": lambda it, value: it.put_part("scheme", value, "endpoint"),

@@ -24,7 +24,7 @@ from kvtier.config.schema import Setting
 from kvtier.errors import ConfigError
 from kvtier.tools.plan.hardware import COUNT_MAX
 from kvtier.tools.plan.inputs import SETTINGS, Inputs
-from kvtier.tools.plan.queueing import OperatingPoint, decode_token_s, operate
+from kvtier.tools.plan.operating_point import OperatingPoint, decode_token_s, operate
 from kvtier.tools.plan.resolve import SEARCHED, Basis, Deployment, TierHardware, deployments, resolve
 
 TTFT, TTFT_P95 = FIRST_TOKEN = "time to first token", "95 % of first tokens"
@@ -39,7 +39,7 @@ _STEPS = 100
 _DAYS_PER_YEAR = 365.25
 
 Use = Callable[[Deployment, OperatingPoint], float]
-"""Computes the used share of a budget."""
+"""A function that computes the used share of a limit's budget, at an operating point."""
 
 _BANDWIDTHS = {
     "host": ("host memory bandwidth", "host.channels, host.channel_bytes_per_s, host.share"),
@@ -92,7 +92,7 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class LimitRule:
-    """Checks one limit."""
+    """One limit, with the function that computes the used share of its budget."""
 
     name: str
     meaning: str
@@ -158,7 +158,7 @@ def life_years(deployment: Deployment, written_bytes_per_s: float) -> float:
 
 
 def _tier_used(deployment: Deployment, point: OperatingPoint, tier: TierHardware) -> float:
-    """Return the share of a tier's time in use.
+    """Return the share of a tier's time that reads in bursts and average writes take.
 
     Data of a tier below host memory crosses the channels of host memory twice.
     """
@@ -174,7 +174,7 @@ def ceiling(deployment: Deployment) -> Ceiling:
     points = _points(deployment)
     limits: list[Limit] = []
     for rule in rules(deployment):
-        # Higher loads shorten a tier's residence time, which may lower its reads again, so they are scanned from below.
+        # Higher loads shorten a tier's residence time, which may lower its reads again, so scan from low loads.
         near, step = (_SCANNED_FROM * _decoding_alone(deployment), 1.3) if rule.is_reserve else (0.0, _STEP)
         met = _met(rule.used, deployment, points, near, step)
         limits.append(
@@ -216,7 +216,10 @@ def most_users(deployment: Deployment, near: float = 0.0) -> float:
 
 
 def throughput(deployment: Deployment) -> float:
-    """Compute the most requests per second that the GPUs and their pipes complete, however long requests wait."""
+    """Compute the most requests per second, however long requests wait.
+
+    This is the most that the GPUs, each replica's load bandwidth and the tiers' read bandwidth can sustain.
+    """
     return _met(_pipes_used, deployment, _points(deployment)) or _LEAST * _decoding_alone(deployment)
 
 
@@ -243,7 +246,7 @@ def _points(deployment: Deployment) -> Callable[[float], OperatingPoint]:
 def _met(
     used: Use, deployment: Deployment, points: Callable[[float], OperatingPoint], near: float = 0.0, step: float = _STEP
 ) -> float:
-    """Find the load that uses up the budget. Return 0 or infinity if that load is outside the searched range.
+    """Find the load that uses up the budget of `used`. Return 0 or infinity if it is outside the searched range.
 
     Steps from `near` bracket the load, and false position (the Illinois rule) narrows the bracket. The function to
     solve is ``1 - 1 / used``: finite where queues grow without end, and nearly straight before that.
@@ -311,7 +314,7 @@ def best(sizes: Sequence[Deployment], users: Sequence[float]) -> Deployment:
 
 
 def is_served(requested: float, users: float) -> bool:
-    """Return whether the requested users are within the limits, within the precision of a search."""
+    """Return whether `users` are as many as requested, up to the precision of a search."""
     return users >= requested * (1 - CLOSE)
 
 
@@ -333,12 +336,12 @@ class Fewest(NamedTuple):
 def gpus_for(
     inputs: Inputs, deployment: Deployment, load: float, searched: Sequence[tuple[int, bool]]
 ) -> Fewest | None:
-    """Find the fewest GPUs, in whole copies of any size of one host, that serve `load`; None if no number does.
+    """Find the fewest GPUs, in whole copies of any of the `searched` sizes, that serve `load`; None if no number does.
 
     The search checks each number as a plan of that many GPUs, with the tiers of their hosts. Copies share tiers whose
     total is given, so the users of one copy are only a first estimate. The search steps by the users of a copy, and
-    then halves its last step. A copy serves more if its host has its own tiers but few copies. If several sizes need
-    equally many GPUs, the result has the size of `deployment`, or else the largest.
+    then halves its last step. A copy serves more if it shares the tiers of its host with fewer copies. If several
+    sizes need equally many GPUs, the result has the size of `deployment`, or else the largest.
 
     Args:
         inputs: the inputs as given, so that totals follow the number of hosts.
@@ -375,7 +378,7 @@ def gpus_for(
 
 STEP = 0.2
 _SIZE = ("model.tp", "model.dp_attention")
-"""Inputs that the search found; they stay fixed."""
+"""Inputs that a plan searches for. Sensitivities keep the values that it found."""
 _LOAD = frozenset((*_SIZE, "host.gpus", "traffic.users", "traffic.load", "target.gpu_used", "traffic.trace_window_s"))
 """Inputs without sensitivities: size, hosts, and the requested load, which does not change the most users."""
 

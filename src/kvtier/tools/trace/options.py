@@ -22,7 +22,7 @@ time_unit_option = click.option(
 
 
 def reading_options(command: Callable[..., object]) -> Callable[..., object]:
-    """Add the options for reading a trace to a command."""
+    """Add to a command the options for reading a trace."""
     for option in reversed(
         (
             click.option(
@@ -62,9 +62,10 @@ def load_drawn(
     is_quiet: bool = False,
     each: "Callable[[TraceRequest], object] | None" = None,
 ) -> "tuple[TraceArrays, bool]":
-    """Read a trace. Also return whether start times of sessions are drawn at random and decide the order of sessions.
+    """Read a trace. Also return whether the order of its sessions follows from start times drawn at random.
 
-    `each` is called with each request, which then has its contents.
+    `is_quiet` suppresses all remarks and warnings. `each`, if given, is called with each request, and the requests then
+    have their contents.
     """
     from kvtier.tools.trace.arrays import read_arrays
     from kvtier.tools.trace.formats.base import ReadOptions, open_trace
