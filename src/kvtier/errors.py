@@ -17,7 +17,7 @@ DETAIL_CHARACTERS = 500
 _LOGIN = re.compile(r"\A(?:[^/\s:@]*:.*@|[^/\s]*@)", re.DOTALL)
 """Matches a user name and password after the ``://`` of a URL, in the text of another package's error."""
 
-# Each attempt to match is bounded or consumes the text that it has read, so the time is linear in the text.
+# Each attempt to match is bounded or consumes what it has read, so the time is linear in the length of the text.
 _SECRET = re.compile(
     r"((?<![a-z])file (?:= )?'/[^'=?]*':)"
     r"|((?:passw(?:or)?d|passphrase|(?<![a-z])pass|secret(?:_?access)?(?:_?key)?)['\"]? ?[=:])(?! ?\(hidden\)).*"
@@ -26,19 +26,19 @@ _SECRET = re.compile(
     r"(?:\"[^\"]*\"|'[^']*'|\S+)",
     re.DOTALL | re.IGNORECASE,
 )
-"""Matches the path of a file, which stays; everything after ``password=``; and the value after ``token=``. Plain words
-after ``token:`` stay, because they may be a reason."""
+"""Matches the path of a file, which is not hidden; everything after ``password=``; and the value after ``token=``.
+Plain words after ``token:`` do not match, because they may explain the error."""
 
 
 def other_version(found: int, known: int) -> str:
-    """Describe a version other than the one `known` here. Such bytes are older or newer, not damaged."""
+    """Describe the version `found` in data, if it is not the one `known` here. Such data is not damaged."""
     return f"version {found}, {'older' if found < known else 'newer'} than the one known here, {known}"
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs the packages of an extra of kvtier, from the installed version's metadata.
+    """Return the command that installs the packages of one of kvtier's extras, as the installed metadata lists them.
 
-    The packages are named rather than ``kvtier[EXTRA]``, which pip can resolve only where an index has kvtier.
+    It names the packages rather than ``kvtier[EXTRA]``, which pip can resolve only from an index that has kvtier.
     """
     from importlib.metadata import PackageNotFoundError, requires  # noqa: PLC0415 - slow, and only for this message
 
@@ -62,7 +62,7 @@ class KvError(Exception):
 
 
 def described(error: BaseException) -> str:
-    """Return an error's text for people: shortened, without likely secrets, with the type unless it is a KvError."""
+    """Return an error's text for people, shortened and without likely secrets. A KvError is shown without its type."""
     text = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
     head, *urls = text.split("://")
     text = "://".join([head, *(_LOGIN.sub("(hidden)@", url) for url in urls)])
@@ -109,7 +109,7 @@ class ConfigError(KvError):
 class UnusablePathError(ConfigError):
     """The file or server that a setting names cannot be used. The setting itself may be correct.
 
-    The error prevents a start only if a required tier needs the path. For commands, it is a mistake in the settings.
+    The error prevents a start only if a required tier needs the path. Commands treat it as a mistake in the settings.
     """
 
 
@@ -122,7 +122,7 @@ class UnsupportedModelError(KvError):
 
 
 class TierError(KvError):
-    """A tier failed: an I/O error, no space or a time-out. It may be temporary, and the data may be good."""
+    """A tier failed: an I/O error, no space or a timeout. It may be temporary, and the data may be good."""
 
     def __init__(self, tier: str, detail: str) -> None:
         super().__init__(f"tier {tier!r}: {detail}")
@@ -141,7 +141,7 @@ class DamagedStoreError(TierError):
 
 
 class UnreadableChunkError(KvError):
-    """This process does not know the codec, version or key of an object. That is a miss here, but others may read it.
+    """An object whose codec, version or key this process does not know. It is a miss here, but others may read it.
 
     The copy stays, because nothing shows that its bytes are bad.
 
@@ -149,7 +149,7 @@ class UnreadableChunkError(KvError):
         name: name of the object.
         detail: the unknown property.
         reason: `version`, `codec` or `key`.
-        version: version of the frame, if it is unknown.
+        version: version of the frame, if that is the unknown property; otherwise None.
     """
 
     def __init__(self, name: bytes, detail: str, reason: str, version: int | None = None) -> None:
@@ -163,7 +163,7 @@ class CorruptChunkError(KvError):
     Args:
         name: name of the object.
         detail: the problem.
-        reason: `damaged`, or for a fault of the seal `unsealed`, `foreign` or `forged` (FORMAT.md).
+        reason: `damaged`; if the seal is at fault, `unsealed`, `foreign` or `forged` (FORMAT.md).
     """
 
     def __init__(self, name: bytes, detail: str, reason: str = "damaged") -> None:
@@ -210,7 +210,7 @@ def check_interface(made: object, interface: type, subject: str) -> None:
 
 
 def takes(function: Any, arguments: int, named: Iterable[str] = ()) -> bool:  # noqa: ANN401 - an extension's function
-    """Return whether `function` takes this many positional arguments and these keywords, as far as Python knows."""
+    """Return whether `function` takes this many positional arguments and these keywords; True if Python cannot tell."""
     try:
         signature(function).bind(*range(arguments), **dict.fromkeys(named))
     except (TypeError, ValueError) as error:

@@ -25,7 +25,8 @@ SECTION_BYTES_MAX = 1 << 20
 
 
 Element = Literal["bf16", "fp16", "fp8e4m3", "fp8e5m2", "fp32", "bytes"]
-"""Type of the little-endian numbers in a run of bytes. A codec may use it. The bytes are restored in any case."""
+"""Type of the little-endian numbers in a run of bytes. A codec may use it to compress better.
+Lossless codecs restore the bytes even if the type is wrong."""
 
 ELEMENT_BYTES = MappingProxyType[Element, int](
     {"bf16": 2, "fp16": 2, "fp8e4m3": 1, "fp8e5m2": 1, "fp32": 4, "bytes": 1}
@@ -52,7 +53,10 @@ _ELEMENTS = MappingProxyType[str, Element]({
 
 
 def run_of(kind: RunKind, dtype: object, size_bytes: int) -> Run:
-    """Return a run of `dtype` (torch's or its name), or of `bytes` if that is unknown or does not divide the size."""
+    """Return a run whose numbers have the type `dtype` (a torch dtype or its name).
+
+    The type is ``bytes`` if `dtype` is unknown, or if `size_bytes` is not a multiple of the size of one number.
+    """
     element = _ELEMENTS.get(str(dtype).removeprefix("torch."), "bytes")
     return Run(kind, "bytes" if size_bytes % ELEMENT_BYTES[element] else element, size_bytes)
 
@@ -62,10 +66,11 @@ Axis = Literal["layer", "side", "head", "page", "token", "channel"]
 `head`: heads of one layer or of several. `page`: pages of consecutive tokens."""
 
 TOKEN_GROUP = 64
-"""Sections with axes are cut at multiples of this many tokens. In smaller sections, scales take a larger share."""
+"""Sections with axes are cut at multiples of this many tokens. In smaller sections, the codec's scales take a
+larger share of the bytes."""
 
 TOKENS_MIN = 16
-"""Minimum number of tokens in a section of an engine with a class. With fewer, most stored bytes would be scales."""
+"""Minimum number of tokens in a section that a lossy codec stores. With fewer, most stored bytes would be scales."""
 
 
 class Axes(NamedTuple):
@@ -104,14 +109,14 @@ class Axes(NamedTuple):
         return self.size("page", "token")
 
     def step(self, name: Axis) -> int:
-        """Return the distance between neighbours in one dimension, in numbers; 0 without this dimension."""
+        """Return the distance between neighbors along a dimension, in numbers; 0 if the run lacks the dimension."""
         return math.prod(self.sizes[self.names.index(name) + 1 :]) if name in self.names else 0
 
     def cuts(self, numbers_max: int) -> Iterator[tuple[int, "Axes"]]:
-        """Divide the run into pieces of at most `numbers_max` numbers, if possible between groups of `TOKEN_GROUP`.
+        """Cut the run into pieces of at most `numbers_max` numbers, if possible at multiples of `TOKEN_GROUP` tokens.
 
         Yields:
-            The first token and the axes (without `layer`) of each piece, in the order of memory.
+            The first token and the axes (without `layer`) of each piece, in memory order.
         """
         is_layer = self.names[0] == "layer"
         count = 0 if is_layer else numbers_max // math.prod(self.sizes[1:])
@@ -129,7 +134,7 @@ class Axes(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A section of a payload: its place and the facts that codecs use. It has axes if a lossy codec may code it."""
+    """A section of a payload: its place and the facts that codecs use. It has axes if a lossy codec may encode it."""
 
     layer: int
     offset: int
@@ -139,19 +144,19 @@ class Cut(NamedTuple):
     kind: RunKind = "bytes"
     axes: Axes | None = None
     first_token: int = 0
-    """The section's first token, counted from the beginning of the chunk. It is set only with axes."""
+    """The section's first token, counted from the beginning of the chunk; 0 for a section without axes."""
 
 
 Loss = Literal["none", "k8v4", "int4"]
-"""The class of an engine: the lossy codec that its stored KV may go through, or ``none``."""
+"""The class of an engine: the lossy codec with which its KV may be stored, or ``none``."""
 
 EXACT_SALT = "exact:"
-"""Prefix of a `cache_salt` whose requests an engine with a lossy class computes without stored KV. vLLM's own cache
-keeps their blocks apart by the salt. In other engines it is a salt like any other."""
+"""A request whose `cache_salt` begins with this gets exact KV: an engine with a lossy class computes it without stored
+KV. vLLM's own cache separates blocks by salt anyway. An engine without a class treats the salt like any other."""
 
 LOSSY_ELEMENTS = frozenset[Element]({"bf16", "fp16", "fp32"})
 LOSSY_KINDS = frozenset[RunKind]({"keys", "values", "kv"})
-"""Runs to which a class applies. Latents, indexes and states stay exact."""
+"""Kinds of runs to which a class applies. Latents, indexes and states stay exact."""
 
 
 def align_up(count: int, alignment: int = ALIGNMENT) -> int:
@@ -200,8 +205,8 @@ class Part(NamedTuple):
     end_head: int = 0
     """Equal to `first_head` if the engine does not name the heads. Then `rank` is the number of the rank."""
     rank: int = 0
-    """0 of 1 for all tokens of these heads; otherwise the number of a share of the tokens. `GroupLayout.pages` says
-    which tokens are in that share."""
+    """Number of the part's share of the tokens, out of `ranks` shares; 0 of 1 if it has all tokens. `GroupLayout.pages`
+    says which tokens are in a share."""
     ranks: int = 1
 
     @property
@@ -222,12 +227,12 @@ class GroupLayout:
         layer_bytes: payload bytes of each of the group's layers in a full chunk, in layer order.
         pages: the engine's name for the arrangement within a layer, for example ``transformers/K[head,token,dim]
             V[head,token,dim]/float32/heads=2/dim=64``. It is part of every object name.
-        part: the layers and heads of this share; None if the engine does not say. The layout digest omits it.
+        part: the layers and heads of this share; None if the engine does not state them. The layout digest omits it.
         copy: number of ranks before this one that hold the same part; `ELSEWHERE` if this rank does not hold it.
         runs: the runs of each layer. If empty, each layer is one run of `bytes`. They are part of every object name.
-        chunk_tokens: tokens per full chunk, set by `KvLayout`. A frame has room for their ids; 0 means no room.
+        chunk_tokens: tokens per full chunk, set by `KvLayout`. A frame has room for the ids of that many tokens.
         axes: the axes of each run of each layer, None where the engine does not define them; empty if it defines none.
-        loss: the class of the engine, set by `KvLayout.of_class`. Without one, axes have no effect on bytes or names.
+        loss: the class of the engine, set by `KvLayout.of_class`. Without a class, axes affect neither bytes nor names.
     """
 
     validity: Validity
@@ -270,17 +275,17 @@ class GroupLayout:
     def _check(self, part: Part) -> None:
         is_rectangle = 0 <= part.first_layer < part.end_layer and 0 <= part.first_head <= part.end_head
         if not is_rectangle or not 0 <= part.rank < part.ranks:
-            raise ValueError(f"impossible part of a group: {part}")
+            raise ValueError(f"a group cannot have the part {part}")
         if part.end_layer - part.first_layer != len(self.layer_bytes):
             raise ValueError(f"{part} does not span the {len(self.layer_bytes)} layers that this rank has of the group")
 
     def __hash__(self) -> int:
-        """Hash only a few fields, because the frame layout of each object is looked up by its group."""
+        """Hash only a few fields, to be fast: the frame layout of each object is looked up by its group."""
         return hash((self.layer_bytes, self.pages, self.chunk_tokens))
 
     @property
     def is_absent(self) -> bool:
-        """Whether only other ranks hold the part. Then this rank answers all commands about it immediately."""
+        """Whether only other ranks hold the part. If so, this rank answers all commands about it immediately."""
         return self.copy == ELSEWHERE
 
     @cached_property
@@ -323,7 +328,7 @@ class GroupLayout:
         return tuple(cuts)
 
     def of_class(self, loss: Loss) -> "GroupLayout":
-        """Return this group with the class of its engine.
+        """Return a copy of this group for an engine of class `loss`.
 
         Raises:
             ValueError: the class applies to a run whose axes the engine does not define, or whose sections have too few
@@ -339,7 +344,8 @@ class GroupLayout:
         for cut in made.sections:
             if cut.axes is not None and cut.first_token == 0 and cut.axes.tokens < TOKENS_MIN:
                 raise ValueError(
-                    f"a section of pages {self.pages!r:.99} has {cut.axes.tokens} tokens; {loss} needs {TOKENS_MIN}"
+                    f"a section of pages {self.pages!r:.99} has {cut.axes.tokens} tokens; {loss} needs at least "
+                    f"{TOKENS_MIN}"
                 )
         return made
 
@@ -373,10 +379,10 @@ class KvLayout:
         return self.groups[0].loss
 
     def of_class(self, loss: Loss) -> "KvLayout":
-        """Return this layout with the class of its engine. ``none`` returns an equal layout.
+        """Return a copy of this layout for an engine of class `loss`. ``none`` stands for an exact engine.
 
         Raises:
-            ValueError: the class would have no effect, or the engine does not define the axes that it needs.
+            ValueError: the class would have no effect, or as in `GroupLayout.of_class`.
         """
         made = KvLayout(self.chunk_tokens, tuple(group.of_class(loss) for group in self.groups))
         if loss != "none" and all(cut.axes is None for group in made.groups for cut in group.sections):
@@ -393,7 +399,7 @@ class KvLayout:
         return known.part or Part(0, len(known.layer_bytes))
 
     def with_parts(self, parts: Iterable[tuple[Part | None, int]]) -> "KvLayout":
-        """Return this layout with a part and copy for each group.
+        """Return this layout with the given (part, copy) in each group, as `GroupLayout` defines them.
 
         Raises:
             ValueError: a part is invalid, or `parts` does not have one entry for each group.
@@ -404,7 +410,7 @@ class KvLayout:
         )
 
     def on_rank(self, rank: int, ranks: int) -> "KvLayout":
-        """Return this layout with a part for every group. Where the engine names none, ranks share no object names."""
+        """Return this layout with a part in every group. Where the engine states none, it is this rank's alone."""
         return self.with_parts(
             (group.part or Part(0, len(group.layer_bytes), rank=rank, ranks=ranks), group.copy) for group in self.groups
         )
@@ -425,12 +431,12 @@ def of_all_ranks(layouts: Sequence[KvLayout], size: Callable[[GroupLayout], int]
 
 
 def engine_bytes(group: GroupLayout) -> int:
-    """Return the bytes of a full chunk in the engine's blocks on this rank: a payload without padding."""
+    """Return the size of a full chunk in the engine's blocks on this rank: that of a payload without padding."""
     return 0 if group.is_absent else sum(group.layer_bytes)
 
 
 def largest(layouts: Sequence[KvLayout]) -> KvLayout:
-    """Return the layout with the largest payload of each group: a transfer takes as long as its largest payload.
+    """Return a layout with each group's largest payload among the ranks, because a transfer takes as long as that.
 
     Raises:
         ValueError: the ranks have different numbers of groups.

@@ -1,4 +1,4 @@
-"""Plain values that pass between layers. They have no behaviour, and the module imports nothing from kvtier."""
+"""Plain values that pass between layers. They have no behavior, and the module imports nothing from kvtier."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class Prefix:
 
 
 class NextTurn(Enum):
-    """Kind of a conversation's next turn, as a hint. Files and requests use the same values."""
+    """The next turn that a conversation is expected to have, as a hint. Files and requests use the same values."""
 
     TOOL = "tool"
     """A tool or an agent continues within seconds."""
@@ -140,7 +140,7 @@ class Transfer(NamedTuple):
     depth: int  # number of chunks before this one
     deadline_s: float  # on the session's clock; later completions do not count
     conversation: str | None  # the conversation, for eviction policies
-    text: bytes = b""  # content of a sealed frame for a demotion: token ids of the chunk as u32, then extras
+    text: bytes = b""  # for a demotion to a sealed frame, which stores it: the chunk's token ids as u32, then extras
     is_relay: bool = False  # the slot is in the staging area, where no request finds the object
 
 
@@ -170,7 +170,7 @@ class Tell(NamedTuple):
 
 
 class Recall(NamedTuple):
-    """Asks one rank for chunks whose tokens are in the heads of a lower tier's sealed objects.
+    """Asks one rank for those chunks of a lower tier whose tokens are in their objects' encrypted headers.
 
     The first command with a new `number` starts a recall in its own thread. Each command completes immediately with a
     `RecallPage` of the records that are known by then.
@@ -179,11 +179,11 @@ class Recall(NamedTuple):
     tier: str
     group: int
     number: int  # number of the recall, at least 1; a new number starts a new recall
-    position: int  # number of records of this recall that were taken before
+    position: int  # number of this recall's records that earlier commands returned
 
 
 class Cancel(NamedTuple):
-    """Names transfers that no operation waits for any more. Transfers that have not started need not start."""
+    """Names transfers that no operation waits for anymore. Transfers that have not started need not start."""
 
     ids: tuple[int, ...]
 
@@ -192,7 +192,7 @@ Command = Transfer | Probe | Drop | Tell | Recall | Cancel
 
 
 class ChunkRecord(NamedTuple):
-    """A chunk that a lower tier holds, as its sealed head describes it."""
+    """A chunk that a lower tier holds, as the encrypted header of its object describes it."""
 
     key: ChunkKey
     parent: ChunkKey | None
@@ -211,14 +211,15 @@ class RecallPage(NamedTuple):
     records: tuple[ChunkRecord, ...]
     """Each record follows its parent, which may be in an earlier page. Chains of newer objects come first."""
     is_last: bool
-    """Whether no more records will follow. A page without records that is not the last means that reading continues."""
+    """Whether no more records will follow. If it is false, `records` may still be empty, because the
+    tier is being read."""
 
 
 class LoadOption(NamedTuple):
     """One possible load and its expected time."""
 
     tokens: int
-    """Leading tokens that it loads: a valid boundary for every KV group."""
+    """Number of leading tokens that it loads: a valid boundary for every KV group."""
     source: str
     """The slowest source (host memory or a tier) that the load requires."""
     seconds: float
@@ -228,7 +229,7 @@ class LoadOption(NamedTuple):
     is_known: bool
     """Whether every link that the load requires has a measurement. Otherwise the times are guesses."""
     chunk_tokens: int = 0
-    """Multiple of tokens at which the load may end early; 0 if it may not end early."""
+    """The load may end early at any multiple of this number of tokens; 0 if it may not end early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,45 +241,46 @@ class Lookup:
     """
 
     tokens: int
-    """Leading tokens that a load can bring: a valid boundary for every KV group."""
+    """Number of leading tokens that a load can bring: a valid boundary for every KV group."""
     ready_tokens: int
-    """Leading tokens that host memory can serve now, at most `tokens`."""
+    """Number of leading tokens that host memory can serve now, at most `tokens`."""
     presence: Presence
     sources: tuple[tuple[str, int], ...] = ()
-    """(source, tokens) for each source of such a load, "host" first."""
+    """(source, tokens) for each source of a load of `tokens`, "host" first."""
     options: tuple[LoadOption, ...] = ()
-    """Loads up to `tokens`, and up to shorter boundaries that require no slower sources. Empty while PROBING."""
+    """The load of `tokens`, and loads of the fewer tokens that faster sources alone can bring. Empty while PROBING."""
     history_tokens: int = 0
-    """Leading tokens whose chunks are present in every history group; `tokens` if there is no such group. It exceeds
-    `tokens` where a window or state is missing at the boundary, because another prompt diverged there.
+    """Number of leading tokens whose chunks are present in every history group; `tokens` if there is no such group. It
+    exceeds `tokens` where a window or state is missing at the boundary, because another prompt diverged there.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class LoadDone:
-    """A load has ended. None of its transfers touches the engine's blocks any more."""
+    """A load has ended. None of its transfers touches the engine's blocks anymore."""
 
     request: RequestId
     tokens: int
-    """Leading tokens whose KV is in the engine's blocks: a valid boundary for every group, possibly 0."""
+    """Number of leading tokens whose KV is in the engine's blocks: a valid boundary for every group, possibly 0."""
     wanted_tokens: int
     failed: tuple[tuple[int, int], ...]
     """(group, chunk) of every object that did not arrive."""
     sources: tuple[tuple[str, int], ...] = ()
     """(source, tokens) for each source that delivered tokens."""
     was_cut: bool = False
-    """Whether the load ended because it exceeded its `LoadBudget`. Compute the rest without another load."""
+    """Whether the load ended because it exceeded its `LoadBudget`. The engine should compute the rest without
+    another load."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreDone:
-    """A store has ended. None of its transfers reads the engine's blocks any more."""
+    """A store has ended. None of its transfers reads the engine's blocks anymore."""
 
     request: RequestId
     stored: int
-    """Objects that are readable in host memory, new or already there."""
+    """Number of objects that are readable in host memory, new or already there."""
     dropped: int
-    """Objects that got no slot in time, or whose transfer failed."""
+    """Number of objects that got no slot in time, or whose transfer failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +297,7 @@ class TierNotice:
 
 @dataclass(frozen=True, slots=True)
 class ObjectsDone:
-    """A lookup, get or put of objects has ended. None of its copies touches the caller's memory any more."""
+    """A lookup, get or put of objects has ended. None of its copies touches the caller's memory anymore."""
 
     request: RequestId
     outcomes: tuple[Outcome, ...]
@@ -306,7 +308,7 @@ Event = LoadDone | StoreDone | ObjectsDone | TierNotice
 
 
 class Priority(IntEnum):
-    """Priority of a retention. Once hints have used up their share of host memory, the lowest priority ends first."""
+    """Priority of a retention. Once hints use up their share of host memory, the retention of lowest priority ends."""
 
     NORMAL = 0
     HIGH = 1
@@ -316,7 +318,8 @@ class Priority(IntEnum):
 
 
 WRITE_KINDS = ("frames", "upkeep", "avoided")
-"""In order: frames; the index, and copies during eviction; writes that the write budget refused."""
+"""Kinds of bytes, in order: frames; the index, and copies during eviction; bytes that the write budget kept from being
+written."""
 
 
 class Figures(NamedTuple):
@@ -326,8 +329,8 @@ class Figures(NamedTuple):
     capacity_bytes: int | None = None
     """The current cap. It is below its setting while the file system is full."""
     evictions: int | None = None
-    """Objects evicted by this process since the start."""
+    """Number of objects evicted by this process since the start."""
     write_bytes: Mapping[str, int] = MappingProxyType({})
-    """Bytes written since the start, by kind of write: one of `WRITE_KINDS`. Others are ignored."""
+    """Bytes written since the start, by kind. Kinds other than `WRITE_KINDS` are ignored."""
     direct_io: bool | None = None
     """Whether reads and writes bypass the page cache."""

@@ -1,4 +1,4 @@
-"""The interfaces of codecs. Only kvtier's own codecs may be lossy, because their names are classes of engines."""
+"""The interfaces of codecs. Only kvtier's own codecs may be lossy, because each defines a class of engines."""
 
 from typing import Protocol
 
@@ -19,7 +19,7 @@ class Codec(Protocol):
     """Whether decoding restores every byte of every section. A codec is refused unless this is True."""
 
     def bound(self, raw_bytes: int) -> int:
-        """Return the maximum bytes that `encode` requires for a section of `raw_bytes`."""
+        """Return the maximum number of bytes that `encode` requires for a section of `raw_bytes` bytes."""
         ...
 
     def encode(self, raw: memoryview, into: memoryview, element: Element) -> int:
@@ -36,12 +36,12 @@ class Codec(Protocol):
         """Decode `stored` so that it fills `into` exactly.
 
         Args:
-            stored: the bytes that `encode` wrote, or damaged bytes. They are not aligned in memory.
+            stored: the bytes that `encode` wrote, or damaged bytes. They may be unaligned in memory.
             into: memory for the section.
             element: type of the section's numbers.
 
         Raises:
-            ValueError: `stored` is invalid or does not have the length of `into`.
+            ValueError: `stored` is invalid or does not decode to the length of `into`.
         """
         ...
 
@@ -49,8 +49,8 @@ class Codec(Protocol):
 class LossyCodec(Protocol):
     """Encodes sections of keys and values to fewer bytes, and restores numbers near the original ones.
 
-    Only engines whose class has the codec's name use it, so no name of an exact object leads to its bytes. A codec is
-    stateless and thread-safe.
+    Only engines whose class (`store.loss`) is the codec's name use it, so no name of an exact object leads to its
+    bytes. A codec is stateless and thread-safe.
     """
 
     name: str
@@ -64,7 +64,7 @@ class LossyCodec(Protocol):
         Args:
             raw: a section. It is read-only, and need not be aligned in memory.
             into: at least `len(raw)` bytes.
-            cut: the section, with its axes.
+            cut: description of the section, with its axes.
             is_first: whether the section begins with the prompt's first token. Some tokens there stay exact.
 
         Returns:
@@ -88,6 +88,6 @@ class LossyCodec(Protocol):
             raw: the section.
             stored: the bytes that `encode` wrote.
             decoded: the bytes that `decode` restored from `stored`.
-            cut: the section, with its axes.
+            cut: description of the section, with its axes.
         """
         ...

@@ -42,7 +42,7 @@ from kvtier.codec.frame_header import (
     read_head,
 )  # fmt: skip
 from kvtier.errors import ConfigError, CorruptChunkError, UnreadableChunkError
-from kvtier.keys.keyring import CHECK_BYTES, Keyring, SealKey
+from kvtier.keys.seal_keys import CHECK_BYTES, Keyring, SealKey
 from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, Cut, GroupLayout, align_up
 
 EXTENT_BYTES_MAX = SECTION_BYTES_MAX + ALIGNMENT
@@ -59,7 +59,7 @@ _ASSOCIATED = struct.Struct("<III")  # a section's number, codec and raw length
 
 
 class Seals(NamedTuple):
-    """The seals that a reader opens."""
+    """Which sealed frames a reader opens, and whether it accepts frames without a seal."""
 
     keyring: Keyring
     tenant: str | None = ""
@@ -69,7 +69,7 @@ class Seals(NamedTuple):
 
 
 def head_bytes(group: GroupLayout) -> int:
-    """Return the bytes of head room in a slot of `group`; a multiple of `ALIGNMENT`.
+    """Return the number of bytes of head room in a slot of `group`; a multiple of `ALIGNMENT`.
 
     Raises:
         ValueError: the group has too many sections for a frame.
@@ -78,12 +78,12 @@ def head_bytes(group: GroupLayout) -> int:
 
 
 def frame_bytes(group: GroupLayout) -> int:
-    """Return the bytes of a slot of `group`: the raw frame, which is the longest frame."""
+    """Return the size of a slot of `group` in bytes. A slot holds a raw frame, which is the longest frame."""
     return frame_layout(group).frame_bytes
 
 
 def pack_scratch_bytes(group: GroupLayout, codec: Codec, *, is_sealed: bool = False) -> int:
-    """Return the bytes of scratch memory that `pack` requires; 0 for raw without a seal.
+    """Return how many bytes of scratch memory `pack` requires; 0 for raw without a seal.
 
     The memory must be page-aligned for direct I/O.
     """
@@ -198,7 +198,9 @@ def unpack_in_place(
     if len(scratch) < OPEN_SCRATCH_BYTES:
         raise ValueError(f"scratch must have at least {OPEN_SCRATCH_BYTES} bytes, has {len(scratch)}")
     if not 0 <= stored_bytes <= len(slot):
-        raise CorruptChunkError(identity.name, f"{stored_bytes} bytes stored, a frame here has at most {len(slot)}")
+        raise CorruptChunkError(
+            identity.name, f"{stored_bytes} bytes are stored, but a frame here has at most {len(slot)}"
+        )
     # A payload and a name have exactly one raw frame, so comparing the heads makes every check. Fields that are not
     # compared (model, parent, depth and so on) are taken from the frame.
     is_demanded = seals is not None and seals.is_demanded
@@ -209,17 +211,17 @@ def unpack_in_place(
     head = read_head(slot[:stored_bytes])
     expect(head, group, identity)
     if head.frame_bytes != stored_bytes:
-        raise CorruptChunkError(identity.name, f"{stored_bytes} bytes stored of a frame of {head.frame_bytes}")
+        raise CorruptChunkError(identity.name, f"{stored_bytes} bytes are stored of a frame of {head.frame_bytes}")
     if not head.seal:
-        _verify_sections(slot, head)  # before the codecs, because damage is found without them
+        _verify_sections(slot, head)  # before looking up codecs, because damage is found without them
         if is_demanded:
-            raise CorruptChunkError(identity.name, "has no seal, which this tier demands", "unsealed")
-    cipher = open_seal(head, seals)[0] if head.seal else None  # also before the codecs
+            raise CorruptChunkError(identity.name, "it has no seal, but this tier requires one", "unsealed")
+    cipher = open_seal(head, seals)[0] if head.seal else None  # also before looking up codecs
     _unpack(slot, head, group, decoders_of(head), scratch, cipher)
 
 
 def reseal(frame: memoryview, keyring: Keyring, key: SealKey, scratch: memoryview) -> memoryview:
-    """Seal a stored frame with another key and a new salt. This requires neither its layout nor its codecs.
+    """Seal a stored frame with another key and a new salt. This requires neither the frame's layout nor its codecs.
 
     Everything is verified first. Sections stay encoded, so the new frame has the same length.
 
@@ -260,7 +262,7 @@ def verify_frame(frame: memoryview | bytes) -> Head:
     view = memoryview(frame)
     head = read_head(view)
     if head.frame_bytes != len(view):
-        raise CorruptChunkError(head.identity.name, f"{len(view)} bytes stored of a frame of {head.frame_bytes}")
+        raise CorruptChunkError(head.identity.name, f"{len(view)} bytes are stored of a frame of {head.frame_bytes}")
     _verify_sections(view, head)
     return head
 
@@ -277,7 +279,9 @@ def verify_section(head: Head, section: Section, extent: memoryview) -> None:
         CorruptChunkError: the checksum does not match.
     """
     if xxhash.xxh3_64_intdigest(extent) != section.checksum:
-        raise CorruptChunkError(head.identity.name, f"checksum of the section at {section.offset} does not match")
+        raise CorruptChunkError(
+            head.identity.name, f"the checksum of the section at byte {section.offset} does not match"
+        )
 
 
 Decoder = Callable[[memoryview, memoryview, Cut], None]
@@ -314,7 +318,7 @@ def decode_section(codec: Codec | LossyCodec, stored: memoryview, into: memoryvi
     elif cut.axes is not None:
         cast("LossyCodec", codec).decode(stored, into, cut)
     else:
-        raise ValueError(f"it is coded with {codec.name}, and this engine stores it exactly")
+        raise ValueError(f"it is coded with {codec.name}, but this engine stores exact KV")
 
 
 def _checksums(slot: memoryview, layout: FrameLayout) -> list[int]:
@@ -323,7 +327,7 @@ def _checksums(slot: memoryview, layout: FrameLayout) -> list[int]:
 
 
 def _cipher(key: SealKey, salt: bytes, name: bytes) -> "FrameCipher":
-    from kvtier.codec.seal import FrameCipher  # noqa: PLC0415 - an extra
+    from kvtier.codec.seal import FrameCipher  # noqa: PLC0415 - an optional package
 
     return FrameCipher(key, salt, name)
 
@@ -383,9 +387,9 @@ def open_seal(head: Head, seals: Seals | None) -> "tuple[FrameCipher, memoryview
     name = head.identity.name
     key = None if seals is None else seals.keyring.knows(head.seal[:CHECK_BYTES])
     if seals is None or key is None:
-        raise UnreadableChunkError(name, "sealed, and its key is not known here", "key")
+        raise UnreadableChunkError(name, "it is sealed, and its key is not known here", "key")
     if seals.tenant not in {None, key.tenant}:
-        raise CorruptChunkError(name, "sealed for another tenant", "foreign")
+        raise CorruptChunkError(name, "it is sealed for another tenant", "foreign")
     cipher = _cipher(key, head.seal[CHECK_BYTES:], name)
     before, block = head.head[: head.metadata.start], memoryview(bytearray(head.head[head.metadata]))
     text, tag = block[:-TAG_BYTES], bytes(block[-TAG_BYTES:])
@@ -490,7 +494,9 @@ def _unpack(
             try:
                 decoders[section.codec](stored, slot[start:end], cut)
             except ValueError as error:
-                raise CorruptChunkError(head.identity.name, f"section of layer {section.layer}: {error}") from error
+                raise CorruptChunkError(
+                    head.identity.name, f"the section of layer {section.layer} cannot be decoded: {error}"
+                ) from error
         slot[end:stop] = _ZEROS[: stop - end]
 
 

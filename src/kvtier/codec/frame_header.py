@@ -90,12 +90,12 @@ class Identity(NamedTuple):
     """Number of tokens in the chunk."""
     group: int = 0
     part: Part = _NO_PART
-    """Layers and heads of the group."""
+    """The part of the group that the object holds, such as its layers and heads."""
     key: bytes = b""
     """Key of the chunk. Only a sealed frame with a text has it."""
     text: bytes = b""
-    """Ids of all tokens of the chunk, u32 each, then at most `EXTRAS_BYTES_MAX` bytes of extras. Empty if
-    there is no text; only a sealed frame has one."""
+    """Ids of all tokens of the chunk, u32 each, then at most `EXTRAS_BYTES_MAX` bytes of extras. Empty if the frame has
+    no text; only a sealed frame can have one."""
 
 
 class Section(NamedTuple):
@@ -178,16 +178,16 @@ class FrameLayout(NamedTuple):
 
 @lru_cache(maxsize=256)
 def frame_layout(group: GroupLayout) -> FrameLayout:
-    """Return the raw frame of `group`.
+    """Return the layout of the raw frames of `group`.
 
     Raises:
         ValueError: the group has more than `SECTIONS_MAX` sections, or a chunk more than `TOKENS_MAX` tokens.
     """
     cuts, count = group.sections, len(group.sections)
     if count > SECTIONS_MAX:
-        raise ValueError(f"a frame has at most {SECTIONS_MAX} sections, this group has {count}: use smaller chunks")
+        raise ValueError(f"a frame has at most {SECTIONS_MAX} sections, but this group has {count}: use smaller chunks")
     if group.chunk_tokens > TOKENS_MAX:
-        raise ValueError(f"a chunk has at most {TOKENS_MAX} tokens, this one has {group.chunk_tokens}")
+        raise ValueError(f"a chunk has at most {TOKENS_MAX} tokens, but this one has {group.chunk_tokens}")
     metadata = slice(FIXED_BYTES + ENTRY_BYTES * count, _metadata_stop(count, group.chunk_tokens))
     header_bytes = align_up(metadata.stop)
     rows = [(header_bytes + cut.offset, 0, cut.size_bytes, cut.size_bytes, cut.layer, RAW_ID, b"") for cut in cuts]
@@ -213,7 +213,7 @@ def _metadata_stop(sections: int, ids: int) -> int:
 
 
 def _blank_head(table: Table, sizes: tuple[int, int, int, int]) -> bytes:
-    """Return a head without identity, metadata and checksum."""
+    """Return a head in which identity, metadata and checksum are zero."""
     header_bytes, frame_bytes, raw_bytes, metadata_bytes = sizes
     fixed = _FIXED.pack(
         MAGIC, VERSION, header_bytes, 0, frame_bytes, raw_bytes, metadata_bytes, len(table),
@@ -300,7 +300,7 @@ def pack_text(head: bytearray, metadata: slice, identity: Identity) -> None:
     extras_bytes = len(identity.text) - ids_bytes
     if len(identity.key) != DIGEST_BYTES or not ids_bytes or not 0 <= extras_bytes <= EXTRAS_BYTES_MAX:
         raise ValueError(
-            f"a key of {len(identity.key)} and a text of {len(identity.text)} bytes; allowed: {DIGEST_BYTES}, and "
+            f"the key has {len(identity.key)} bytes and the text {len(identity.text)}; allowed: {DIGEST_BYTES}, and "
             f"{ids_bytes} to {ids_bytes + EXTRAS_BYTES_MAX}"
         )
     _TEXT.pack_into(head, metadata.start + _TEXT_AT, ids_bytes // 4, extras_bytes, identity.key)
@@ -309,17 +309,17 @@ def pack_text(head: bytearray, metadata: slice, identity: Identity) -> None:
 
 
 def head_bytes_of(front: memoryview | bytes) -> int:
-    """Return how many bytes `read_head` requires, from the first `FIXED_BYTES` bytes of a frame.
+    """Tell from the first `FIXED_BYTES` bytes of a frame how many bytes `read_head` requires.
 
     Raises:
         CorruptChunkError: the bytes are not the start of a frame.
         UnreadableChunkError: the version is unknown, and the head's length does not fit this version either.
     """
     if len(front) < FIXED_BYTES:
-        raise CorruptChunkError(b"", f"cut off: {len(front)} bytes, a frame has at least {FIXED_BYTES}")
+        raise CorruptChunkError(b"", f"cut off: {len(front)} bytes, but a frame has at least {FIXED_BYTES}")
     magic, version, header_bytes, _, _, _, metadata_bytes, count, name, *_ = _FIXED.unpack_from(front)
     if magic != MAGIC:
-        raise CorruptChunkError(b"", "wrong magic: not a frame")
+        raise CorruptChunkError(b"", "wrong magic number: not a frame")
     ids, odd = divmod(metadata_bytes - METADATA_BYTES, 4)
     is_counted, has_metadata = 1 <= count <= SECTIONS_MAX, not odd and 0 <= ids <= TOKENS_MAX
     if is_counted and has_metadata and header_bytes == align_up(_metadata_stop(count, ids)):
@@ -327,10 +327,10 @@ def head_bytes_of(front: memoryview | bytes) -> int:
     if version != VERSION:
         raise _of_version(version)
     if not is_counted:
-        raise CorruptChunkError(name, f"section count {count} is not in 1..{SECTIONS_MAX}")
+        raise CorruptChunkError(name, f"its section count {count} is not in 1..{SECTIONS_MAX}")
     if not has_metadata:
-        raise CorruptChunkError(name, f"a metadata block of {metadata_bytes} bytes")
-    raise CorruptChunkError(name, f"header of {header_bytes} bytes does not fit {count} sections and {ids} ids")
+        raise CorruptChunkError(name, f"its metadata block of {metadata_bytes} bytes is invalid")
+    raise CorruptChunkError(name, f"its header of {header_bytes} bytes does not fit {count} sections and {ids} ids")
 
 
 def _of_version(version: int) -> UnreadableChunkError:
@@ -345,7 +345,8 @@ def read_head(front: memoryview | bytes) -> Head:
 
     Raises:
         CorruptChunkError: the head is truncated, damaged, or inconsistent.
-        UnreadableChunkError: the version is unknown, and not just a damaged field in a head of this version.
+        UnreadableChunkError: the version is unknown. If only the version field of a head is damaged, the head counts as
+            damaged instead.
     """
     header_bytes = head_bytes_of(front)
     fixed = _FIXED.unpack_from(front)
@@ -359,10 +360,10 @@ def read_head(front: memoryview | bytes) -> Head:
     if version != VERSION and not is_right:
         raise _of_version(version)
     if version != VERSION or not is_right:
-        raise CorruptChunkError(name, "header checksum does not match")
+        raise CorruptChunkError(name, "its header checksum does not match")
     metadata = slice(FIXED_BYTES + ENTRY_BYTES * count, FIXED_BYTES + ENTRY_BYTES * count + metadata_bytes)
     if reserved != _RESERVED or head.rstrip(b"\0")[metadata.stop :]:
-        raise CorruptChunkError(name, "reserved bytes of the header are not zero")
+        raise CorruptChunkError(name, "the reserved bytes of its header are not zero")
     table: Table = np.frombuffer(head, ENTRY, count, FIXED_BYTES)
     payload_offsets = _check_table(name, table, (header_bytes, frame_bytes, raw_bytes))
     seal = check + salt
@@ -382,7 +383,7 @@ def _with_metadata(identity: Identity, block: bytearray) -> Identity:
 
 
 def opened_identity(head: Head, metadata: memoryview) -> Identity:
-    """Return the identity in the head of a sealed frame.
+    """Return the identity in the head of a sealed frame, from its decrypted metadata.
 
     Args:
         head: head of the frame.
@@ -397,7 +398,9 @@ def opened_identity(head: Head, metadata: memoryview) -> Identity:
     start = _METADATA.size
     stop = start + 4 * ids + extras_bytes
     if ids not in (0, full) or extras_bytes > (EXTRAS_BYTES_MAX if ids else 0) or any(block[stop:]):
-        raise CorruptChunkError(head.identity.name, f"metadata with {ids} ids and {extras_bytes} bytes of extras")
+        raise CorruptChunkError(
+            head.identity.name, f"its metadata with {ids} ids and {extras_bytes} bytes of extras is invalid"
+        )
     return _with_metadata(head.identity, block)._replace(key=key if ids else b"", text=bytes(block[start:stop]))
 
 
@@ -405,17 +408,17 @@ def expect(head: Head, group: GroupLayout, identity: Identity) -> None:
     """Compare a head with the wanted object.
 
     Raises:
-        CorruptChunkError: the head belongs to another object, or contradicts the layout. The name covers both, so no
-            reader finds such a frame under this name.
+        CorruptChunkError: the head belongs to another object, or contradicts the layout. A name stands for one object
+            in one layout, so no reader can use such a frame under this name.
     """
     if head.identity.name != identity.name:
         found, wanted = head.identity.name.hex()[:12], identity.name.hex()[:12]
-        raise CorruptChunkError(identity.name, f"wrong object name {found}, expected {wanted}")
+        raise CorruptChunkError(identity.name, f"it has the wrong object name {found} instead of {wanted}")
     wanted = frame_layout(group)
     if head.metadata != wanted.metadata or any(
         (head.table[column] != wanted.table[column]).any() for column in ("layer", "raw_bytes")
     ):
-        raise CorruptChunkError(identity.name, "section table does not match the layout")
+        raise CorruptChunkError(identity.name, "its section table does not match the layout")
 
 
 def _check_table(name: bytes, table: Table, sizes: tuple[int, int, int]) -> npt.NDArray[np.int64]:
@@ -442,9 +445,13 @@ def _check_table(name: bytes, table: Table, sizes: tuple[int, int, int]) -> npt.
     if (table["offset"] != offsets.astype(np.uint64)).any():
         raise CorruptChunkError(name, "the sections' offsets do not follow from their lengths")
     if frame_bytes != stop:
-        raise CorruptChunkError(name, f"frame of {frame_bytes} bytes, but its sections end at {stop}")
+        raise CorruptChunkError(
+            name, f"its frame of {frame_bytes} bytes does not fit its sections, which end at {stop}"
+        )
     if raw_bytes != payload_bytes:
-        raise CorruptChunkError(name, f"payload of {raw_bytes} bytes, but its sections end at {payload_bytes}")
+        raise CorruptChunkError(
+            name, f"its payload of {raw_bytes} bytes does not fit its sections, which end at {payload_bytes}"
+        )
     return payload_offsets
 
 

@@ -33,7 +33,7 @@ TOKEN_GROUPS = (256, 128)
 BLOCK_TOKENS = 8
 """Number of tokens whose codes are stored together."""
 STEP_MIN = 2.0**-100
-"""Smallest step. Its inverse is finite, and no product of it is denormal."""
+"""Smallest step. Its inverse is finite, and no product of it and a code is denormal."""
 BIAS = 127
 """The exponent field of 1 in float32."""
 SHIFT_MAX = 31
@@ -41,14 +41,14 @@ SHIFT_MAX = 31
 OCTAVE = 1 << 23
 """Difference between the bits of a float32 number and of twice that number."""
 SCALED = OCTAVE * 4 // 5
-"""Tokens that differ by less from the median have no scale."""
+"""A token gets a scale if the bits of its largest magnitude differ from the median token's by at least this."""
 USUAL = OCTAVE * 3 // 5
-"""Largest difference from the median of tokens with which others are compared. Coding moves no such token to
-`SCALED`."""
+"""Largest difference from the median that a token may have if others are compared with it. Coding changes no such token
+so much that its difference reaches `SCALED`."""
 OTHERS = 32
-"""Size of the aligned range of tokens in which a token is compared with others, to recognise one coded before."""
+"""Size of the aligned range in which a token is compared with other tokens, to recognize one that was coded before."""
 COPIED = 4
-"""A token was coded before if more than one in this many of its numbers, scaled, equal a number of another token."""
+"""A token counts as coded before if more than one in this many of its scaled numbers equals one of another token."""
 
 _KERNELS = {"numba": "kvtier.codec.lossy_numba", "torch": "kvtier.codec.lossy_torch"}
 """Modules that implement `Kernels`, by the package that each requires; fastest first."""
@@ -60,7 +60,7 @@ TOLERANCES = MappingProxyType[Element, tuple[float, float]](
 """Allowed error of a decoded number beyond half a step times its scale: a share of the original number, for
 rounding to the element and arithmetic in float32, and an absolute difference, for rounding denormal numbers."""
 HALF_STEP = 0.501
-"""Allowed share of a step. The excess over one half covers rounding in float32 and denormal numbers of bf16."""
+"""Allowed error as a share of a step. The excess over one half covers rounding in float32 and denormal bf16 numbers."""
 Array = npt.NDArray[Any]
 
 _HEAD = struct.Struct("<IHH")
@@ -73,7 +73,7 @@ class Side(NamedTuple):
     bits: int
     token_group: int
     lows_at: int
-    """The byte at which the lows start. They are sorted by head, token and channel, as the steps are."""
+    """The byte at which the lows start. They are sorted by head, group of tokens, and channel, as the steps are."""
     steps_at: int
     exponents_at: int
     """The byte at which the exponents of the tokens' scales start. Each takes one byte. Keys have no scales."""
@@ -104,7 +104,7 @@ class Form(NamedTuple):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Distances between neighbouring sides, heads, pages, and tokens of a page."""
+        """Distances between neighboring sides, heads, pages, and tokens of a page."""
         return tuple(self.axes.step(name) for name in _ORDER[:-1])
 
     def view(self, memory: memoryview) -> Array:
@@ -135,11 +135,11 @@ class Kernels(Protocol):
     """
 
     def encode(self, raw: memoryview, stored: memoryview, form: Form) -> bool:
-        """Code finite numbers, or return False if a scale or a decoded number would not be finite."""
+        """Code the numbers. Return False if a number is not finite, or a scale or a decoded number would not be."""
         ...
 
     def decode(self, stored: memoryview, into: memoryview, form: Form) -> None:
-        """Restore the numbers."""
+        """Restore the numbers of a section from its stored bytes."""
         ...
 
     def wrong(self, raw: memoryview, stored: memoryview, decoded: memoryview, form: Form) -> int:
@@ -215,7 +215,7 @@ class Int4:
 
 
 class K8V4(Int4):
-    """Codes keys in 7 bits and values in 5. It takes no more bytes than 8 and 4 bits do."""
+    """Codes keys in 7 bits and values in 5. It takes no more bytes than 8 and 4 bits would."""
 
     name: str = "k8v4"
     id: int = 4
@@ -233,7 +233,7 @@ def load_kernels(package: str = "") -> Kernels:
             return cast("Kernels", import_module(_KERNELS[name]))
         except Exception as error:  # noqa: BLE001 - such as a numba that does not support this NumPy
             logger.warning("lossy codecs cannot use the package %s: %s", name, described(error))
-    raise ConfigError(f"lossy codecs can load neither numba nor torch; the log says why: {install_hint('lossy')}")
+    raise ConfigError(f"lossy codecs can load neither numba nor torch (see the log): {install_hint('lossy')}")
 
 
 def _installed(wanted: str = "") -> list[str]:

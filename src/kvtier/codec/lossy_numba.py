@@ -60,7 +60,7 @@ class _Shape(NamedTuple):
 
 
 def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
-    """Code finite numbers, or return False if a scale or a decoded number would not be finite."""
+    """Code the numbers. Return False if a number is not finite, or a scale or a decoded number would not be."""
     numbers, (places, shapes) = _numbers(raw, form)
     out, limit = np.frombuffer(stored, u8), _LIMITS[form.element]
     for shape in shapes:
@@ -70,7 +70,7 @@ def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
 
 
 def decode(stored: memoryview, into: memoryview, form: Form) -> None:
-    """Restore the numbers."""
+    """Restore the numbers of a section from its stored bytes."""
     given = np.frombuffer(stored.toreadonly(), u8)
     numbers, (places, shapes) = np.frombuffer(into, f"<u{ELEMENT_BYTES[form.element]}"), _shapes(form, form.steps)
     is_copied = form.element == "fp16" or not numbers.flags.aligned
@@ -118,7 +118,7 @@ def _numbers(memory: memoryview, form: Form, *, is_copied: bool = False) -> tupl
 
 
 def _steps(form: Form) -> tuple[int, ...]:
-    """Return the distances between neighbours, as in `form.steps`, for a copy in the order of `form.view`."""
+    """Return the distances between neighbors, as in `form.steps`, for a copy in the order of `form.view`."""
     page = form.axes.size("token") * form.channels
     head = (form.exact_tokens + form.tokens) * form.channels
     return form.heads * head, head, page, form.channels
@@ -198,7 +198,10 @@ def _code(number: f32, low: f32, inverse: f32) -> i32:
 
 @njit(inline="always")
 def _ranked(bits: i32) -> i32:
-    """Turn the bits of a number into an integer that sorts as the number does, and back."""
+    """Map the bits of a float to an integer that sorts as the float does.
+
+    The mapping is its own inverse, so a second call returns the bits.
+    """
     return i32(bits ^ i32(i32(bits >> i32(31)) & i32(0x7FFFFFFF)))
 
 
@@ -362,7 +365,7 @@ def _encode(numbers: Array, stored: Array, places: Array, shape: _Shape, limit: 
                 bottom, top = i32(_ranked(least[c])).view(f32), i32(_ranked(greatest[c])).view(f32)
                 low[c] = _bf16_below(bottom)
                 step = _bf16(max((top - low[c]) / levels, _STEP_MIN))
-                # A comparison with NaN is false.
+                # A comparison with NaN is false, so NaN is refused as well.
                 is_fine = abs(bottom) * most <= limit and abs(top) * most <= limit and abs(low[c]) * most <= limit
                 if not (is_fine and abs(levels * step + low[c]) * most <= limit):
                     return False

@@ -36,7 +36,7 @@ _TOKENS = np.arange(BLOCK_TOKENS, dtype=np.uint8)[:, None]
 
 
 def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
-    """Code finite numbers, or return False if a scale or a decoded number would not be finite."""
+    """Code the numbers. Return False if a number is not finite, or a scale or a decoded number would not be."""
     limit = torch.finfo(_DTYPES[form.element]).max
     sides = zip(form.sides, _parts(stored, form), _numbers(raw, form), strict=True)
     for side, (lows, steps, chosen, codes), its_numbers in sides:
@@ -50,7 +50,7 @@ def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
             least, greatest, levels = x.amin(1, keepdim=True), x.amax(1, keepdim=True), (1 << side.bits) - 1
             low = _bf16_below(least).add_(0)  # no negative zero
             step = _bf16(((greatest - low) / levels).clamp_min(STEP_MIN))
-            # A comparison with NaN is false.
+            # A comparison with NaN is false, so NaN is refused as well.
             extremes = least, greatest, low, levels * step + low
             if not all(bool((it.abs() * scale.max() <= limit).all()) for it in extremes):
                 return False
@@ -61,7 +61,7 @@ def encode(raw: memoryview, stored: memoryview, form: Form) -> bool:
 
 
 def decode(stored: memoryview, into: memoryview, form: Form) -> None:
-    """Restore the numbers."""
+    """Restore the numbers of a section from its stored bytes."""
     target = form.view(into)
     whole = np.empty((len(form.sides), form.heads, form.exact_tokens + form.tokens, form.channels), target.dtype)
     for side, parts, its_numbers in zip(form.sides, _parts(stored, form), whole, strict=True):
@@ -94,8 +94,9 @@ def wrong(raw: memoryview, stored: memoryview, decoded: memoryview, form: Form) 
 def _exponents(largest: Array, head: Array, side: Side, form: Form) -> Array:
     """Choose the exponents of the tokens' scales.
 
-    Most tokens keep their size, because a scale makes channels with a large mean differ more. A token that was coded
-    before keeps its scale: its scaled numbers are among the few numbers of other tokens in a coded group.
+    Most tokens are not scaled, because a scale makes channels with a large mean differ more. A token that was coded
+    before gets the same scale again. It is recognized by its scaled numbers: they are among the few distinct numbers
+    that other tokens of a coded group have.
 
     Args:
         largest: the bits, in float32, of each token's largest magnitude.

@@ -26,5 +26,5 @@ class Raw:
             ValueError: `stored` and `into` differ in length.
         """
         if len(stored) != len(into):
-            raise ValueError(f"{len(stored)} stored bytes cannot fill {len(into)}")
+            raise ValueError(f"{len(stored)} stored bytes cannot fill {len(into)} bytes")
         into[:] = stored

@@ -1,8 +1,8 @@
 """The known codecs. To add one, add a line to `_BUILT_IN`, or an entry point of `kvtier.codecs` in another package.
 
-An entry point names a class without constructor arguments. Its `name` must be that of the entry point, its `is_exact`
-True, and its id unique. Ids below 32,768 are reserved for kvtier. The lossy codecs are kvtier's own,
-because each is a class of engines, `store.loss`.
+An entry point names a class whose constructor takes no arguments. Its `name` must be that of the entry point, its
+`is_exact` True, and its id unique. Ids below 32,768 are reserved for kvtier. All lossy codecs are kvtier's own, because
+each defines a class of engines (`store.loss`).
 """
 
 from collections.abc import Callable
@@ -18,7 +18,8 @@ from kvtier.layout import Loss
 
 ENTRY_POINTS = "kvtier.codecs"
 CLASS_VERSION = 1
-"""Version of the classes. It must rise when a class codes other numbers, or decodes to other numbers."""
+"""Version of the lossy classes of engines. It must rise when a lossy codec stores or restores other numbers than
+before."""
 
 OUTSIDE_ID_MIN = 1 << 15
 OUTSIDE_ID_MAX = (1 << 32) - 1
@@ -43,7 +44,10 @@ def lossy_names() -> list[str]:
 
 
 def class_of(loss: Loss) -> dict[str, object]:
-    """Describe a class for an engine's identity; empty for ``none``. The codec's id stands for all its parameters."""
+    """Return what an engine's identity says about its class `loss`; empty for ``none``.
+
+    The codec's id stands for all its parameters.
+    """
     return {} if loss == "none" else {"codec": loss, "id": _LOSSY[loss][0], "version": CLASS_VERSION}
 
 
@@ -70,7 +74,7 @@ def lossy(name: str) -> LossyCodec:
 
 
 def own_name(number: int) -> str:
-    """Return the name of kvtier's own codec with this id in stored frames, or ``""``. This imports nothing."""
+    """Return the name of kvtier's own codec with this id in stored frames, or ``""`` for other ids. Import no codec."""
     return next((name for name, (known, _, _) in (*_BUILT_IN.items(), *_LOSSY.items()) if known == number), "")
 
 
@@ -115,7 +119,7 @@ def by_id(number: int) -> Codec | LossyCodec:
             codec = by_name(name)
             if codec.id == number:
                 return codec
-    raise ConfigError(f"unknown codec id {number}; known: {', '.join(names())}. Install the package that brings it")
+    raise ConfigError(f"unknown codec id {number}; known: {', '.join(names())}. Install the package that provides it")
 
 
 @cache

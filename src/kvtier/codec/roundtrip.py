@@ -2,8 +2,8 @@
 
 An exact codec must restore all bytes, and a lossy one numbers within the error that its stored form allows.
 
-A codec that changed bytes or failed is refused from then on in this process. Objects are written raw, and its coded
-objects count as unreadable. The frame's format does not change, so deployed readers read it as before.
+A codec that changed bytes or failed is refused from then on in this process. Objects are then written raw, and objects
+that it coded count as unreadable. The frame's format does not change, so deployed readers read it as before.
 """
 
 import logging
@@ -44,10 +44,10 @@ def encoded(codec: Codec, raw: memoryview, into: memoryview, back: memoryview, e
     with _refusing(codec):
         used = codec.encode(raw.toreadonly(), into, element)
         if not 0 < used <= len(into):
-            raise ValueError(f"{used} bytes used; allowed: 1 to {len(into)}")
+            raise ValueError(f"the codec used {used} bytes; allowed: 1 to {len(into)}")
         if used < len(raw):
             expected, found = np.frombuffer(raw, np.uint8), np.frombuffer(back, np.uint8)
-            np.invert(expected, out=found)  # so that a byte that `decode` leaves out is wrong
+            np.invert(expected, out=found)  # so that a byte that `decode` does not write is wrong
             _another(type(codec)).decode(into[:used].toreadonly(), back, element)
             if not np.array_equal(expected, found):
                 raise ValueError(f"{np.count_nonzero(expected != found)} of {len(raw)} bytes differ when decoded")
@@ -65,7 +65,7 @@ def encoded_lossy(
     with _refusing(codec):
         used = codec.encode(raw.toreadonly(), into, cut, is_first=is_first)
         if not 0 < used <= len(raw):
-            raise ValueError(f"{used} bytes used; allowed: 1 to {len(raw)}")
+            raise ValueError(f"the codec used {used} bytes; allowed: 1 to {len(raw)}")
         if used < len(raw):
             np.invert(np.frombuffer(raw, np.uint8), out=np.frombuffer(back, np.uint8))
             stored = into[:used].toreadonly()

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvtier.codec.frame_header import METADATA_NUMBER, SALT_BYTES
 from kvtier.errors import BadCallError, ConfigError, install_hint
-from kvtier.keys.keyring import SealKey, hkdf
+from kvtier.keys.seal_keys import SealKey, hkdf
 
 try:
     from cryptography.exceptions import InvalidTag
@@ -32,7 +32,7 @@ class FrameCipher:
 
     def __init__(self, seal_key: SealKey, salt: bytes, name: bytes) -> None:
         if len(salt) != SALT_BYTES or len(name) != 32:
-            raise BadCallError(f"salt and name have {len(salt)} and {len(name)} bytes; allowed: 32 each")
+            raise BadCallError(f"the salt has {len(salt)} bytes and the name {len(name)}; allowed: 32 each")
         self._aes = algorithms.AES(hkdf(seal_key.key, b"kvtier.frame\0" + name, salt))
         self._sealed: dict[int, object] = {}
 
@@ -43,7 +43,7 @@ class FrameCipher:
             number: number of the section, or `METADATA_NUMBER`. Use each once: a nonce used twice breaks the key.
             associated: bytes that are authenticated but not encrypted.
             plain: contiguous bytes.
-            into: as many bytes: `plain` itself, or memory that does not overlap it.
+            into: memory of the same length: `plain` itself, or memory that does not overlap it.
 
         Returns:
             The tag, 16 bytes.
@@ -66,9 +66,9 @@ class FrameCipher:
 
         Args:
             number: the number with which it was sealed.
-            associated: the bytes with which it was sealed.
+            associated: the associated bytes with which it was sealed.
             stored: contiguous bytes.
-            into: as many bytes: `stored` itself, or memory that does not overlap it.
+            into: memory of the same length: `stored` itself, or memory that does not overlap it.
             tag: 16 bytes.
 
         Returns:
@@ -99,7 +99,7 @@ class FrameCipher:
             or (np.may_share_memory(first, second) and first.ctypes.data != second.ctypes.data)
         ):
             raise BadCallError(
-                f"message {number}, {first.size} bytes into {second.size}; allowed: 0 to {METADATA_NUMBER}, and as "
-                "many bytes, in the same memory or memory apart from it"
+                f"message {number} cannot go from {first.size} bytes into {second.size}; allowed: numbers 0 to "
+                f"{METADATA_NUMBER}, and as many bytes, in the same memory or in memory that does not overlap"
             )
         return Cipher(self._aes, modes.GCM(number.to_bytes(12, "little"), tag))

@@ -22,9 +22,9 @@ A stored section, all integers little-endian; n elements of s bytes::
     8      w * m    codes; m is n / 8, rounded up
            ...      the heads outside of the window, in order
 
-The code is (head - first) modulo 256, or 2^w - 1, an escape, where that is not smaller than 2^w - 1. The w * m bytes
-are w rows of m. Code k * m + j, with k from 0 to 7, has the bits k * w to k * w + w - 1 of column j, whose lowest bits
-are in the first row. Codes after the last element are 0.
+The code is (head - first) modulo 256 if that is smaller than 2^w - 1; otherwise it is an escape, 2^w - 1. The w * m
+bytes are w rows of m. Code k * m + j, with k from 0 to 7, has the bits k * w to k * w + w - 1 of column j, whose lowest
+bits are in the first row. Codes after the last element are 0.
 
 `split2` codes heads as one Zstandard frame that states its content's size.
 """
@@ -40,9 +40,10 @@ _HEAD = struct.Struct("<II")
 _CODES = struct.Struct("<BBHI")
 
 _SAMPLES = 4096
-"""The window is chosen from a sample of at least this many heads. Counting all heads would take as long as the rest."""
+"""The window is chosen from a sample of at least this many heads, or all if there are fewer. Counting all heads would
+take as long as the rest of the encoding."""
 _ESCAPE_BITS = 32
-"""Bits charged for an escape when the window is chosen. An escape has 8 bits, but escapes take most of the time."""
+"""Bits charged for an escape when the window is chosen. An escape has 8 bits, but coding it takes most of the time."""
 _WIDTHS = np.arange(1, 8)[:, None]
 _STOPS = np.minimum(np.arange(256) + (1 << _WIDTHS) - 1, 256)
 """End of the window, by width and first head."""
@@ -143,20 +144,20 @@ class Split:
         heads = codes.reshape(-1)[:count]
         places = np.flatnonzero(heads == escape)
         if len(places) != escapes:
-            raise ValueError(f"{escapes} escapes stated, {len(places)} found")
+            raise ValueError(f"{escapes} escapes are stated, but {len(places)} were found")
         heads += first
         heads[places] = data[width * rows :]
         return heads
 
 
 class Split2(Split):
-    """Codes heads as a Zstandard frame. The result is smaller, but requires the package `zstandard`."""
+    """Codes heads as a Zstandard frame. The result is smaller than that of `Split`, but requires `zstandard`."""
 
     name: str = "split2"
     id: int = 3
 
     def __init__(self) -> None:
-        from kvtier.codec.zstd import ENTROPY_ONLY, Zstd  # noqa: PLC0415  an extra, needed only here
+        from kvtier.codec.zstd import ENTROPY_ONLY, Zstd  # noqa: PLC0415  an optional package, needed only here
 
         self._zstd = Zstd(ENTROPY_ONLY)
 
@@ -177,7 +178,11 @@ def _fields(form: struct.Struct, stored: memoryview) -> tuple[int, ...]:
 
 
 def _window(heads: _Bytes) -> tuple[int, int]:
-    """Return the width of codes and the first head that cost least in a sample of `heads`."""
+    """Choose the window.
+
+    Return the code width and the window's first head that together need the fewest bits for a sample of `heads`, with
+    `_ESCAPE_BITS` charged for each head outside of the window.
+    """
     # An odd step sees all channels: their number is even, and elements of one channel lie at equal distances.
     sample = heads[:: len(heads) // _SAMPLES | 1]
     below = np.concatenate(([0], np.bincount(sample, minlength=256).cumsum()))

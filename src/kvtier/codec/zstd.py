@@ -11,7 +11,7 @@ except ImportError as error:
     raise ConfigError(f"codec 'zstd' needs the package zstandard: {install_hint('zstd')}") from error
 
 LEVEL = 1
-"""Level of compression. Higher levels are slower than the links that would need them."""
+"""Level of compression. Higher levels are slower than the links for which their smaller output would pay off."""
 _WINDOW_BYTES_MAX = 2 * SECTION_BYTES_MAX
 """No section needs a larger window. Without a limit, a malicious section could make the decoder allocate 128 MiB."""
 
@@ -74,7 +74,7 @@ class Zstd:
             # The decoder allocates the size that the frame states, so check it first.
             stated_bytes = zstandard.get_frame_parameters(stored).content_size
             if stated_bytes != len(into):
-                raise ValueError(f"zstd content of {stated_bytes} bytes cannot fill {len(into)}")
+                raise ValueError(f"zstd content of {stated_bytes} bytes cannot fill {len(into)} bytes")
             content = decompressor.decompress(stored, max_output_size=len(into), allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise ValueError(f"zstd: {error}") from None

@@ -24,7 +24,7 @@ AND = " and "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The settings, and their origins by ``section.key`` or ``tiers.NAME.key``; ``tiers`` gives that of the list."""
+    """The settings, and their origins by ``section.key`` or ``tiers.NAME.key``; ``tiers`` is that of the list."""
 
     config: Config
     origins: Mapping[str, SettingOrigin]
@@ -96,7 +96,7 @@ def override(base: Config, given: Iterable[tuple[str, object]], origin: str) -> 
     for name, raw in sorted(given, key=lambda item: item[0] != TIERS):  # the list comes first
         section, _, key = name.partition(".")
         if any((section, key) == (it.section, it.key) for it in raws):
-            raise ConfigError("given twice", setting=name, origin=origin, allowed="one of the two forms")
+            raise ConfigError("is given in two forms", setting=name, origin=origin, allowed="one of them")
         raws.append(_RawSetting(section, key, raw, SettingOrigin("", origin), is_text=False))
     listed = TierList(base.tiers)
     values, _ = _read(raws, listed)
@@ -108,12 +108,12 @@ def overridden(loaded: Loaded, given: Iterable[tuple[str, object]], origin: Sett
     """Return `loaded` with values overridden as by `override`, and with their origin.
 
     Raises:
-        ConfigError: see `override`.
+        ConfigError: a setting is unknown, its value is not allowed, or it is given twice.
     """
     values = list(given)
     try:
         config = override(loaded.config, values, origin.where)
-    except ConfigError as error:  # as in `load`
+    except ConfigError as error:  # valid values, but not their combination
         error.origin = error.origin or origin.where
         raise
     names = [name for name, _ in values if name != TIERS]
@@ -158,7 +158,7 @@ def flat(given: Mapping[str, object], origin: str) -> Iterator[tuple[str, object
         find_section(name, origin)
         if not isinstance(value, Mapping):
             raise ConfigError(
-                f"is a {type(value).__name__}",
+                f"has the type {type(value).__name__}",
                 setting=name,
                 origin=origin,
                 allowed="a section of settings, such as {...}",
@@ -178,7 +178,7 @@ def _from_file(path: Path | None) -> Iterator[_RawSetting]:
         find_section(section, str(origin))
         if not isinstance(table, dict):
             raise ConfigError(
-                "not a section", setting=section, origin=origin, allowed=f"settings below a line [{section}]"
+                "is not a section", setting=section, origin=origin, allowed=f"settings below a line [{section}]"
             )
         for key, raw in cast("dict[str, object]", table).items():
             yield _RawSetting(section, key, raw, origin, is_text=False)
@@ -207,7 +207,10 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_RawSetting]:
             tier, separator, key = key.partition("__")
             if not separator:
                 raise ConfigError(
-                    setting=name, origin="environment", allowed=f"{TIERS_VARIABLE}__NAME__KEY, such as capacity_bytes"
+                    "names no setting of a tier",
+                    setting=name,
+                    origin="environment",
+                    allowed=f"{TIERS_VARIABLE}__NAME__KEY, such as capacity_bytes",
                 )
             key = f"{tier}.{key}"
         yield _RawSetting(section, key, raw, origin, is_text=True)
@@ -224,6 +227,7 @@ def _from_flags(flags: Iterable[str], tiers: Sequence[object]) -> Iterator[_RawS
             hidden = f"{section}.(hidden)" if section in SECTIONS else "(hidden)"
             shown = name if is_name else hidden
             raise ConfigError(
+                "does not name a setting and its value",
                 setting="--set",
                 value=shown[:80],
                 allowed=f"section.key=value or tiers.NAME.key=value; the sections are {', '.join(SECTIONS)}",

@@ -84,8 +84,8 @@ def refuse_unusable(
 
     Args:
         config: the settings.
-        origins: see `check`.
-        file: see `check`.
+        origins: their origins, for messages (`Loaded.origins`).
+        file: the settings file, if any (`Loaded.file`).
         is_start: whether an engine is starting. A bad path does not stop a start unless a required tier needs it.
 
     Raises:
@@ -148,7 +148,7 @@ def _tier(tier: TierSettings, load_s: float) -> Iterator[Problem]:
                 tier_file(tier, each.key)
             except UnusablePathError as error:
                 yield Problem("error", each.name, error.detail)
-    for key, more in (("probe_deadline_s", ""), ("transfer_deadline_s", ": loads end before their transfers")):
+    for key, more in (("probe_deadline_s", ""), ("transfer_deadline_s", ", so loads end before their transfers")):
         if getattr(tier, key) > load_s:
             detail = f"longer than limits.load_deadline_s, {load_s:g} s{more}"
             yield Problem("warning", f"{tier.label}.{key}", detail)
@@ -206,9 +206,9 @@ def _secret(config: Config, origins: Mapping[str, SettingOrigin], file: Path | N
     for name in ("store.secret", "store.keys"):
         layer = origins.get(name, _DEFAULT).layer
         if layer == "file" and file is not None and _is_open_to_others(file):
-            yield Problem("warning", name, f"other users can read {file}; chmod 600")
+            yield Problem("warning", name, f"other users can read {file}; run chmod 600 on it")
         if layer == "flag":
-            yield Problem("warning", name, "other users can see a flag in the list of processes")
+            yield Problem("warning", name, "other users can see a flag in the process list")
 
 
 def _secret_file_problem(path: Path, *, is_shared: bool) -> str:

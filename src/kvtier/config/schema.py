@@ -35,7 +35,7 @@ class Setting(NamedTuple):
 
     @property
     def name(self) -> str:
-        """``section.key``."""
+        """The name, ``section.key``."""
         return f"{self.section}.{self.key}"
 
 
@@ -87,7 +87,7 @@ class SettingsSection:
 
 @cache
 def settings(section: type[SettingsSection]) -> tuple[Setting, ...]:
-    """Return the settings of `section`, in the order in which they are declared, without other fields."""
+    """Return the settings of `section` in the order of their declaration. Its other fields are left out."""
     found: list[Setting] = []
     for spec in fields(cast("Any", section)):
         meta = spec.metadata
@@ -125,7 +125,7 @@ def unknown(problem: str, word: str, words: Sequence[str], **fields: str) -> Con
 
     Args:
         problem: the problem, such as ``unknown section``.
-        word: the word.
+        word: the unknown word.
         words: the known words.
         fields: other fields of the error.
     """
@@ -155,9 +155,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{error.strerror}", **about, allowed="a readable TOML file") from error
     except RecursionError:
-        raise ConfigError("nested too deep", **about, allowed="tables of plain values") from None
+        raise ConfigError("is nested too deeply", **about, allowed="tables of plain values") from None
     except ValueError as error:  # a UnicodeDecodeError, or a TOMLDecodeError that names line and column
-        raise ConfigError(f"not TOML: {error}", **about) from error
+        raise ConfigError(f"is not valid TOML: {error}", **about) from error
 
 
 def short(raw: object) -> str:

@@ -28,7 +28,7 @@ from kvtier.config.value_types import (
     Switch,
 )
 from kvtier.errors import ConfigError
-from kvtier.keys.keyring import TENANT
+from kvtier.keys.seal_keys import TENANT
 from kvtier.keys.secret import Secret
 from kvtier.layout import Loss
 from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names
@@ -40,8 +40,8 @@ Mode = Literal["auto", "on", "off"]
 _MODE = ChoiceKind(("auto", "on", "off"))
 
 HOW_TO_SHARE = (
-    "make one with (umask 077; head -c 32 /dev/urandom > FILE), copy FILE to each node, and set store.secret_file = "
-    "FILE (or set store.secret)"
+    "create a secret with (umask 077; head -c 32 /dev/urandom > FILE), copy FILE to each node, and set "
+    "store.secret_file = FILE (or set store.secret)"
 )
 """Text for messages about how to get a secret for a shared tier."""
 
@@ -128,7 +128,7 @@ class StoreConfig(SettingsSection):
             is_formed=TENANT.fullmatch,
             is_hidden=True,
         ),
-        "Tenant of the engine. It shares no KV with other tenants, and its keys seal; empty: none.",
+        "Tenant of the engine. It shares no KV with other tenants, and its own keys seal its KV; empty: none.",
     )
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class StoreConfig(SettingsSection):
         for choices in (("secret", "secret_file"), ("keys_file", "keys_command", "keys")):
             given = [f"store.{key}" for key in choices if getattr(self, key)]
             if len(given) > 1:
-                raise ConfigError("both set", setting=", ".join(given), allowed="one of them")
+                raise ConfigError("are both set", setting=", ".join(given), allowed="one of them")
 
     @property
     def loss_notice(self) -> str:
@@ -161,7 +161,7 @@ class LimitsConfig(SettingsSection):
         30.0, Seconds(1e-2, 3600), "Deadline of a load; then the engine computes the rest."
     )
     store_deadline_s: float = setting(
-        10.0, Seconds(0, 3600), "How long a store waits for slots; then the rest is dropped."
+        10.0, Seconds(0, 3600), "How long storing waits for free host memory; then the rest is dropped."
     )
     announced_wait_s: float = setting(
         5.0,
@@ -305,7 +305,7 @@ class LogConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """All settings. Constructors take single values from it, never the tree.
+    """All settings. Other objects are constructed with single values from it, never with the whole object.
 
     Raises:
         ConfigError: two tiers have the same name, a shared tier has no configured secret, a sealing tier has no key, or
@@ -339,10 +339,10 @@ class Config:
         ):
             if codec in codecs.lossy_names() and codec != loss:
                 raise ConfigError(
-                    f"is lossy, and store.loss is {loss}",
+                    f"is lossy, but store.loss is {loss}; set store.loss = {codec}, or use another codec",
                     setting=name,
                     value=codec,
-                    allowed=f"{', '.join([*codecs.names(), *({loss} - {'none'})])}; or set store.loss to {codec}",
+                    allowed=", ".join([*codecs.names(), *({loss} - {"none"})]),
                 )
 
     def __post_init__(self) -> None:

@@ -60,7 +60,7 @@ class SettingOrigin(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribedTier(SettingsSection):
-    """A tier that a string describes, as input to a model. No store is opened. Figures are for the whole tier."""
+    """A tier that a string describes, as input to a calculation. No store is opened. Figures are for the whole tier."""
 
     section: ClassVar[str] = "tiers"
 
@@ -85,7 +85,7 @@ _FIGURES = {each.key: each for each in settings(DescribedTier)}
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """One tier while the layers are read."""
+    """One tier while its settings are read, layer by layer (file, environment, flags)."""
 
     name: str
     kind: TierKind[Any]
@@ -104,7 +104,7 @@ class _Draft:
 
 
 class TierList:
-    """The tiers from the layers that have been read, in lookup order.
+    """The tiers from the layers of settings that have been read so far, in lookup order.
 
     Args:
         tiers: the initial tiers.
@@ -181,7 +181,7 @@ def parse(text: str, origin: str = "Python", where: object = None) -> TierSettin
     Args:
         text: the tier.
         origin: its source, for messages.
-        where: replaces WHERE in the text.
+        where: a value that replaces WHERE of the text; None keeps it.
 
     Raises:
         ConfigError: the text does not have this form, or a value is not allowed.
@@ -210,7 +210,7 @@ def describe(text: str, origin: SettingOrigin) -> DescribedTier:
     if is_default:
         figures[_CAPACITY] = own[_CAPACITY].default if _CAPACITY in own else None
         if not figures[_CAPACITY]:
-            raise parts.error("no capacity", f"such as {parts.kind}=40TiB, or capacity=40TiB")
+            raise parts.error(f"has no capacity; give one, as in {parts.kind}=40TiB or capacity=40TiB")
     return DescribedTier(
         name=HOST if draft is None else draft.name,
         kind=parts.kind,
@@ -263,7 +263,7 @@ def _draft(item: object, origin: SettingOrigin) -> _Draft:
         return _of_text(item, origin)
     if isinstance(item, Mapping):
         return _of_table(cast("Mapping[str, object]", item), origin)
-    raise ConfigError(setting="tiers", value=short(item), origin=origin, allowed=_ITEMS)
+    raise ConfigError("not a tier", setting="tiers", value=short(item), origin=origin, allowed=_ITEMS)
 
 
 def _of_settings(tier: TierSettings, origin: SettingOrigin) -> _Draft:
@@ -275,12 +275,12 @@ def _of_table(table: Mapping[str, object], origin: SettingOrigin) -> _Draft:
     values = dict(table)
     kind_name, name = values.pop("kind", None), values.pop("name", None)
     if not isinstance(kind_name, str):
-        what = "without kind" if kind_name is None else f"with kind = {short(kind_name)}"
+        what = "has no kind" if kind_name is None else f"has kind = {short(kind_name)}"
         raise ConfigError(
             f"a tier {what}", setting="tiers", origin=origin, allowed=f"the kinds {', '.join(registry.names())}"
         )
     if name is not None and not isinstance(name, str):
-        raise ConfigError(f"a tier with name = {short(name)}", setting="tiers", origin=origin, allowed="a text")
+        raise ConfigError(f"a tier has name = {short(name)}", setting="tiers", origin=origin, allowed="a string")
     draft = _empty(kind_name, name, origin)
     for key, raw in values.items():
         draft.set(key, raw, origin, is_text=False)
@@ -300,7 +300,7 @@ def _of_text(text: str, origin: SettingOrigin) -> _Draft:
 
 
 class _Parts(NamedTuple):
-    """The parts of a text, still encoded."""
+    """The parts of a text, still percent-encoded."""
 
     name: str | None
     kind: str
@@ -344,8 +344,8 @@ def _as_valkey(text: str, whole: _Parts) -> str:
     addresses, _, database = (found["place"] or found["where"] or "").partition("/")
     if "@" in (found["place"] or ""):
         raise whole.error(
-            "a login in the URL, which lists of processes show",
-            "username=NAME&password_file=PATH behind a question mark, or the environment "
+            "the URL contains a login, which process lists show",
+            "username=NAME&password_file=PATH after a question mark, or the environment "
             "(KVTIER_TIERS__VALKEY__PASSWORD)",
         )
     words = [*(["tls=true"] if found["tls"] else []), *([f"database={database}"] if database else [])]
@@ -373,7 +373,7 @@ def _values(parts: _Parts, known: Mapping[str, Setting], where: str, own: Mappin
             raise parts.error(f"{shown} is not key=value", FORM)
         if key not in known:
             raise unknown(
-                f"unknown setting of a {parts.kind} tier",
+                f"{parts.kind} tiers have no such setting",
                 key,
                 [*known],
                 setting=f"{label}.{key}",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from kvtier.keys.keyring import FORM, parse
+from kvtier.keys.seal_keys import FORM, parse
 from kvtier.keys.secret import SECRET_BYTES, Secret, redacted
 
 SIZE_UNITS = {
@@ -97,7 +97,7 @@ def parse_count(text: str, *, is_signed: bool = False) -> int:
 
     Args:
         text: the number.
-        is_signed: whether to accept a negative number, so that the error can give the range.
+        is_signed: whether to accept a negative number, so that the caller can refuse it with the allowed range.
 
     Raises:
         ValueError: `text` is not a whole number.
@@ -110,7 +110,7 @@ def parse_count(text: str, *, is_signed: bool = False) -> int:
 
 
 def size_text(count: int) -> str:
-    """Return `count` bytes as text in the largest binary unit that gives at least 1; exact where possible."""
+    """Return `count` bytes as text in the largest binary unit that gives at least 1, whole or with two decimals."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         factor = SIZE_UNITS[unit]
         if abs(count) >= factor:
@@ -150,7 +150,7 @@ class Kind(Protocol):
 
     @property
     def allowed(self) -> str:
-        """The allowed values, for messages."""
+        """The allowed values, in words, for messages."""
         ...
 
     def read(self, raw: object, *, is_text: bool) -> object:
@@ -175,12 +175,12 @@ class Size:
 
     @property
     def allowed(self) -> str:
-        """The units and the range."""
+        """The allowed units and range, in words, for messages."""
         units = "bytes as an integer, or a number with KiB, MiB, GiB, TiB, kB, MB, GB, TB"
         return f"{units}; from {size_text(self.least)} to {size_text(self.most)}"
 
     def read(self, raw: object, *, is_text: bool) -> int:
-        """Read an integer or a size."""
+        """Read an integer, or a string with or without a unit."""
         del is_text
         if isinstance(raw, str):
             raw = parse_size(raw)
@@ -202,12 +202,12 @@ class Seconds:
 
     @property
     def allowed(self) -> str:
-        """The units and the range."""
+        """The allowed units and range, in words, for messages."""
         span = f"{seconds_text(self.least)} to {seconds_text(self.most)}"
         return f"seconds as a number, or a number with us, ms, s, min, h, d; from {span}"
 
     def read(self, raw: object, *, is_text: bool) -> float:
-        """Read a number or a duration."""
+        """Read a number, or a string with or without a unit."""
         del is_text
         if isinstance(raw, str):
             raw = parse_seconds(raw)
@@ -226,7 +226,7 @@ class RateKind(Kind):
 
     @property
     def allowed(self) -> str:
-        """The form."""
+        """The allowed strings, in words, for messages."""
         return "a size a second, such as 12GB/s"
 
     def read(self, raw: object, *, is_text: bool) -> int:
@@ -247,7 +247,7 @@ class Count(Kind):
 
     @property
     def allowed(self) -> str:
-        """The range."""
+        """The allowed range, in words, for messages."""
         return f"a whole number from {self.least} to {self.most}"
 
     def read(self, raw: object, *, is_text: bool) -> int:
@@ -267,7 +267,7 @@ class ChoiceKind(Kind):
 
     @property
     def allowed(self) -> str:
-        """The allowed words."""
+        """The allowed words, for messages."""
         return ", ".join(word or "empty" for word in self._words())
 
     def read(self, raw: object, *, is_text: bool) -> str:
@@ -291,7 +291,7 @@ class Switch:
 
     @property
     def allowed(self) -> str:
-        """The allowed words."""
+        """The allowed words, for messages."""
         return "true or false"
 
     def read(self, raw: object, *, is_text: bool) -> bool:
@@ -320,7 +320,7 @@ class Location:
 
     @property
     def allowed(self) -> str:
-        """A text that allows any path."""
+        """The allowed paths, in words, for messages."""
         return "a path" if self.is_needed else "a path, or empty for none"
 
     def read(self, raw: object, *, is_text: bool) -> Path | None:
@@ -349,7 +349,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class FileLocation(Location):
-    """The path of a file that must exist. See `tier.machine.tier_file`."""
+    """The path of a file that must exist and be readable. `tier.files.path_checks.tier_file` reads it."""
 
     pem: str = ""
     """Label of the file's PEM content, such as ``CERTIFICATE``; empty allows any format."""
@@ -362,7 +362,7 @@ class SecretLocation(Location):
     def read(self, raw: object, *, is_text: bool) -> Path | None:
         """Read a path and make it absolute."""
         if isinstance(raw, str) and "/" not in raw and redacted(raw) != raw:
-            raise ValueError("may be a secret itself, and not the path of its file")
+            raise ValueError("may be the secret itself rather than the path of its file")
         return Location.read(self, raw, is_text=is_text)
 
 
@@ -375,11 +375,11 @@ class Text:
 
     @property
     def allowed(self) -> str:
-        """The range of lengths."""
+        """The allowed strings, in words, for messages."""
         return f"a string of {self.least} to {self.most} characters, without control characters"
 
     def read(self, raw: object, *, is_text: bool) -> str:
-        """Read a text."""
+        """Read a string."""
         del is_text
         if not isinstance(raw, str) or not raw.isprintable():
             raise ValueError("not a printable string")
@@ -403,7 +403,7 @@ class FormedText(Text):
 
     @property
     def allowed(self) -> str:
-        """The form."""
+        """The allowed strings, in words, for messages."""
         return f"{self.form}; or empty for none"
 
     def read(self, raw: object, *, is_text: bool) -> str:
@@ -420,7 +420,7 @@ class Hidden:
 
     @property
     def allowed(self) -> str:
-        """The format."""
+        """The allowed strings, in words, for messages."""
         return "64 hexadecimal digits, or empty for none"
 
     def read(self, raw: object, *, is_text: bool) -> Secret | None:
@@ -463,25 +463,28 @@ class HiddenText(Hidden):
 
     @property
     def allowed(self) -> str:
-        """The format."""
+        """The allowed strings, in words, for messages."""
         return "a string of up to 4096 characters, without control characters, or empty for none"
 
     def read(self, raw: object, *, is_text: bool) -> PrivateText:  # type: ignore[override]
-        """Read a text."""
+        """Read a string."""
         return PrivateText("".join(Text(0, 4096).read(raw, is_text=is_text)))
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenKeys(HiddenText):
-    """The keys of sealed frames, one per line as in `keys.keyring`. A semicolon also ends a line. Empty means none."""
+    """The keys of sealed frames, one per line as `keys.seal_keys` reads them.
+
+    A semicolon also ends a line. Empty means none.
+    """
 
     @property
     def allowed(self) -> str:
-        """The form."""
-        return f"lines {FORM}; semicolons may be between them"
+        """The allowed strings, in words, for messages."""
+        return f"lines of the form {FORM}, separated by newlines or semicolons"
 
     def read(self, raw: object, *, is_text: bool) -> PrivateText:  # type: ignore[override]  # noqa: ARG002
-        """Read lines.
+        """Read keys, one per line.
 
         Raises:
             ConfigError: a line is invalid. The message gives its number.
@@ -490,7 +493,7 @@ class HiddenKeys(HiddenText):
             raise ValueError("not a string")  # noqa: TRY004 - a user's mistake, not a caller's
         text = "".join(raw).replace(";", "\n")
         if text and not parse(text.encode(errors="replace"), "store.keys").keys:
-            raise ValueError("without a key")
+            raise ValueError("contains no key")
         return PrivateText(text)
 
 

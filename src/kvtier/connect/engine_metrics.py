@@ -17,15 +17,16 @@ INTERVAL_S = 0.25
 """Seconds between two reports. A report per step would be most of the traffic between the processes."""
 
 FIRST_S = 2.0
-"""Seconds that a new engine takes empty steps to report its gauges. The session sets them in the first second."""
+"""Maximum seconds for which a new engine takes empty steps to report its gauges. The session sets the gauges in the
+first second."""
 
 LABEL_SEPARATOR = "\x1f"
 
 Row = list[float]
-"""One value. A histogram has the sum, and then the number of observations per bucket."""
+"""The numbers of one series: a single value, or a histogram's sum and then its number of observations per bucket."""
 
 _ADD = {MetricKind.COUNTER: "inc", MetricKind.GAUGE: "set", MetricKind.HISTOGRAM: "observe"}
-"""Methods of a metric of `prometheus_client`."""
+"""The method of a `prometheus_client` metric that takes a value, by kind of metric."""
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
@@ -34,7 +35,7 @@ class Stats:
     """Metrics of one interval, with the interface of vLLM's `KVConnectorStats`.
 
     Args:
-        data: the increase, or a gauge's value, by metric and then by joined label values.
+        data: the increase, or a gauge's value, by metric name and then by label values joined with `LABEL_SEPARATOR`.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -53,7 +54,7 @@ class Stats:
         return not self.data
 
     def aggregate(self, other: "Stats") -> "Stats":
-        """Add a later interval."""
+        """Add the metrics of a later interval. Gauges take its values. Return these stats."""
         for name, rows in other.data.items():
             is_gauge = _BY_NAME[name].kind is MetricKind.GAUGE
             mine = self.data.setdefault(name, {})
@@ -63,7 +64,7 @@ class Stats:
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return figures for vLLM's log."""
+        """Return the figures that vLLM writes to its log."""
         return {
             "loaded tokens": self._total("kvtier_load_tokens_total"),
             "stored chunks": self._total("kvtier_store_chunks_total", "held"),
@@ -91,11 +92,11 @@ class StatsReader:
         self._first_until_s: float | None = time.monotonic() + FIRST_S
 
     def hurry(self) -> bool:
-        """Return whether an idle engine should take a step to report news. If so, the next `take` ignores the interval.
+        """Return whether an idle engine should take an empty step to report changed metrics.
 
-        Otherwise the engine would take hundreds of empty steps before the interval ends. A new engine takes empty steps
-        until the session has set its gauges. Without these steps, `/metrics` would lack the gauges until the first
-        request.
+        If so, the next `take` ignores the interval. Otherwise the engine would take hundreds of empty steps before the
+        interval ends. A new engine takes empty steps until the session has set its gauges. Without these steps,
+        `/metrics` would lack the gauges until the first request.
         """
         if self._first_until_s is not None and time.monotonic() > self._first_until_s:
             self._first_until_s = None
@@ -127,8 +128,8 @@ class StatsReader:
         if row == before:
             return None
         self._before[place] = row
-        # Report each series once at zero. Prometheus misses the first event of a series that starts with that event,
-        # and a tier may be down from the start.
+        # Report a new series even if it is zero. Prometheus sees no increase in a series that begins above zero, and
+        # the gauge of a tier that is down from the start must appear as 0.
         if before is None or series.metric.kind is MetricKind.GAUGE:
             return row
         return [a - b for a, b in zip(row, before, strict=True)]
@@ -161,7 +162,7 @@ class PromMetrics:
             self._exported[LOOKUPS.name].labels(*own, presence.value)
 
     def observe(self, transfer_stats_data: dict[str, dict[str, Row]], engine_idx: int = 0) -> None:
-        """Add one interval of an engine."""
+        """Add an engine's metrics of one interval."""
         for metric, own, changes in changes_of(transfer_stats_data):
             series = self._exported[metric.name].labels(*self._values[engine_idx], *own)
             for value in changes:
@@ -169,7 +170,10 @@ class PromMetrics:
 
 
 def changes_of(data: Mapping[str, Mapping[str, Row]]) -> Iterator[tuple[Metric, tuple[str, ...], list[float]]]:
-    """Yield each metric, the values of its own labels, and its increase, value (gauge) or observations (histogram)."""
+    """For each series, yield its metric, the values of the metric's own labels, and a list.
+
+    The list contains the increase of a counter, the value of a gauge, or the observations of a histogram.
+    """
     for name, rows in data.items():
         metric = _BY_NAME[name]
         for labels, row in rows.items():
@@ -183,13 +187,14 @@ def exported_name(metric: Metric, prefix: str = "vllm:") -> str:
 
 
 def observations(metric: Metric, row: Row) -> list[float]:
-    """Return values with the bucket counts and sum of `row`, because a Prometheus histogram accepts only single values.
+    """Return single values that together have the bucket counts and the sum of `row`.
 
-    All values lie at the same fraction of their bucket's width.
+    They are necessary because a Prometheus histogram accepts only single values. All values lie at the same fraction of
+    their bucket's width.
     """
     total, counts = row[0], [int(count) for count in row[1:]]
     lows = (0.0, *metric.buckets)
-    # The last bucket has no upper bound. Its width is the sum that remains if all values are at their lower bounds.
+    # The last bucket has no upper bound. Its width is the part of the sum above all lower bounds, divided by its count.
     rest = (total - sum(count * low for count, low in zip(counts, lows, strict=True))) / max(counts[-1], 1)
     widths = [high - low for low, high in zip(lows, metric.buckets, strict=False)]
     widths.append(max(rest, 0.0))

@@ -1,6 +1,7 @@
 """Lists the fields of a Hugging Face model configuration that cannot change KV. All engines use this list.
 
-All other fields enter the fingerprint. An unknown field may change KV, so a miss is correct.
+All other fields enter the fingerprint, even unknown ones. A needless field costs only cache misses, but a missing one
+could return wrong KV.
 """
 
 from collections.abc import Mapping
@@ -11,13 +12,13 @@ UNRELATED_FIELDS = frozenset({
     "transformers_version", "_name_or_path", "architectures", "auto_map", "torchscript", "_commit_hash",
     # form of the output
     "output_hidden_states", "output_attentions", "output_scores", "return_dict", "return_dict_in_generate", "use_cache",
-    # Tokens that start or end a text do not change a token's KV. The padding token is not listed, because some models
-    # count positions from it.
+    # Which tokens start or end a text does not change the KV of given tokens. The padding token is not listed, because
+    # some models count positions from it.
     "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id", "forced_bos_token_id",
     "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "tokenizer_class", "prefix",
-    # other heads and tasks
+    # output heads for tasks other than text generation
     "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",
-    # training: the KV of a model in training mode is never cached
+    # training, during which KV is never cached
     "initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout", "dropout", "resid_pdrop",
     "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout",
     "layerdrop", "gradient_checkpointing", "router_aux_loss_coef", "output_router_logits", "classifier_dropout",
@@ -28,7 +29,7 @@ UNRELATED_FIELDS = frozenset({
 
 
 def plain(value: object, ignored: frozenset[str] = UNRELATED_FIELDS) -> object:
-    """Return `value` as plain types for a fingerprint, without the fields in `ignored`."""
+    """Return `value` converted to plain Python types for a fingerprint, without the fields in `ignored`."""
     if isinstance(value, Mapping):
         items = cast("Mapping[object, object]", value).items()
         return {str(name): plain(item, ignored) for name, item in items if str(name) not in ignored}
@@ -37,6 +38,6 @@ def plain(value: object, ignored: frozenset[str] = UNRELATED_FIELDS) -> object:
     if isinstance(value, (set, frozenset)):
         return sorted(str(item) for item in cast("set[object]", value))
     if value is None or type(value) in {bool, int, float, str}:
-        # Infinity has no canonical form.
+        # Infinity and NaN have no canonical form, so they become strings.
         return value if not isinstance(value, float) or abs(value) < float("inf") else str(value)
     return str(value)

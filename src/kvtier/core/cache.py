@@ -21,11 +21,11 @@ from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.load_costs import CostModel, LookupQuery
 from kvtier.core.operations import LoadOperation, OpenOperations, StoreOperation
-from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import Present, history_run, longest_boundary, lookup_sources, needed_chunks
 from kvtier.core.survey import Survey
 from kvtier.core.tier_searches import ProbeAnswers, Probes
 from kvtier.core.tier_state import TierStates
+from kvtier.core.tier_writes import TierWrites
 from kvtier.core.transfer_scheduler import TransferScheduler
 from kvtier.errors import BadCallError
 from kvtier.layout import KvLayout
@@ -110,12 +110,12 @@ class Cache:
             output=self._output,
             estimators=self._estimators,
         )
-        self._pending_writes = PendingWrites(self.host, self._tiers, self._limits, self._output)
+        self._tier_writes = TierWrites(self.host, self._tiers, self._limits, self._output)
         self._operations = OpenOperations(
             layout=layout,
             output=self._output,
             host=self.host,
-            pending_writes=self._pending_writes,
+            tier_writes=self._tier_writes,
             order=order,
         )
         self._transfers = TransferScheduler(
@@ -124,7 +124,7 @@ class Cache:
             host=self.host,
             tiers=self._tiers,
             probes=self._probes,
-            pending_writes=self._pending_writes,
+            tier_writes=self._tier_writes,
             operations=self._operations,
             estimators=self._estimators,
         )
@@ -133,7 +133,7 @@ class Cache:
             limits=self._limits,
             host=self.host,
             probes=self._probes,
-            pending_writes=self._pending_writes,
+            tier_writes=self._tier_writes,
             operations=self._operations,
             estimators=self._estimators,
             source_of=self._source_of,
@@ -197,7 +197,7 @@ class Cache:
         )
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
-        @cache  # the boundary, the sources and the options use it
+        @cache  # it is called for the boundary, the sources and the options
         def source_of(group: int, chunk: int) -> str | None:
             return self._source_of(known, prefix.keys[chunk], group)
 
@@ -242,7 +242,10 @@ class Cache:
         return self._probes.survey(prefix, now_s)
 
     def host_tokens(self, prefix: Prefix, *, is_retained: bool = False) -> int:
-        """Return how many leading tokens host memory alone can load. With `is_retained`, count only what hints keep."""
+        """Return how many leading tokens can be loaded from host memory alone.
+
+        With `is_retained`, only objects that hints retain count.
+        """
         entries = self.host.entries
 
         def is_there(group: int, chunk: int) -> bool:
@@ -252,22 +255,22 @@ class Cache:
         return longest_boundary(self._layout.groups, prefix, is_there)
 
     def presence(self, key: ChunkKey, group: int) -> Presence:
-        """Return whether host memory has, or will have, an object."""
+        """Return whether an object is in host memory, on its way there, or absent."""
         entry = self.host.entry(key, group)
         return Presence.ABSENT if entry is None else PRESENCE[entry.residency]
 
     @property
     def pending_count(self) -> int:
         """Number of objects that have pending writes or wait to be relayed between tiers that are up."""
-        return self._pending_writes.count
+        return self._tier_writes.count
 
     def relays_waiting(self) -> dict[str, int]:
         """Return how many objects wait to be relayed to each tier."""
-        return self._pending_writes.relays_waiting()
+        return self._tier_writes.relays_waiting()
 
     @property
     def in_flight(self) -> int:
-        """Number of commands without an answer."""
+        """Number of transfers and probes without an answer."""
         return len(self._transfers.flights) + len(self._probes)
 
     @property
@@ -353,9 +356,9 @@ class Cache:
         self._transfers.advance(now_s)
 
     def expects(self, conversation: str, next_turn: NextTurn | None) -> None:
-        """Pass the kind of the conversation's next turn to the evictors of host memory and tiers.
+        """Note the kind of the conversation's next turn for the evictors of host memory and tiers.
 
-        A later `advance` passes it, after the objects that the conversation is storing have reached the evictors.
+        A later `advance` passes it to them, after the objects that the conversation is storing have reached them.
         """
         self._next_turns.pop(conversation, None)
         self._next_turns[conversation] = next_turn
@@ -376,11 +379,11 @@ class Cache:
 
     def flush(self, now_s: float) -> None:
         """Queue all pending writes under any write policy, and the writes that tiers missed while they were down."""
-        self._pending_writes.flush(now_s)
+        self._tier_writes.flush(now_s)
         self._transfers.advance(now_s)
 
     def clear(self, now_s: float) -> tuple[int, int]:
-        """End every hint, and free the slots of all objects in host memory without a pin or a pending write.
+        """End every hint, and free the slots of all objects that have neither a pin nor a pending write.
 
         Returns:
             How many objects have left host memory, and how many stay until their transfers end and space is needed.
@@ -399,7 +402,7 @@ class Cache:
         self._may_move |= self._transfers.complete(transfer_id, outcome, now_s, is_fault=is_fault)
 
     def probed(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
-        """Handle the answer to a probe; None means that the tier failed."""
+        """Handle the answer to a probe. `present` is None if the tier failed."""
         self._probes.answered(probe_id, present, now_s)
         self._may_move = True  # demotions may be waiting for a trial
 
@@ -502,7 +505,7 @@ class Cache:
         groups = len(self._layout.groups)
         for place in places:
             if not (0 <= place.group < groups and 0 <= place.chunk < chunks):
-                raise BadCallError(f"{place} is outside the prefix: {groups} groups, {chunks} chunks")
+                raise BadCallError(f"{place} is outside the prefix, which has {groups} groups and {chunks} chunks")
 
     def _check_load(self, prefix: Prefix, tokens: int, places: Sequence[Place], resident_tokens: int) -> None:
         """Check that a load covers every object that its tokens require, because LoadDone relies on it."""
@@ -516,15 +519,15 @@ class Cache:
         self._check_places(prefix, places)
         named = set(map(_GROUP_AND_CHUNK, places))
         if len(named) != len(places):
-            raise BadCallError(f"a load names {len(places) - len(named)} places twice")
+            raise BadCallError(f"a load names {len(places) - len(named)} of its places twice")
         for _, chunk in named:
             end = (chunk + 1) * prefix.chunk_tokens
             if end > tokens:
                 raise BadCallError(f"chunk {chunk} ends at {end}, past the {tokens} tokens of the load")
         for group, chunk in needed:
             if (group, chunk) not in named and (chunk + 1) * prefix.chunk_tokens > resident_tokens:
-                what = f"a load of {tokens} tokens, {resident_tokens} of them resident"
-                raise BadCallError(f"{what}, needs chunk {chunk} of group {group}")
+                what = f"a load of {tokens} tokens, of which {resident_tokens} are resident,"
+                raise BadCallError(f"{what} needs chunk {chunk} of group {group}")
 
 
 def _share(*, stages_only: bool) -> float:

@@ -1,15 +1,15 @@
 """Hints about a prefix: retain it, evict it first, or bring it back by a given time. They affect only speed.
 
     retain     keeps its objects in host memory until a given time (`retention`)
-    lower      makes the objects that only one conversation has used the first victims
+    lower      makes those of its objects that only one conversation has used the first victims of eviction
     prefetch   brings its objects from lower tiers into host memory by a given time
 
-A hint waits for the open stores of its prefix. Objects that are retained, or evicted until a prefetch, are written to
-the lower tiers under any write policy.
+A hint waits for the open stores of its prefix. Objects that are retained, or evicted until a prefetch brings them back,
+are written to the lower tiers under any write policy.
 
-Clients choose hints and salts, so clients have no separate shares. Instead, each hint has a limit, and hints that are
-due earlier come first. The operator's calls do not compete with calls of clients. Refused hints of clients are counted.
-The operator's calls return their results.
+A client chooses its hints and salts, and could pose as many clients, so clients have no separate shares. Instead, each
+hint has a limit, and hints that are due earlier come first. The operator's calls do not compete with calls of clients.
+Refused hints of clients are counted. The operator's calls return their results.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from kvtier.core.host_residency import READABLE, HostEntry, HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import OpenOperations, PrefetchOperation, StoreOperation
-from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import longest_boundary, needed_chunks
 from kvtier.core.retention import Retention
 from kvtier.core.tier_searches import ProbeAnswers, Probes
+from kvtier.core.tier_writes import TierWrites
 from kvtier.layout import KvLayout
 from kvtier.types import ChunkKey, Place, Prefix, Priority, RequestId
 
@@ -38,7 +38,8 @@ LEAD_S = 1.0
 """A prefetch begins this long before its due time, plus twice the expected time of its transfers."""
 
 KEEP_S = 5.0
-"""Prefetched objects are retained this long after their due time, plus the notice that the prefetch got."""
+"""Prefetched objects are retained this long after their due time, plus the time from the call to the due time (or
+`wait_s`, if that is longer)."""
 
 SourceOf = Callable[[ProbeAnswers | None, ChunkKey, int], str | None]
 
@@ -84,7 +85,7 @@ class Hints:
         limits: Limits,
         host: HostMemory,
         probes: Probes,
-        pending_writes: PendingWrites,
+        tier_writes: TierWrites,
         operations: OpenOperations,
         estimators: dict[str, LinkEstimator],
         source_of: SourceOf,
@@ -94,7 +95,7 @@ class Hints:
         self._limits = limits
         self._host = host
         self._probes = probes
-        self._pending_writes = pending_writes
+        self._tier_writes = tier_writes
         self._operations = operations
         self._estimators = estimators
         self._source_of = source_of
@@ -103,7 +104,7 @@ class Hints:
         self._wishes: list[Wish] = []
         self._due: dict[RequestId, DuePrefetch] = {}
         self.are_given = False
-        """Whether any hint has been given. Until then, no other call is necessary."""
+        """Whether any hint has been given. Until then, `advance`, `expire` and `next_deadline` need not be called."""
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -120,7 +121,10 @@ class Hints:
         self._wish(prefix, lambda _at_s: self.retention.end(prefix), Priority.OPERATOR)
 
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
-        """Make objects of `prefix` that only `conversation` (if None, one operation) has used the first victims."""
+        """Let those objects of `prefix` that no other conversation has used be evicted first.
+
+        If `conversation` is None, only objects that one operation without a conversation has used are affected.
+        """
         self._wish(prefix, lambda at_s: self._lower(prefix, conversation, at_s, is_kept=False))
 
     def prefetch(
@@ -220,7 +224,7 @@ class Hints:
             self._refused["waiting"] += dropped.priority is not Priority.OPERATOR
 
     def _has_place(self, at_s: float, priority: Priority) -> bool:
-        """Return whether a prefetch that is due at `at_s` gets a place. It may displace the prefetch due latest."""
+        """Return whether a prefetch that is due at `at_s` gets a place. It may displace one that is due later."""
         is_operators = priority is Priority.OPERATOR
         due = [it for it in self._due.values() if (it.priority is Priority.OPERATOR) is is_operators]
         begun = [it.priority is Priority.OPERATOR for it in self._operations.prefetches.values()]
@@ -236,12 +240,12 @@ class Hints:
     def _retain(self, prefix: Prefix, until_s: float, now_s: float, priority: Priority) -> None:
         if until_s > now_s:
             for entry in self.retention.retain(prefix, until_s, priority):
-                self._pending_writes.keep(entry, now_s)
+                self._tier_writes.keep(entry, now_s)
 
     def _lower(self, prefix: Prefix, conversation: str | None, now_s: float, *, is_kept: bool) -> None:
         for entry in self._own(prefix, conversation):
             if is_kept:
-                self._pending_writes.keep(entry, now_s)
+                self._tier_writes.keep(entry, now_s)
             self._host.lower(entry)
 
     def _own(self, prefix: Prefix, conversation: str | None) -> list[HostEntry]:
@@ -294,7 +298,7 @@ class Hints:
         return True
 
     def _bounded(self, prefix: Prefix, priority: Priority) -> Prefix:
-        """Return the leading chunks that may be retained, and count a request's hint that names more."""
+        """Return the leading chunks that may be retained. If a request's hint names more, count it as refused."""
         limits = zip(self.retention.most_of(priority), self._host.is_history, strict=True)
         most = min([most for most, is_history in limits if is_history], default=len(prefix.keys))
         self._refused["retained"] += len(prefix.keys) > most and priority is not Priority.OPERATOR

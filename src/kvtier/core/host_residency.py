@@ -17,7 +17,7 @@ from one lower tier to another, and cannot be found.
 If objects only pass through host memory (`staging_core`), each is LEAVING as soon as it has arrived. It is evicted when
 its last pin and its last write have ended.
 
-An object also has a state for its write to each lower tier (`WRITE_STEPS`), which `pending_writes` changes:
+An object also has a state for its write to each lower tier (`WRITE_STEPS`), which `tier_writes` changes:
 
     UNDECIDED --needed--> PENDING (write-back) --its turn--> QUEUED --demotion begins--> WRITING --ended--> CLOSED
     UNDECIDED --needed--> QUEUED                          QUEUED --dropped or relayed--> CLOSED
@@ -132,7 +132,7 @@ PRESENCE: dict[Residency, Presence] = {
     Residency.READY: Presence.READY,
     Residency.LEAVING: Presence.READY,
 }
-"""The result of a lookup for each state."""
+"""What a lookup reports for an object in each state."""
 
 
 class WriteState(Enum):
@@ -167,7 +167,7 @@ UNWRITTEN = (PENDING, QUEUED, WRITING)
 
 
 def after(state: Residency, change: Change) -> Residency:
-    """Return the next state.
+    """Return the state that follows `state` after `change`.
 
     Raises:
         AssertionError: the table has no such transition, which is a bug in the core.
@@ -252,7 +252,7 @@ class HostMemory:
             min(STAGING_SLOTS_MAX, max(1, count // STAGING_SHARE)) if has_staging and count >= STAGING_SLOTS_MIN else 0
             for count in slots
         ]
-        """Number of slots of each group that the staging area may take in addition."""
+        """Number of slots of each group that the staging area may take in addition to those that it has."""
         if stages_only and has_staging:
             self.staging = [RELAY_SLOTS] * len(slots)
         self.staging_slots = tuple(self.staging)
@@ -389,7 +389,7 @@ class HostMemory:
         entry.pins += 1
 
     def unpin(self, entry: HostEntry) -> None:
-        """Remove a pin."""
+        """Remove a pin. A LEAVING object that has no more pins or pending writes is evicted."""
         assert entry.pins > 0, "unpin without pin"
         entry.pins -= 1
         if not entry.pins:
@@ -415,7 +415,7 @@ class HostMemory:
             self.unkept.append(entry)
         pending = entry.pending + (state in UNWRITTEN) - (before in UNWRITTEN)
         if entry.residency is not READY or entry.pins or bool(pending) is bool(entry.pending):
-            had_pending, entry.pending = entry.pending, pending  # the counts of evictable objects stay
+            had_pending, entry.pending = entry.pending, pending  # the counts of evictable objects stay the same
             if had_pending and not pending and entry.residency is LEAVING:
                 self.leave_if_written(entry)
         else:
@@ -428,11 +428,14 @@ class HostMemory:
         return bool(self._free[group] or self._idle_clean[group])
 
     def has_share(self, group: int, *, is_read: bool) -> bool:
-        """Return whether reads, or writes, may take one more slot of `group`, if objects only pass through."""
+        """Return whether reads (or writes, if `is_read` is false) may take one more slot of `group`.
+
+        This limit applies only if objects just pass through.
+        """
         return self._slots_of_way[is_read][group] < self._most[group]
 
     def read_becomes_write(self, entry: HostEntry) -> bool:
-        """Count the slot of a read as one of a write, if writes may take one more."""
+        """Count the slot of a read as one of a write, if writes may take one more. Return whether they may."""
         if not self.has_share(entry.group, is_read=False):
             return False
         self._slots_of_way[True][entry.group] -= 1
@@ -441,7 +444,7 @@ class HostMemory:
         return True
 
     def take_slot(self, group: int, *, is_read: bool = False) -> int | None:
-        """Take a free slot, or evict an object without pins and pending writes for its slot. Otherwise return None.
+        """Take a free slot, or evict an object that has no pins or pending writes and take its slot; else return None.
 
         If objects only pass through, no object is evicted, and reads and writes each have a share.
         """
@@ -464,7 +467,10 @@ class HostMemory:
         return self.take_slot(group) if self.staging[group] else None
 
     def clear(self) -> int:
-        """Evict every object without pins and pending writes, under any policy. Return how many there were."""
+        """Evict every READY object that has no pins or pending writes and is not retained, without asking the evictor.
+
+        Return how many were evicted.
+        """
         victims = [it for entries in self.entries for it in entries.values() if _is_idle(it, may_be_pending=False)]
         for victim in victims:
             self._evict(victim)
@@ -622,7 +628,7 @@ class HostMemory:
             self._slots_of_way[entry.is_read][entry.group] -= 1
 
     def leave_if_written(self, entry: HostEntry) -> None:
-        """Evict a LEAVING object without pins and pending writes."""
+        """Evict `entry` if it is LEAVING and has no pins or pending writes."""
         if entry.residency is LEAVING and not entry.pins and not entry.pending:
             self._evict(entry)
 

@@ -20,21 +20,27 @@ class TierRules:
     persists: bool = True
     """Whether its objects survive this process. If so, they need not stay in host memory for slower tiers."""
     is_remote: bool = False
-    """Whether an answer costs a round trip. Then the core asks for few names, in rounds, and requests need not wait."""
+    """Whether asking it costs a network round trip. If so, the core asks for few names at a time, in rounds, and
+    requests need not wait for the answers.
+    """
     loads_in_flight: int = 16
-    """Maximum number of promotions in flight. All tiers share a quarter of the slots of the smallest group."""
+    """Maximum number of promotions in flight. Those of all tiers together take at most a quarter of the slots of the
+    smallest group.
+    """
     writes_in_flight: int = 8
-    """Maximum number of demotions in flight. All tiers share a quarter of the slots of the smallest group."""
+    """Maximum number of demotions in flight. Those of all tiers together take at most a quarter of the slots of the
+    smallest group.
+    """
     small_bytes_in_flight: int = 0
     """Small objects may exceed the counts above, up to this many bytes in flight per direction, within the quarter of
-    the slots. They travel in batches, and a batch holds only objects in flight.
+    the slots. Small objects are moved in batches, and only objects in flight can be in a batch.
     """
     probe_deadline_s: float = 0.5
     transfer_deadline_s: float = 10.0
     failures: int = 3
     """Number of consecutive failures that open a circuit breaker."""
     retry_s: float = 5.0
-    """Delay before a trial. It doubles with each failed trial, up to a minute."""
+    """Delay before a tier that has stopped is tried again. It doubles with each failed trial, up to a minute."""
 
     def __post_init__(self) -> None:
         for name in ("loads_in_flight", "writes_in_flight", "failures"):
@@ -48,7 +54,7 @@ class TierRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits on objects in flight (counts) and on their duration (seconds)."""
+    """Limits on the number of objects in flight, on the duration of operations, and on what hints may retain."""
 
     stores_in_flight: int = 16
     scatters: int = 16
@@ -59,7 +65,7 @@ class Limits:
     retained_share: float = 0.5
     """Share of each group's host slots that hints may retain."""
     hint_share: float = 1.0
-    """Share of each group's host slots that a request's hint may retain, within `retained_share`."""
+    """Share of each group's host slots that one hint of a request may retain, within `retained_share`."""
     retain_s: float = 3600.0
     """Longest time for which a hint retains objects."""
     publishes: bool = False

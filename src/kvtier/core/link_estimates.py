@@ -23,7 +23,7 @@ from math import sqrt
 DEFAULT_BYTES_PER_S = 20e9
 DEFAULT_FIRST_S = 1e-3
 SAMPLE_S = 0.25
-"""Seconds between two measurements of a link that is never idle. The interval doubles if objects never pause."""
+"""Seconds between two measurements of a link that is never idle. The interval doubles if arrivals never pause."""
 INSTANT_S = 1e-6
 PAUSE_KEPT = 0.9
 """Share of the estimated pause that remains when the next burst begins."""
@@ -33,7 +33,7 @@ FIRST_BATCH_SHARE = 0.5
 
 @dataclass(slots=True)
 class LinkEstimator:
-    """The estimate of one link."""
+    """Estimates the latency, the bandwidth and the pauses of one link."""
 
     first_s: float = DEFAULT_FIRST_S
     """Latency of the first batch of a burst."""
@@ -42,7 +42,7 @@ class LinkEstimator:
     bytes_per_s: float = DEFAULT_BYTES_PER_S
     """Bandwidth after the first batch."""
     pause_s: float = 0.0
-    """Longest time between two arrivals of a flow."""
+    """Longest time between two arrivals after the first batch of a burst."""
     lead_s: float = 0.0
     """Time until a load has its first usable chunk, which need not arrive first."""
     is_known: bool = False
@@ -61,7 +61,7 @@ class LinkEstimator:
     _round_s: float = field(default=0.0, init=False)
     """End of the last whole round. Threads that read one object each deliver together, so samples end with a round."""
     _round_bytes: int = field(default=0, init=False)
-    """Bytes of the flow up to `_round_s`."""
+    """Bytes of the current sample that had arrived by `_round_s`."""
     _flow_pause_s: float = field(default=0.0, init=False)
     """Longest time between arrivals since the last sample."""
     _usual_pause_s: float = field(default=0.0, init=False)

@@ -1,11 +1,11 @@
 """Decides how long a load may continue: as long as it pays.
 
-The regret of a running load is its elapsed time minus the computing time that the delivered tokens save. That would be
-the loss, compared with computing everything, if the load stopped now. The load is cut when its regret exceeds its
-lowest value so far by `allowance_s`. Until `free_s` the engine computes for other requests, so that time does not
-count, and ending earlier would gain nothing. Whatever the links do, a request is late by at most the allowance and the
-time that the cut takes. This holds in comparison with the best possible stop, and with no load. (Page's test for a
-change of drift, Biometrika 1954, used as a stopping rule.)
+The regret of a running load is its elapsed time minus the computing time that the delivered tokens save. It is the time
+that would be lost, compared with computing everything, if the load stopped now. The load is cut (stopped early) when
+its regret exceeds its lowest value so far by `allowance_s`. Until `free_s` the engine computes for other requests, so
+that time does not count, and ending earlier would gain nothing. Whatever the links do, a request is late by at most the
+allowance and the time that the cut takes, compared with the best possible stop or with no load at all. (Page's test for
+a change of drift, Biometrika 1954, used as a stopping rule.)
 """
 
 from typing import NamedTuple
@@ -28,7 +28,10 @@ class LoadBudget(NamedTuple):
         return max(0.0, elapsed_s - self.free_s) - saved_s
 
     def cut_s(self, lowest_s: float, saved_s: float) -> float:
-        """Return when to cut a load whose tokens save `saved_s` and whose lowest regret was `lowest_s`."""
+        """Return how many seconds after its start a load is cut.
+
+        Its tokens so far save `saved_s`, and its lowest regret was `lowest_s`.
+        """
         return self.free_s + lowest_s + saved_s + self.allowance_s
 
     def saved_s(self, start: int, end: int) -> float:

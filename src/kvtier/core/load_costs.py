@@ -1,6 +1,6 @@
-"""Lists load options: all sources, all but the slowest, all but the two slowest, and so on.
+"""Lists the options for a load, with their costs: load from all sources, from all but the slowest, and so on.
 
-Optimal cut points lie only at boundaries between sources. Within one source, load time grows linearly with tokens,
+The best place to stop loading is always where one source ends. Within one source, load time grows linearly with tokens,
 while later tokens cost more to compute. So if the first chunk of a source is worth loading, all of its chunks are.
 """
 
@@ -58,12 +58,12 @@ class CostModel:
         self._first_tier = first_tier
 
     def options(self, query: LookupQuery, ready: int, tokens: int, now_s: float) -> tuple[LoadOption, ...]:
-        """Return the boundaries worth loading up to, shortest first.
+        """Return the loads to choose from, shortest first. No load that ends elsewhere can be better than all of them.
 
         Args:
             query: the lookup.
             ready: the longest boundary that host memory can serve now.
-            tokens: the longest boundary that can be served.
+            tokens: the longest boundary that all sources together can serve.
             now_s: the time.
         """
         if tokens <= query.resident_tokens:
@@ -135,7 +135,10 @@ class CostModel:
         return queues
 
     def _shared_chunks(self, prefix: Prefix) -> int:
-        """Return how many leading chunks open loads transfer anyway. Keys name whole prefixes, so bisection works."""
+        """Return how many leading chunks an open load transfers anyway.
+
+        A key names a whole prefix, so bisection finds where two prompts diverge.
+        """
         most = 0
         for load in self._loads:
             low, high = most, min(len(prefix.keys), len(load.prefix.keys), load.tokens // prefix.chunk_tokens)

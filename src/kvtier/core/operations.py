@@ -1,13 +1,15 @@
 """Open loads and stores: the life of each of their objects, and how they end.
 
-An object of a load or store is a `WorkItem`. A step outside `LOAD_STEPS` and `STORE_STEPS` raises AssertionError. This
-module starts no transfers. It fills the queues from which `transfer_scheduler` takes items.
+An object of a load or store is a `WorkItem`. A step that its table (`LOAD_STEPS`, `PREFETCH_STEPS`, `STORE_STEPS`) does
+not list raises AssertionError. This module starts no transfers. It fills the queues from which `transfer_scheduler`
+takes items.
 
     load:   WANTED --promotion begins--> WAITING --readable--> QUEUED --scatter begins--> COPYING --> DELIVERED
     store:  WANTED --gather begins--> COPYING --> STORED          WANTED --another transfer--> WAITING --> STORED
     both:   WAITING --transfer failed--> WANTED                   each of these --> FAILED (load), DROPPED (store)
 
-A prefetch is a load without places. Its object is DELIVERED as soon as it is readable. It ends without an event.
+A prefetch is a load without places. Each of its objects is DELIVERED as soon as it is readable. The prefetch ends
+without an event.
 
 If objects only pass through host memory (`staging_core`), a store's object is KEEPING until a tier has it, and then
 STORED.
@@ -24,8 +26,8 @@ from typing import ClassVar
 from kvtier.core.core_output import Output
 from kvtier.core.host_residency import COMING, HOST, READABLE, HostEntry, HostMemory
 from kvtier.core.load_budget import LoadBudget
-from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import load_sources, longest_boundary
+from kvtier.core.tier_writes import TierWrites
 from kvtier.layout import KvLayout
 from kvtier.types import (
     SEVERITY,
@@ -141,7 +143,7 @@ class Operation:
     todo: deque[WorkItem] = field(default_factory=deque[WorkItem])
     """Items that are WANTED, in order."""
     aside: dict[str, deque[WorkItem]] = field(default_factory=dict[str, deque[WorkItem]])
-    """A get's other WANTED items, by the tier to ask next, so that a tier without room does not delay the others."""
+    """A get's other WANTED items, by the tier to ask next, so that a tier without room does not delay other tiers."""
     unfinished: int = 0
     """Number of items without a result."""
     is_over: bool = False
@@ -180,7 +182,7 @@ class LoadOperation(Operation):
         return min(self.deadline_s, self.cut_s)
 
     def begin(self, now_s: float, budget: LoadBudget | None, *, is_alone: bool) -> None:
-        """Start the clock and the budget."""
+        """Record when the load starts, and set its budget."""
         self.begun_s, self.budget, self.is_alone = now_s, budget, is_alone
         self.run = self.resident_tokens // self.prefix.chunk_tokens
         if budget is not None:
@@ -230,14 +232,14 @@ class OpenOperations:
         *,
         layout: KvLayout,
         host: HostMemory,
-        pending_writes: PendingWrites,
+        tier_writes: TierWrites,
         order: list[str],
         output: Output,
     ) -> None:
         self.loads: dict[RequestId, LoadOperation] = {}
         self.prefetches: dict[RequestId, PrefetchOperation] = {}
         self.prefetched: list[PrefetchOperation] = []
-        """Prefetches that have ended, until `hints` takes them."""
+        """Prefetches that have ended, until `Hints.advance` takes them."""
         self.stores: dict[StoreOperation, None] = {}
         """The open stores, in the order of their starts, and so of their deadlines."""
         self.wanted = 0
@@ -251,7 +253,7 @@ class OpenOperations:
         self._layout = layout
         self._output = output
         self._host = host
-        self._pending_writes = pending_writes
+        self._tier_writes = tier_writes
         self._order = order
 
     # ---- start -----------------------------------------------------------------------------------------------------
@@ -292,7 +294,7 @@ class OpenOperations:
         # The deepest items come first, so that by recency alone a child is evicted before its parent.
         for item in reversed(work.items):
             if item.entry is not None:
-                self._pending_writes.use(item.entry, now_s, work.conversation)
+                self._tier_writes.use(item.entry, now_s, work.conversation)
 
     def must_write(self, work: LoadOperation | StoreOperation) -> bool:
         """Return whether `work` is a put.
@@ -304,12 +306,12 @@ class OpenOperations:
     # ---- steps of an item ------------------------------------------------------------------------------------------
 
     def take(self, work: LoadOperation | StoreOperation) -> WorkItem:
-        """Remove the first item from `work.todo`. Its next step follows immediately."""
+        """Remove the first item from `work.todo`. The caller must take the item's next step immediately."""
         self.wanted -= isinstance(work, StoreOperation)
         return work.todo.popleft()
 
     def found(self, item: WorkItem, entry: HostEntry) -> None:
-        """Use a copy that is readable or in transfer. A store then moves nothing."""
+        """Use the copy in `entry`, which is readable or in transfer. A store then copies nothing."""
         item.entry = entry
         if entry.residency not in READABLE:
             item.become(WAITING)
@@ -385,7 +387,7 @@ class OpenOperations:
             self._finish(item, STORED if is_stored else DROPPED)
 
     def written(self, entry: HostEntry) -> None:
-        """Finish the puts of an object if its ended and overdue writes decide their result."""
+        """Finish the items of puts that wait for an object, if it is known whether a tier keeps the object."""
         is_stored = _has_tier(entry)
         if is_stored is not None:
             entry.awaited = 0
@@ -404,7 +406,7 @@ class OpenOperations:
             self.end_if_finished(load)
 
     def fail(self, item: WorkItem) -> None:
-        """Give up an item of a load, and later chunks of a history, which are useless without it."""
+        """Give up an item of a load. If its group is a history, give up later chunks too, because they are useless."""
         load, (group, chunk, _) = item.work, item.place
         assert isinstance(load, LoadOperation)
         self._finish(item, FAILED)
@@ -446,7 +448,7 @@ class OpenOperations:
                 self.keepers[item.entry].remove(item)
                 if not self.keepers[item.entry]:
                     del self.keepers[item.entry]
-                    self._pending_writes.can_wait(item.entry)
+                    self._tier_writes.can_wait(item.entry)
                 self._finish(item, result)
             elif item.state is WANTED:
                 entry = self._host.entry(item.key, item.place.group)
@@ -559,8 +561,8 @@ class OpenOperations:
 def _has_tier(entry: HostEntry) -> bool | None:
     """Return whether a put of the object has succeeded; None if this is not decided yet.
 
-    A persistent tier must have the object or, once its last write has ended, any tier. An overdue write may yet
-    succeed, but no put waits for it.
+    It has succeeded once a persistent tier has the object. When all its writes have ended, any tier is enough. An
+    overdue write may yet succeed, but no put waits for it.
     """
     if entry.kept_by:
         return True

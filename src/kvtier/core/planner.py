@@ -9,8 +9,8 @@ the option with the smallest sum. Estimates of links may be wrong, so these rule
   positive, a load may also lose `RISK_FACTOR` times its expected loss at its worst moment. The loss budget gains
   `COMPUTED_SHARE` of the time spent computing and `SAVED_SHARE` of the time that loads saved. Losses reduce it. A wait
   behind other loads does not reduce it, up to the time that those loads save. So the total loss is bounded by the
-  initial loss budget, its gains, and the allowances of loads open when it ran out. A load over a known link gets no
-  extra time for the wait: its option includes the wait, and a stalled link must not stall the engine.
+  initial loss budget, its gains, and the allowances of the loads that were open when it ran out. A load over a known
+  link gets no extra time for the wait: its option includes the wait, and a stalled link must not stall the engine.
 - A link that made a load lose time goes into back-off. The back-off doubles with each further failure, from a second
   to half a minute.
 - A link that is estimated to be slower than computing is tried when it is not in back-off. A trial may cost `SLACK`,
@@ -19,8 +19,8 @@ the option with the smallest sum. Estimates of links may be wrong, so these rule
   whatever links do. (Conservative bandits, Wu et al., ICML 2016: explore within a share of what the known choice
   gives.) Back-off alone sets no such bound. If requests are rare, each may be a trial, and `SLACK` of computing
   everything is a lot for a prompt of which little is computed. A first trial loads one chunk more than the best plan.
-  The next one is twice as long if all of it arrived, otherwise half as long. Reads that a cut load has begun still
-  occupy the link and slots.
+  Each further one is twice as long as the last if all of that one arrived, and otherwise half as long. Reads that a cut
+  load has begun still occupy the link and slots.
 
 Prompts that arrive together share the engine. While it computes one prompt, others whose loads have ended wait. A plan
 includes the longest of these waits, up to the time that open loads save. So no request finishes later than without any
@@ -108,12 +108,14 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class _Backoff:
-    """The back-off of a source, during which nothing is loaded from it."""
+    """The back-off of a source, during which most loads avoid it."""
 
     until_s: float = 0.0
     seconds: float = BACKOFF_S_MIN
     lost_s: float = 0.0
-    """Loss of the last load from the source. During the back-off, only loads that can afford this loss may use it."""
+    """Largest loss of a load from the source since the last trial. During the back-off, only loads that can afford to
+    lose more may use the source.
+    """
     trial_chunks: int = 1
     """Length of the next trial: twice the length of the last one if all of it arrived, otherwise half."""
 
@@ -125,7 +127,7 @@ class Planner:
     """Plans the loads of one engine. It has no clock, thread or lock, and one owner.
 
     Args:
-        step_tokens: maximum tokens that the engine computes in one step; 0 means no limit.
+        step_tokens: maximum number of tokens that the engine computes in one step; 0 means no limit.
         is_on: whether to plan. If False, every load takes all that is available and runs to its end.
     """
 
@@ -164,7 +166,7 @@ class Planner:
         return steps * costs.per_step_s + tokens * costs.per_token_s + pairs * costs.per_pair_s
 
     def waits_for_s(self, tokens: int, context_tokens: int) -> float | None:
-        """Return `seconds` for `Cache.lookup`; None if unknown or if planning is off."""
+        """Return the `compute_s` to pass to `Cache.lookup`; None if there is nothing to compute or planning is off."""
         return (self.seconds(tokens, context_tokens) or None) if self._is_on else None
 
     @property
@@ -260,7 +262,7 @@ class Planner:
         self._saved_by_loads_s = self._saved_by_loads_s - plan.recompute_s + plan.compute_s if self._open else 0.0
 
     def record_overhead(self, seconds: float) -> None:
-        """Add the time from a load's end to the request's next step, excluding time in which the engine computed."""
+        """Record the time from a load's end to the request's next step, excluding time in which the engine computed."""
         seconds = max(0.0, seconds)
         self._overhead_s = sqrt(self._overhead_s * seconds) if self._overhead_s else seconds
 
@@ -294,7 +296,10 @@ class Planner:
         return replace(plan, risk_s=risk_s, budget=self._budget(_slack_s(plan) + granted_s, plan.ahead_s))
 
     def _risk_s(self, start: int, option: LoadOption) -> float:
-        """Return the expected loss at the worst moment: after the wait, or after the tokens cheaper to compute."""
+        """Return the expected loss at the worst moment.
+
+        This is after the wait, or after the last token that is cheaper to compute than to load.
+        """
         pace_s = (option.seconds - option.wait_s) / (option.tokens - start)
         cheap_s, per_pair_s = self.seconds_per_token, self._prefill.costs.per_pair_s
         if pace_s <= cheap_s + per_pair_s * start:

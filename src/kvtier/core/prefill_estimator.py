@@ -1,4 +1,4 @@
-"""Estimates how long computing a prompt takes, from the engine's steps.
+"""Estimates how long computing a prompt takes, from the measured times of the engine's steps.
 
 A step costs `a` (reading weights, launching kernels), `b` for each token and `c` for each pair of tokens (attention).
 The three costs are fitted to measured steps and are never negative. Steps of about equal size are kept as one moving
@@ -11,11 +11,13 @@ from math import sqrt
 from typing import NamedTuple
 
 PRIOR_PER_TOKEN_S = 4e-4
-"""Estimate before the first measurement: 2,500 tokens per second. It is low so that the first load of a process gets
-enough time. The loss of that load is bounded anyway.
+"""Estimate before the first measurement: 2,500 tokens per second. This speed is low so that the first load of a process
+gets enough time. The loss of that load is bounded anyway.
 """
 PRIOR_STEP_TOKENS = 100
-"""A step is assumed to cost as much as this many tokens. Unlike speed, this differs little between machines."""
+"""The fixed cost of a step is assumed to equal the cost of this many tokens. Unlike speed, this number differs little
+between machines.
+"""
 PRIOR_WEIGHT = 1e-6
 """Weight of `PRIOR_STEP_TOKENS` relative to measurements."""
 NEWEST_SHARE = 0.25
@@ -27,7 +29,7 @@ FIT_STEPS = 16
 """Steps of known sizes between two fits. A fit takes about 0.2 ms."""
 SINGULAR = 1e-12
 TOKENS_MIN = 16
-"""Steps in which no request computes this many tokens are not prefill: their attention is memory-bound."""
+"""A step in which no request computes this many tokens does not count as prefill: its attention is memory-bound."""
 
 
 class Piece(NamedTuple):
@@ -65,7 +67,7 @@ class PrefillEstimator:
         self._averages: dict[tuple[int, int], _Average] = {}
         self._costs = PrefillCosts()
         self._news = 0
-        """Steps since the last fit."""
+        """Steps since the last fit. A step of a new size counts as `FIT_STEPS`."""
 
     @property
     def costs(self) -> PrefillCosts:
@@ -75,7 +77,7 @@ class PrefillEstimator:
         return self._costs
 
     def add(self, pieces: Sequence[Piece], seconds: float) -> None:
-        """Add a step that computed `pieces` in `seconds`. Ignore steps without prefill."""
+        """Add a step that computed `pieces` in `seconds`. A step without prefill is ignored."""
         if seconds <= 0 or max((piece.tokens for piece in pieces), default=0) < TOKENS_MIN:
             return
         tokens = float(sum(piece.tokens for piece in pieces))
@@ -122,7 +124,7 @@ def _fitted(averages: Collection[_Average]) -> PrefillCosts:
 
 
 def _solved(normal: Matrix, chosen: Sequence[int]) -> PrefillCosts | None:
-    """Return the best costs if only the `chosen` ones may be positive; None if they are not determined."""
+    """Return the best costs of which only the `chosen` ones differ from 0; None if the steps do not determine them."""
     scale = [sqrt(normal[one][one]) for one in chosen]
     table = [
         [normal[one][other] / (by * along) for other, along in zip(chosen, scale, strict=True)] + [normal[one][3] / by]

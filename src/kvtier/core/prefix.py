@@ -1,8 +1,8 @@
 """Arithmetic over the chunks and groups of a prefix: how many leading tokens can be restored, and from which sources.
 
-A boundary is a token count at which the engine may resume: a multiple of the chunk size at which every group is valid.
-History requires all chunks before the boundary. A window requires the chunks that cover its tokens before the boundary.
-A state requires the chunk that ends there.
+A source is host memory or a lower tier. A boundary is a token count at which the engine may resume: a multiple of the
+chunk size at which every group is valid. A history group requires all chunks before the boundary. A window group
+requires the chunks that cover its tokens before the boundary. A state group requires the chunk that ends there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ Present = Callable[[int, int], bool]
 """Takes (group, chunk) and returns whether that object is available."""
 
 Sources = tuple[tuple[str, int], ...]
-"""Pairs of (source, tokens), host memory first. Sources without tokens are left out."""
+"""Pairs of (source, number of tokens from it), host memory first. Sources without tokens are left out."""
 
 
 def needed_chunks(group: GroupLayout, prefix: Prefix, tokens: int) -> range:
@@ -27,7 +27,7 @@ def needed_chunks(group: GroupLayout, prefix: Prefix, tokens: int) -> range:
     full, rest = divmod(tokens, prefix.chunk_tokens)
     if rest or full > len(prefix.keys):
         size = prefix.chunk_tokens
-        raise ValueError(f"{tokens} tokens is not a boundary: multiples of {size} up to {prefix.tokens} are allowed")
+        raise ValueError(f"{tokens} tokens are not a boundary; allowed: multiples of {size} up to {prefix.tokens}")
     if isinstance(group.validity, History):
         return range(full)
     if isinstance(group.validity, Window):
@@ -78,7 +78,10 @@ def lookup_sources(
     source_of: Callable[[int, int], str],
     order: Sequence[str],
 ) -> Sources:
-    """Return the sources of a load of the leading `tokens`. `source_of` takes (group, chunk)."""
+    """Return how many of the leading `tokens` a load gets from each source.
+
+    `source_of` takes (group, chunk) and returns the source of that object. `order` lists the sources, fastest first.
+    """
     items = [(index, chunk) for index, group in enumerate(groups) for chunk in needed_chunks(group, prefix, tokens)]
     return load_sources(prefix, tokens, {item: source_of(*item) for item in items}, order)
 
@@ -90,10 +93,10 @@ def load_sources(
     order: Sequence[str],
     resident_tokens: int = 0,
 ) -> Sources:
-    """Split the leading `tokens` past `resident_tokens` by source. `sources` maps (group, chunk) to its source.
+    """Return how many of the tokens from `resident_tokens` up to `tokens` come from each source.
 
-    A chunk counts towards the slowest source among its groups. A chunk that no group moves (before a sliding window)
-    counts like the next chunk that is moved.
+    `sources` maps (group, chunk) to the source of that object. A chunk counts towards the slowest source among its
+    groups. A chunk that no group loads (before a sliding window) counts like the next chunk that is loaded.
     """
     slowness = {source: number for number, source in enumerate(order)}
     by_chunk: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Decides when to ask a rank for the chunks that each tier holds: once, when the tier is up. The module is pure."""
+"""Decides when to ask a rank which chunks each tier holds: once per tier, when it is up. The module is pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class _TierRecall:
 
 
 class Recalls:
-    """The recalls of all tiers that may hold texts of chunks.
+    """The recalls of all tiers whose objects may carry the token ids of their chunks.
 
     Args:
         tiers: names of these tiers.

@@ -1,11 +1,11 @@
 """Objects that hints keep in host memory until a given time, within a share of its slots.
 
 A retained object is READY, and no evictor has it. When its retention ends, it is a candidate for eviction again. When
-the share is used up, the oldest retention of the lowest priority ends early, its deepest chunk first. A request's hint
-also cannot exceed its own share.
+the share is used up, the oldest retention of the lowest priority ends early, its deepest chunk first. One hint of a
+request is also limited to a share of its own (`hint_share`).
 
 If several hints retain an object, only the one of the highest priority counts, and among equals the longest. So a
-client cannot prolong a retention by the operator.
+client's hint cannot prolong a retention that the operator requested.
 """
 
 from collections import OrderedDict
@@ -25,7 +25,8 @@ class Retention:
     Args:
         host: host memory.
         share: share of each group's slots that may be retained, at least 0 and less than 1.
-        hint_share: share that one hint of a request may retain, but at least one object if any may be retained.
+        hint_share: share of each group's slots that one hint of a request may retain, at most `share`. It may always
+            retain one object of a group of which anything may be retained.
         refused: counts, as ``retained``, the hints of requests that did not retain every object they named.
     """
 
@@ -52,7 +53,7 @@ class Retention:
         return self.most if priority is Priority.OPERATOR else self._most_of_hint
 
     def retain(self, prefix: Prefix, until_s: float, priority: Priority) -> list[HostEntry]:
-        """Retain the objects of `prefix` in host memory, leading chunks first. Return the retained objects."""
+        """Retain those objects of `prefix` that are in host memory, leading chunks first. Return the retained ones."""
         if len(self._deadlines) > 2 * len(self._ends) + SLACK:
             self._deadlines = sorted(self._by_end)
         kept: dict[HostEntry, None] = {}
@@ -115,7 +116,10 @@ class Retention:
             self.expire(max(self._deadlines))
 
     def _end_oldest(self, group: int, kept: Collection[HostEntry], priority: Priority) -> bool:
-        """End the oldest retention outside `kept` of at most this priority. Return whether there was one."""
+        """End one retention early: the oldest of the lowest priority, up to `priority`, but none in `kept`.
+
+        Return whether there was one.
+        """
         for by_age in self._by_age[group][: 1 + priority]:
             oldest = next(iter(by_age), None)
             if oldest is not None and oldest not in kept:
@@ -136,7 +140,7 @@ class Retention:
         self._host.end_retention(entry)
 
     def check(self) -> None:
-        """Assert that host memory retains exactly the objects with an end, and that counts are right.
+        """Assert that host memory retains exactly the objects with an end time, and that the counts are right.
 
         Raises:
             AssertionError: a retention or count is wrong, which is a bug in the core.

@@ -42,11 +42,14 @@ class ObjectCache(Cache):
         )
 
     def lookup_objects(self, request: RequestId, objects: Sequence[ObjectId], now_s: float, *, is_run: bool) -> None:
-        """Search all tiers, each for the objects that faster ones lack. With `is_run`, only a leading run matters."""
+        """Search all tiers, each for the objects that faster ones lack.
+
+        With `is_run`, only the objects before the first absent one matter.
+        """
         self._probes.search_objects(request, objects, now_s, is_run=is_run)
 
     def lookup_for_put(self, request: RequestId, objects: Sequence[ObjectId], now_s: float) -> None:
-        """Search the first tier. A copy that may be bad counts as absent, because a put replaces it."""
+        """Search only the first tier. A copy that may be bad counts as absent, because a put replaces it."""
         self._probes.search_objects(request, objects, now_s, is_run=False, is_for_put=True)
 
     def get(self, request: RequestId, objects: Sequence[ObjectId], origins: Sequence[Origin], now_s: float) -> None:
@@ -70,7 +73,7 @@ class ObjectCache(Cache):
         for each in objects:
             entry = self.host.entry(*each)
             if entry is not None:  # the object is already on its way, and the first tier lacks it, perhaps again
-                self._pending_writes.put_again(entry, now_s)
+                self._tier_writes.put_again(entry, now_s)
         store = StoreOperation(request=request, prefix=prefix, conversation=None, deadline_s=inf, origins=origins)
         self._operations.begin_store(store, places, now_s)
         self._transfers.advance(now_s)

@@ -1,8 +1,8 @@
 """Finds where the objects of a prompt are. It reads host memory, and asks every tier for every chunk.
 
 A lookup asks a tier only for objects that faster ones lack, and a remote tier for few names. A survey is for people,
-and names every place. `tier_searches` sends its probes. A survey changes no decision, but a tier that does not answer
-it has failed a probe.
+and finds every place. `tier_searches` sends its probes. A survey changes no decision of the core, except that an
+unanswered probe counts as a failure of its tier.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,10 @@ class Survey:
         return self.tokens_within(self.prefix.tokens)
 
     def tokens_within(self, most: int) -> int:
-        """Return how many leading tokens can be loaded if at most `most` are wanted. Windows then end earlier."""
+        """Return how many of the leading `most` tokens can be loaded.
+
+        A window is then required before that earlier end, not before the end of the prompt.
+        """
         size = self.prefix.chunk_tokens
         return longest_boundary(self.groups, Prefix(self.prefix.keys[: most // size], size), self._is_somewhere)
 
@@ -80,7 +83,7 @@ class Survey:
         return any((self.prefix.keys[chunk], group) in self.left for group in range(len(self.groups)))
 
     def answered(self, tier: str, objects: Sequence[Item], present: Sequence[bool] | None) -> None:
-        """Record the answer to a probe; None means that the tier failed."""
+        """Record the answer to a probe. `present` is None if the tier failed."""
         if not self.is_wanted:
             return
         if present is None:

@@ -58,7 +58,8 @@ STALL_S = 0.5
 """A request stops waiting for announced chunks when no further one has been found for this long."""
 
 WAIT_SHARE = 0.01
-"""Even without hits, a request waits for this share of the time to compute the tokens that remote tiers may have."""
+"""However rare hits are, a request waits for this share of the time to compute the tokens that a remote tier may have.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +84,7 @@ class Search:
     sampled: list[int] = field(default_factory=list[int])
     """Positions in `chunks` that the current round asks for."""
     boundaries: list[tuple[list[Item], list[Item]]] = field(default_factory=list[tuple[list[Item], list[Item]]])
-    """For each boundary, the objects of windows and states that it lacks, and the objects asked for."""
+    """For each boundary, the objects of windows and states that it lacks, and those of them that are asked for."""
     is_wanted: bool = True
     """Whether the request has not been released yet."""
     is_repeated: bool = False
@@ -95,7 +96,7 @@ class Search:
     run: list[Item] = field(default_factory=list[Item])
     """Objects of `search_objects` that were missing when the tier was first asked. Each counts as a chunk."""
     asks_all: bool = False
-    """Whether remote tiers are also asked for everything in one probe."""
+    """Whether remote tiers, like others, are asked for everything in one probe instead of in rounds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,11 +120,11 @@ class AnnouncedWait:
     """Leading tokens of the prompt that are announced, in whole chunks."""
     until_s: float
     found_s: float
-    """Time at which the last further object was found, or at which the wait began."""
+    """Time at which an object was last found, or at which the wait began."""
     found: int = 0
-    """Number of objects that had been found by then."""
+    """Number of objects that had been found by `found_s`."""
     has_asked: bool = False
-    """Whether a search has begun since then. A stall counts only after one, because an engine may call rarely."""
+    """Whether a search has begun since `found_s`. Without one, nothing has stalled: the engine may just call rarely."""
     again_s: float = 0.0
     """Time of the next search."""
     pause_s: float = ASK_AGAIN_S_MIN
@@ -139,14 +140,16 @@ class ProbeAnswers:
     """The request waits for remote tiers until this time. Later answers are remembered for other requests. None if no
     remote tier has been asked."""
     prefix: Prefix | None = None
-    """Prefix of the last lookup. The same prefix sends new probes only if objects have left host memory since."""
+    """Prefix of the last lookup. A lookup of the same prefix sends new probes only if objects have left host memory
+    since.
+    """
     removals: int = 0
     """`HostMemory.removals` at that lookup."""
     probed: set[Item] = field(default_factory=set[Item])
     found_in: dict[Item, str] = field(default_factory=dict[Item, str])
     """The fastest tier that reported each object."""
     searches: set[Search] = field(default_factory=set[Search])
-    """Searches that lack results for some of their objects."""
+    """Searches that have not ended."""
     announced: AnnouncedWait | None = None
 
 
@@ -174,7 +177,7 @@ class Probes:
         self._order = list(tiers.by_name)
         self._open: dict[int, OpenProbe] = {}
         self._deadlines: list[tuple[float, int]] = []
-        """Heap of (time, probe) for each deadline and for the end of each wait."""
+        """Heap of (time, probe) for the deadline of each probe, and for the end of the wait of each request."""
         self._asking = 0
         """Number of repeated searches that are open."""
 
@@ -204,7 +207,7 @@ class Probes:
             announced_tokens: leading tokens that another engine says it has stored or is storing.
 
         Returns:
-            The answers so far; None if there are no tiers or too many tracked requests.
+            The answers so far; None if there are no tiers, or if `REQUESTS_MAX` requests are tracked already.
         """
         answers = self._answers.get(request)
         if answers is None:
@@ -245,7 +248,7 @@ class Probes:
         is_run: bool,
         is_for_put: bool = False,
     ) -> None:
-        """Search the tiers for objects, even objects in host memory. One ObjectsDone follows.
+        """Search the tiers for `objects`, even for those that host memory has. One ObjectsDone follows.
 
         Args:
             request: name of the request.
@@ -353,7 +356,7 @@ class Probes:
     def send_health_checks(self, now_s: float, watched: Callable[[str], tuple[Item, ...]]) -> None:
         """Send a health check, which is a probe without a request, to each tier that has no open probe.
 
-        A tier that requests keep busy is still asked for watched objects.
+        A tier with open probes of requests is still asked for the objects that observers watch.
 
         Args:
             now_s: the time.
@@ -368,7 +371,7 @@ class Probes:
                     self._send(tier_state, None, objects, now_s)
 
     def answered(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
-        """Handle an answer; None means that the tier failed. Answers to closed probes are ignored."""
+        """Handle an answer. `present` is None if the tier failed. Answers to closed probes are ignored."""
         open_probe = self._open.pop(probe_id, None)
         if open_probe is not None:
             self._close(probe_id, open_probe, present, now_s)
@@ -386,13 +389,16 @@ class Probes:
         return changed
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `expire` has work to do."""
+        """Return the time at which `expire` next has work to do; None if no probe is open."""
         while self._deadlines and self._deadlines[0][1] not in self._open:
             heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def forget(self, request: RequestId) -> None:
-        """Drop the answers of a released request. Its open searches go on to their next answer, for other requests."""
+        """Drop the answers of a released request. Each of its open searches ends with its next answer.
+
+        That answer is still remembered for other requests.
+        """
         answers = self._answers.pop(request, None)
         if answers is not None:
             for search in answers.searches:
@@ -410,7 +416,7 @@ class Probes:
         return [it.request for answers in self._answers.values() for it in answers.searches if it.objects is not None]
 
     def tiers_for(self, request: RequestId, item: Item) -> Sequence[str]:
-        """Return the tiers to try for an object: the one that reported it and slower ones, or all if none did.
+        """Return the tiers to try for an object: the one that reported it and slower ones, or all if none reported it.
 
         Loads request only objects that lookup found. Without a report, the object was in host memory at the lookup.
         """
@@ -481,7 +487,10 @@ class Probes:
         return False
 
     def _remembered(self, search: Search, tier_state: TierState, item: Item, now_s: float) -> bool | None:
-        """Return the remembered answer for `item`. An announced object that was absent may have been written since."""
+        """Return the remembered answer for `item`, or None if the tier must be asked.
+
+        The tier is asked again for an announced object that was absent, because the object may have been written since.
+        """
         answer = tier_state.remembered(item, now_s)
         wait = search.answers.announced
         return None if answer is False and wait is not None and item[0] in wait.keys else answer

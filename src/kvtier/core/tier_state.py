@@ -15,7 +15,7 @@ DEMOTE, PROMOTE = Direction.DEMOTE, Direction.PROMOTE
 WAYS: dict[Direction, Way] = {PROMOTE: "read", DEMOTE: "write"}
 
 SUSPECT_MAX = 1 << 16
-"""Maximum number of suspect objects per tier. Beyond that, the oldest are trusted again."""
+"""Maximum number of suspect objects (whose copy may be bad) per tier. Beyond that, the oldest are trusted again."""
 
 PAUSE_S_MIN = 5.0
 PAUSE_S_MAX = 300.0
@@ -31,7 +31,9 @@ PRESENT_S = 60.0
 """Seconds for which the answer "present" is remembered. A wrong answer costs a failed read."""
 
 OPENING_RETRY_S = 0.5
-"""Delay between trials of a tier that was never open. Trials are free, and the first success puts the tier to use."""
+"""Delay between trials of a tier that was never open. Such trials cost nothing, and the tier is used after the first
+success.
+"""
 
 RETRY_GROWTH = 2.0
 RETRY_SECONDS_MAX = 60.0
@@ -54,7 +56,7 @@ class CircuitBreaker:
     is_opening: bool = False
     """Whether no operation has succeeded since `open_now`."""
     trial: int = 0
-    """The operation whose result decides while the breaker is open; 0 if none is under way."""
+    """The operation whose result decides whether an open breaker closes; 0 if none is under way."""
 
     def open_now(self) -> None:
         """Start open: the first operation is a trial, and the delay between trials does not grow until one succeeds."""
@@ -111,7 +113,7 @@ class FailedReads:
 
     pause_s: float = 0.0
     until_s: float = 0.0
-    """Time until which the object is left alone; infinite while a read of it is stuck."""
+    """Time until which reads of the object are paused; infinite while a read of it is stuck."""
     is_replaced: bool = False
     """Whether a write has replaced the copy. A second write does not end the pause, so that useless writes stop."""
 
@@ -137,15 +139,15 @@ class TierState:
         self.late = {PROMOTE: 0, DEMOTE: 0}
         """Overdue transfers in flight. Their threads are stuck and count against the limit."""
         self.limit = {PROMOTE: min(rules.loads_in_flight, pool.share), DEMOTE: min(rules.writes_in_flight, pool.share)}
-        """Limit for objects of any size. Small objects may exceed it."""
+        """Maximum number of transfers in flight. Small objects may exceed it, up to `small_bytes_in_flight`."""
         self.hit_rate = 0.5
         """Moving average of how often a remote tier has a request's first missing chunk."""
         self.answer_s = 0.0
-        """Moving average of how long its probes take."""
+        """Moving average of how long the tier takes to answer probes of requests."""
         self.has_doubts = False
         """Whether any object is suspect or has failed reads. It is an attribute because every promotion reads it."""
         self._suspect: dict[Item, bool] = {}
-        """Suspect objects, and whether the next write must drop the copy first."""
+        """For each suspect object, whether the next write must drop the copy first."""
         self._failed: OrderedDict[Item, FailedReads] = OrderedDict()
         """Objects whose last read failed or was late. Beyond `SUSPECT_MAX` the oldest are forgotten."""
         self._remembered: OrderedDict[Item, tuple[bool, float]] = OrderedDict()
@@ -161,7 +163,7 @@ class TierState:
         return out < self._pool.share if self._pool.is_single else self._pool.has_slot(self, direction)
 
     def limit_for(self, direction: Direction, size_bytes: int) -> int:
-        """Return how many transfers of `size_bytes` each may be in flight."""
+        """Return how many transfers may be in flight if each has `size_bytes`."""
         return max(self.limit[direction], min(self._pool.share, self.rules.small_bytes_in_flight // size_bytes))
 
     def can_read(self, now_s: float) -> bool:
@@ -198,7 +200,7 @@ class TierState:
         return bool(self._suspect) and self._suspect.pop(item, False)
 
     def read_failed(self, item: Item, now_s: float, *, is_stuck: bool) -> None:
-        """Suspect the copy of `item` after a failed or late read, and leave it alone for twice as long as before.
+        """Suspect the copy of `item` after a failed or late read, and pause its reads for twice as long as last time.
 
         The breaker does not notice such reads, because reads of other objects succeed in between.
         """
@@ -217,23 +219,30 @@ class TierState:
             failed.until_s = now_s + failed.pause_s
 
     def read_answered(self, item: Item) -> None:
-        """Forget the failures of `item`: the tier answered a read in time, or a late read never began."""
+        """Forget the failures of `item`.
+
+        Either the tier answered a read in time, or a read that counted as late was cancelled before it reached the
+        tier.
+        """
         self._failed.pop(item, None)
         self.has_doubts = bool(self._suspect or self._failed)
 
     def replaced(self, item: Item) -> None:
-        """Record that a write of `item` succeeded. A copy that became suspect meanwhile is still the old one."""
+        """Record that a write of `item` succeeded. The first such write ends the pause of its reads.
+
+        If the copy became suspect meanwhile, it is still the old one, so the pause goes on.
+        """
         failed = self._failed.get(item)
         if failed is not None and not failed.is_replaced and item not in self._suspect:
             failed.until_s, failed.is_replaced = 0.0, True
 
     def is_left_alone(self, item: Item, now_s: float) -> bool:
-        """Return whether the tier is not asked for `item`, because reads of it have failed."""
+        """Return whether reads of `item` from the tier are paused, because earlier ones failed or were late."""
         failed = self._failed.get(item) if self._failed else None
         return failed is not None and now_s < failed.until_s
 
     def answered(self, items: Sequence[Item], present: Sequence[bool], now_s: float) -> Sequence[bool]:
-        """Remember the tier's answers for `items`. Return them, with objects that are left alone marked absent."""
+        """Remember the tier's answers for `items`. Return them, with objects whose reads are paused marked absent."""
         if self.rules.is_remote:
             for item, is_there in zip(items, present, strict=True):
                 self.remember(item, now_s, is_present=is_there)
@@ -257,7 +266,7 @@ class TierState:
             self._remembered.pop(item, None)
 
     def remembered(self, item: Item, now_s: float) -> bool | None:
-        """Return the remembered answer for `item`, or None. An object that is left alone counts as absent."""
+        """Return the remembered answer for `item`, or None. An object whose reads are paused counts as absent."""
         if self.is_left_alone(item, now_s):
             return False
         answer = self._remembered.get(item)
@@ -329,7 +338,10 @@ class TierState:
                 other.retry_now(now_s)  # the other direction may have failed for the same reason
 
     def _end_first_pauses(self) -> None:
-        """End first pauses, because the reads may have failed while the tier was away. Longer pauses stay."""
+        """End the pauses that follow a first failed read: it may have failed only because the tier was away.
+
+        Longer pauses stay, and so do those of reads that still hang.
+        """
         for failed in self._failed.values():
             if failed.pause_s <= PAUSE_S_MIN and failed.until_s != inf:
                 failed.until_s = 0.0

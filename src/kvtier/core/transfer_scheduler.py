@@ -1,8 +1,8 @@
 """Decides which transfers start, and handles their completions.
 
 Deadlock cannot occur because no operation holds a slot while it waits for another slot. Readable objects are scattered
-immediately, in any order. A promotion takes one slot and frees it after its scatters. Stores use the slots that loads
-do not need, and wait for a bounded time. A relay uses a slot of the staging area.
+immediately, in any order. A promotion takes one slot, which can be reused after its scatters. Stores use the slots that
+loads do not need, and wait for a bounded time. A relay uses a slot of the staging area.
 """
 
 from collections import deque
@@ -15,9 +15,9 @@ from kvtier.core.host_residency import HOST, READABLE, Change, HostEntry, HostMe
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import COPYING, LoadOperation, OpenOperations, StoreOperation, WorkItem
-from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.tier_searches import Probes
 from kvtier.core.tier_state import TierState, TierStates
+from kvtier.core.tier_writes import TierWrites
 from kvtier.types import SEVERITY, Cancel, Direction, Drop, Outcome, Transfer
 
 # Constants for hot paths: up to Python 3.11, a member lookup on the class costs as much as two calls.
@@ -39,14 +39,14 @@ class InFlightTransfer:
     item: WorkItem | None = None
     """The item that is gathered for a store or scattered for a load."""
     relay_to: str = ""
-    """The tier to which the object is relayed."""
+    """The tier to which the object is relayed; empty if it is not relayed."""
     outcome: Outcome = Outcome.DONE
     is_fault: bool = False
     is_late: bool = False
     is_cancelled: bool = False
     """Whether a Cancel was sent. It may come too late."""
     is_blamed: bool = False
-    """Whether it is a promotion past its deadline, so that its object is left alone for a time."""
+    """Whether it is a promotion past its deadline, so that the tier is not asked for the object again for a time."""
     is_doubted: bool = False
     """Whether this promotion alone made the copy suspect."""
 
@@ -61,7 +61,7 @@ class TransferScheduler:
         host: HostMemory,
         tiers: TierStates,
         probes: Probes,
-        pending_writes: PendingWrites,
+        tier_writes: TierWrites,
         operations: OpenOperations,
         estimators: dict[str, LinkEstimator],
         output: Output,
@@ -72,7 +72,7 @@ class TransferScheduler:
         self._host = host
         self._tiers = tiers
         self._probes = probes
-        self._pending_writes = pending_writes
+        self._tier_writes = tier_writes
         self._operations = operations
         self._estimators = estimators
         self._out = {GATHER: 0, SCATTER: 0}
@@ -102,7 +102,10 @@ class TransferScheduler:
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> bool:
-        """Check deadlines. Return whether anything changed."""
+        """Give up transfers past their deadline, and stop operations past their deadline or budget.
+
+        Return whether anything changed.
+        """
         changed = False
         while self._deadlines and self._deadlines[0][0] <= now_s:
             flight = self.flights.get(heappop(self._deadlines)[1])
@@ -124,7 +127,7 @@ class TransferScheduler:
         return changed
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `expire` has work to do if nothing else happens."""
+        """Return the time at which `expire` has work to do if nothing else happens; None if there is no deadline."""
         while self._deadlines and self._deadlines[0][1] not in self.flights:
             heappop(self._deadlines)
         ends = self._operations.deadlines()
@@ -151,11 +154,11 @@ class TransferScheduler:
             self._promoted(flight, now_s)
         if self._host.stages_only:
             if direction is DEMOTE:
-                self._pending_writes.relay_missed(flight.entry)
+                self._tier_writes.relay_missed(flight.entry)
             self._host.leave_if_written(flight.entry)
             if self._host.unkept:
                 self._end_puts()
-            self._pending_writes.can_wait(flight.entry)
+            self._tier_writes.can_wait(flight.entry)
         return True
 
     def _end_puts(self) -> None:
@@ -169,7 +172,7 @@ class TransferScheduler:
         item, entry = flight.item, flight.entry
         assert item is not None
         if flight.outcome is DONE:
-            self._pending_writes.mark_pending(entry, now_s)
+            self._tier_writes.mark_pending(entry, now_s)
             self._host.arrived(entry)
         else:
             self._host.failed(entry)
@@ -200,12 +203,12 @@ class TransferScheduler:
             self._host.reclaim(entry)
         elif entry.is_staged:
             if flight.outcome is DONE:
-                self._pending_writes.staged(entry, flight.relay_to)
+                self._tier_writes.staged(entry, flight.relay_to)
             else:
-                self._pending_writes.unstaged(entry, Change.FAILED)
+                self._tier_writes.unstaged(entry, Change.FAILED)
         elif flight.outcome is DONE:
             self._host.arrived(entry)
-            self._pending_writes.promoted(entry, now_s)
+            self._tier_writes.promoted(entry, now_s)
             self._operations.arrived(entry)
         else:
             self._host.failed(entry)
@@ -236,10 +239,10 @@ class TransferScheduler:
             for waiter in waiters:  # the rest of the prefix may be lost, too
                 tier_state.forget(product(waiter.work.prefix.keys, range(len(self._host.slots))))
             tier_state.remember(item, now_s, is_present=False)
-            self._pending_writes.lost(item, tier_state.name)
+            self._tier_writes.lost(item, tier_state.name)
 
     def _judge_read(self, flight: InFlightTransfer, tier_state: TierState, now_s: float) -> None:
-        """Record whether the tier's copy can be read. If not, leave it alone for a time."""
+        """Record whether the tier's copy can be read. If not, pause its reads."""
         item, outcome = (flight.entry.key, flight.entry.group), flight.outcome
         if outcome is DONE or outcome is CORRUPT or (flight.is_doubted and outcome is CANCELLED):
             tier_state.clear_suspect(item)  # a late read that was cancelled waited behind others and read nothing
@@ -256,14 +259,14 @@ class TransferScheduler:
         flight.is_doubted = not tier_state.is_suspect(item)
         tier_state.read_failed(item, now_s, is_stuck=flight.is_blamed)
         self._probes.lost(item, tier_state.name)
-        self._pending_writes.lost(item, tier_state.name)
+        self._tier_writes.lost(item, tier_state.name)
 
     def _demoted(self, flight: InFlightTransfer, now_s: float) -> None:
         tier_state, entry = self._tier_ended(flight, now_s)
         is_done, is_fault = flight.outcome is DONE, flight.is_fault
         if is_done:
             tier_state.replaced((entry.key, entry.group))
-        self._pending_writes.ended(
+        self._tier_writes.ended(
             entry, tier_state, now_s, is_done=is_done, is_late=flight.is_late, is_fault=is_fault and not is_done
         )
 
@@ -272,7 +275,10 @@ class TransferScheduler:
         self._estimators[source].ended(size_bytes, now_s, is_moved=flight.outcome is DONE)
 
     def _record_lead(self, load: LoadOperation, source: str, now_s: float) -> None:
-        """Record how long `load` took to get its first usable chunk, or ran without one."""
+        """Record how long `load` took to get its first usable chunk, or how long it ran without one.
+
+        A load is recorded only if no other load was open at its start.
+        """
         if load.is_alone and self._host.has_history_only and (load.has_led or load.was_cut):
             self._estimators[source].record_lead(now_s - load.begun_s, has_come=load.has_led)
 
@@ -292,7 +298,7 @@ class TransferScheduler:
         self._tiers.by_name[transfer.tier].overdue(transfer, now_s)
         if entry.is_staged:
             if transfer.direction is PROMOTE:
-                self._pending_writes.unstaged(entry, Change.LATE)
+                self._tier_writes.unstaged(entry, Change.LATE)
         elif transfer.direction is PROMOTE:
             self._host.late(entry)
             self._operations.retry(entry, transfer.tier)
@@ -309,7 +315,8 @@ class TransferScheduler:
             self._give_up(now_s)
         if self._operations.scatters:
             self._advance_scatters(now_s)
-        # A started transfer may unblock another operation, and a dropped write frees a slot, so repeat until none does.
+        # A started transfer may unblock another operation, and a dropped write frees a slot, so repeat until neither
+        # happens.
         may_start_more = True
         while may_start_more:
             loads = self._operations.loads
@@ -318,7 +325,8 @@ class TransferScheduler:
             has_gathered = may_gather and self._advance_stores(now_s)
             has_dropped = self._advance_demotions(now_s)
             has_relayed = self._host.has_staging and self._advance_relays(now_s)
-            # A get may name an object twice, in the queues of two tiers. A relay may take a slot that a get needs.
+            # Gets are tried again after a promotion, because the queues of two tiers may name the same object, and
+            # after a relay, because it may have taken a slot that a get needs.
             is_again = self._host.stages_only and (has_promoted or has_relayed)
             is_again |= has_dropped or (has_promoted and len(loads) > 1)
             may_start_more = is_again or (has_gathered and bool(loads))
@@ -360,7 +368,7 @@ class TransferScheduler:
                     if not tier_state.has_room(PROMOTE, self._host.object_bytes[group]):
                         is_starving |= not self._host.has_room(group)
                         break
-                    slot = self._pending_writes.slot_for_load(group, len(load.todo))
+                    slot = self._tier_writes.slot_for_load(group, len(load.todo))
                     if slot is None:
                         is_starving = True
                         break
@@ -403,7 +411,10 @@ class TransferScheduler:
         return has_promoted
 
     def _advance_gets(self, now_s: float) -> bool:
-        """Start promotions for gets, which take turns. Return whether a promotion started."""
+        """Start promotions for gets, which take turns.
+
+        Return whether a promotion started, or an object was passed on to the next tier.
+        """
         loads, by_name = self._operations.loads, self._tiers.by_name
         has_promoted = False
         full: set[int] = set()
@@ -432,7 +443,8 @@ class TransferScheduler:
         """Promote objects of a get from one tier, and add groups without a slot to `full`.
 
         Returns:
-            Whether a promotion started, or an object must go to the next tier because this one leaves it alone.
+            Whether a promotion started, or an object was passed on to the next tier because its reads from this one are
+            paused.
         """
         items, has_promoted = get.aside[tier_state.name], False
         while items:
@@ -445,7 +457,7 @@ class TransferScheduler:
                     continue
                 if group in full or not tier_state.has_room(PROMOTE, self._host.object_bytes[group]):
                     break
-                slot = self._pending_writes.slot_for_load(group, len(items))
+                slot = self._tier_writes.slot_for_load(group, len(items))
                 if slot is None:
                     full.add(group)
                     break
@@ -496,7 +508,7 @@ class TransferScheduler:
                     continue
                 if self._out[GATHER] >= self._limits.stores_in_flight:
                     return has_gathered
-                slot = self._pending_writes.slot_for_store(group, self._operations.wanted)
+                slot = self._tier_writes.slot_for_store(group, self._operations.wanted)
                 if slot is None:
                     full.add(group)
                     break
@@ -509,7 +521,10 @@ class TransferScheduler:
         return has_gathered
 
     def _advance_puts(self, now_s: float) -> bool:
-        """Start gathers for puts, which take turns and wait for gets of their objects. Return whether one started."""
+        """Start gathers for puts, which take turns and wait for gets of their objects.
+
+        Return whether a gather started.
+        """
         stores = self._operations.stores
         gathered = 0
         for put in list(stores):
@@ -522,7 +537,7 @@ class TransferScheduler:
                 elif entry is not None:
                     self._operations.found(self._operations.take(put), entry)
                 else:
-                    slot = self._pending_writes.slot_for_store(item.place.group, self._operations.wanted)
+                    slot = self._tier_writes.slot_for_store(item.place.group, self._operations.wanted)
                     if slot is None:
                         break
                     self._gather(item, slot, now_s)
@@ -544,10 +559,10 @@ class TransferScheduler:
     def _advance_demotions(self, now_s: float) -> bool:
         """Start demotions. Return whether a pending write was dropped, which may free a slot."""
         dropped = self._output.counters.demotions_dropped
-        queues = self._pending_writes.queues
+        queues = self._tier_writes.queues
         for tier_state in self._tiers.all:
             queued = queues[tier_state.name].queued
-            while queued and (entry := self._pending_writes.next_write(tier_state, now_s)) is not None:
+            while queued and (entry := self._tier_writes.next_write(tier_state, now_s)) is not None:
                 self._demote(entry, tier_state, now_s)
         if self._host.unkept:
             self._end_puts()
@@ -564,7 +579,7 @@ class TransferScheduler:
         is_loading = any(load.todo or any(load.aside.values()) for load in self._operations.loads.values())
         is_loading |= self._host.stages_only and self._operations.wanted > 0  # puts also wait for slots
         for tier_state in self._tiers.all:
-            while (relay := self._pending_writes.next_relay(tier_state, now_s, is_loading=is_loading)) is not None:
+            while (relay := self._tier_writes.next_relay(tier_state, now_s, is_loading=is_loading)) is not None:
                 has_started = True
                 entry, source = relay
                 if source is None:
@@ -615,7 +630,7 @@ class TransferScheduler:
         self.flights[transfer.id] = InFlightTransfer(transfer, entry, item, relay_to)
         if tier_state is not None:
             tier_state.began(transfer, self._host.object_bytes[entry.group])
-            # Only tier transfers have deadlines: a device copy cannot be abandoned while it uses a slot and blocks.
+            # Only tier transfers are given up when overdue. A device copy uses a slot and blocks until it ends.
             heappush(self._deadlines, (transfer.deadline_s, transfer.id))
         output.commands.append(transfer)
 
@@ -651,5 +666,5 @@ class TransferScheduler:
         assert out[GATHER] == self._out[GATHER] <= self._limits.stores_in_flight, "too many gathers"
         assert out[SCATTER] == self._out[SCATTER] <= self._limits.scatters, "too many scatters"
         self._tiers.check(out)
-        self._pending_writes.check(writing)
+        self._tier_writes.check(writing)
         self._operations.check({flight.item for flight in self.flights.values() if flight.item is not None})

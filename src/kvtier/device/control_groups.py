@@ -8,7 +8,7 @@ OWN = Path("/proc/self/cgroup")
 
 
 def control_groups(text: str) -> list[tuple[str, str]]:
-    """Return (controllers, path) for each line of /proc/self/cgroup. Version 2 lists no controllers there."""
+    """Return (controllers, path) for each line of /proc/self/cgroup. For version 2, `controllers` is empty."""
     rows = [line.split(":", 2) for line in text.splitlines()]
     return [(row[1], row[2]) for row in rows if len(row) == 3]
 
@@ -38,7 +38,7 @@ def memory_limit(root: Path = ROOT, own: Path = OWN) -> tuple[int, Path] | None:
         for folder, is_version_2 in levels("memory", root, own)
     ]
     limits = [(text_of(file).strip(), file) for file in files]
-    return min(((int(text), file) for text, file in limits if text.isdecimal()), default=None)  # or "max"
+    return min(((int(text), file) for text, file in limits if text.isdecimal()), default=None)  # not "max"
 
 
 def text_of(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The interface of a copier."""
+"""The interface of a copier, which copies chunks between an engine's blocks and host slots."""
 
 from typing import Protocol
 

@@ -1,9 +1,10 @@
 """Page-locks host memory for copies to and from a CUDA device. This module imports torch.
 
-Locking a few GB takes about a second, because the kernel must fault in each page. So a thread locks it after the start.
+Locking a few GB takes about a second, because the kernel must fault in each page. So a thread does it after the start.
 Until then, copies run at the speed of pageable memory. The thread locks ranges of whole slots, because the driver
 rejects a copy that crosses the edge of a locked range. While it locks a range, the driver blocks its other calls.
-Only this thread makes these calls, because CUDA keeps an error for the calling thread, where torch would raise it.
+Only this thread makes these calls, because CUDA remembers an error for the thread that made the call, and torch would
+raise it there.
 
 Meanwhile a starting engine captures CUDA graphs. By default the driver then refuses to lock in any thread
 (error 900), and the capture also fails. So the thread first declares that captures do not affect its calls.
@@ -30,7 +31,7 @@ STOP_DEADLINE_S = 2.0
 UNLOCK_DEADLINE_S = 10.0
 """Time that `unlock` waits for each unlocking call."""
 WORD_S = 10.0
-"""Time after which a start that waits in mode ``on`` logs the reason."""
+"""Time after which a start that waits in mode ``on`` logs why it waits."""
 
 _MEANINGS = {
     1: "invalid value",
@@ -51,7 +52,7 @@ _telling = threading.Lock()
 
 
 class CudaRegistrar:
-    """Makes the two calls of the CUDA runtime. Each returns 0 or an error code.
+    """Makes the two calls of the CUDA runtime that lock and unlock memory. Each returns 0 or an error code.
 
     Args:
         device: the CUDA device that the calling thread uses from then on; None leaves it unchanged. A new thread starts
@@ -65,7 +66,7 @@ class CudaRegistrar:
 
     def register(self, address: int, size_bytes: int) -> int:
         """Page-lock `size_bytes` bytes at `address`, for all devices."""
-        runtime = self._runtime()  # initializes the driver before its mode is set
+        runtime = self._runtime()  # initializes the driver before the capture mode is set
         return _relaxed() or int(runtime.cudaHostRegister(address, size_bytes, self._PORTABLE))
 
     def unregister(self, address: int) -> int:
@@ -87,7 +88,7 @@ def _current_device() -> int:
 
 
 def _relaxed() -> int:
-    """Allow this thread to call the driver while another thread captures, and return a CUDA error code."""
+    """Allow this thread to call the driver while another captures a CUDA graph. Return 0 or a CUDA error code."""
     import torch  # noqa: PLC0415
 
     own = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"  # finds the CUDA runtime that torch uses
@@ -122,7 +123,7 @@ class Lock:
         self.size_bytes = size_bytes
         self.locked_bytes = 0
         self.error = 0
-        """The CUDA error code that stopped the locking; -1 after an exception."""
+        """The CUDA error code that stopped the locking; -1 after an exception, and 0 without an error."""
         self.failure = ""
         """A description of the error; empty if there is none."""
         self.ended = threading.Event()
@@ -217,7 +218,7 @@ def cuda_page_lock(mode: str, registrar: CudaRegistrar | None = None) -> Callabl
                 with suppress(RuntimeError):  # the error raised below says more
                     made.unlock()
                 raise ConfigError(
-                    f"host.page_lock = on: {explained(made)} Allowed: a smaller host.capacity_bytes, or auto"
+                    f"host.page_lock = on: {explained(made)} Use a smaller host.capacity_bytes, or set auto"
                 )
         return made.unlock
 
@@ -238,7 +239,7 @@ def explained(lock: Lock) -> str:
         limits.append(f"available now {int(available) >> 10} MiB")
     return (
         f"{lock.locked_bytes >> 20} of {lock.size_bytes >> 20} MiB of host memory are page-locked; {lock.failure} "
-        f"stopped it. Limits of this host: {', '.join(limits)}. In a container, raise them "
+        f"stopped the locking. Limits of this host: {', '.join(limits)}. In a container, raise them "
         "with --ulimit memlock=-1 and the memory limit."
     )
 

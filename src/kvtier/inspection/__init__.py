@@ -11,13 +11,13 @@ from kvtier.config.value_types import shown_place
 from kvtier.errors import ConfigError
 from kvtier.inspection.inspector import MODEL_DIGITS, StoreInspector
 from kvtier.keys.key_source import open_keys, read_file
-from kvtier.keys.keyring import Keyring
+from kvtier.keys.seal_keys import Keyring
 from kvtier.keys.secret import key_id
 from kvtier.keys.secret import load as load_secret
 from kvtier.layout import GroupLayout, History, KvLayout
-from kvtier.runtime.secret_source import configured_secret
+from kvtier.runtime.store_secret import configured_secret
 from kvtier.tier import registry
-from kvtier.tier.files import store_notes as notes
+from kvtier.tier.files import fingerprint_notes as notes
 from kvtier.tier.registry import TierContext, TierSettings
 from kvtier.tier.store_view import Health, ScannedTier, StoreView
 
@@ -75,23 +75,27 @@ def health_of(where: str | Path | TierSettings) -> Health:
     """Return the health of the store in a directory, or of a tier's only store. See `open_store` for `where`.
 
     Raises:
-        ConfigError: there is no such store, a tier has several, or the store records no health.
+        ConfigError: there is no such store, a tier has several, or the store is of a kind that keeps no health
+            information.
     """
     folder, tier = Path(str(where)), named_tier(where)
     if tier is not None:
         kind = registry.kind_of(tier)
         found = kind.folder(tier)
         if found is None or (found / "rank-1").exists():
-            raise ConfigError(f"tier {tier.name!r} is not one store; allowed here: the directory of a rank")
+            raise ConfigError(f"tier {tier.name!r} has a store for each rank; give the directory of one rank")
         folder = found if kind.view_at(found) is not None else found / "rank-0"
     health = getattr(_view_at(folder), "health", None)
     if health is None:
-        raise ConfigError(f"{folder} is a store that records no health; `kvtier inspect stat` shows what it holds")
+        raise ConfigError(
+            f"the store in {folder} is of a kind that keeps no health information; `kvtier inspect stat` shows what it "
+            "holds"
+        )
     return health()
 
 
 def is_sealed_store(where: str | Path | TierSettings) -> bool:
-    """Return whether `where` (see `open_store`) is a tier that seals. A directory does not say, so return False."""
+    """Return whether `where` (see `open_store`) is a tier that seals its frames. For a directory, return False."""
     tier = named_tier(where)
     return tier is not None and registry.is_sealed(tier)
 
@@ -124,7 +128,7 @@ def named_tier(where: str | Path | TierSettings) -> TierSettings | None:
         return where
     text = str(where)
     is_text = tier_list.is_spec(text) and not Path(text).exists()
-    return tier_list.parse(text, shown_place(text)) if is_text else None  # the settings in a text may be secret
+    return tier_list.parse(text, shown_place(text)) if is_text else None  # the settings in a spec may be secret
 
 
 def repair_store(where: str | Path | TierSettings) -> list[str]:
@@ -166,5 +170,5 @@ def _view_at(root: Path) -> StoreView:
             )
     why = "is not a directory" if root.exists() else "does not exist"
     if root.is_dir():
-        why = "holds no store that is known here"
+        why = "holds no store that this release of kvtier knows"
     raise ConfigError(f"{root} {why}, so it is not a kvtier store; allowed here: a store's directory, or KIND:WHERE")

@@ -32,7 +32,7 @@ from kvtier.inspection.results import (
     StoreStat,
     Verification,
 )  # fmt: skip
-from kvtier.keys.keyring import CHECK_BYTES, SealKey
+from kvtier.keys.seal_keys import CHECK_BYTES, SealKey
 from kvtier.tier.base import Tier
 from kvtier.tier.files.direct import aligned_buffer
 from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, StoreView, merged
@@ -81,7 +81,7 @@ class StoreInspector:
         return sorted(found, key=lambda stored: (stored.name, stored.store))
 
     def purge(self, *, force: bool) -> Purge:
-        """Remove the stores, as in `StoreView.purge`."""
+        """Remove the stores, and return what was removed in all of them. See `StoreView.purge` for `force`."""
         result = Purge(directory=self.place)
         for view in self.views:
             one = view.purge(force=force)
@@ -103,11 +103,11 @@ class StoreInspector:
     def statistics(
         self, found: Iterable[ObjectFile], advance: Callable[[float], None] = _ignore, *, reads_heads: bool = True
     ) -> StoreStat:
-        """Return the totals of `found`. Read the head of each object, and call `advance` with 1 after each.
+        """Return the totals of `found`.
 
         Args:
             found: objects that `objects` returned.
-            advance: see above.
+            advance: called with 1 after each object.
             reads_heads: whether to read every head. If False, read a head only if the object's path names no model.
         """
 
@@ -156,7 +156,7 @@ class StoreInspector:
         """
         row = self.row(stored)
         if row is None:
-            raise ConfigError(f"object {stored.name.hex()[:12]} was removed meanwhile")
+            raise ConfigError(f"object {stored.name.hex()[:12]} was removed in the meantime")
         if row.problem is not None:
             return ObjectView(object=row, path=stored.path)
         with self._opened(stored) as reader:
@@ -178,11 +178,11 @@ class StoreInspector:
     def verify(
         self, found: Sequence[ObjectFile], advance: Callable[[float], None], seals: Seals | None = None
     ) -> Verification:
-        """Read and verify each of `found`. Call `advance` with the bytes of each.
+        """Read and verify each of `found`.
 
         Args:
             found: objects that `objects` returned.
-            advance: see above.
+            advance: called with the size of each object in bytes.
             seals: the known keys. Without a frame's key, only its checksums are verified.
 
         Raises:
@@ -291,12 +291,17 @@ class StoreInspector:
         return self._found(stored, verified)
 
     def _found(self, stored: ObjectFile, act: Callable[[ObjectReader, Head], ReadResult]) -> ReadResult | None:
-        """Return the result of `act` on an object of the right length, or its error; None if it has disappeared."""
+        """Return the result of `act` on an object, or a result that states why the object could not be read.
+
+        Return None if the object has disappeared.
+        """
         try:
             with self._opened(stored) as reader:
                 head = _head(stored, reader)
                 if head.frame_bytes != reader.size_bytes:
-                    return ReadResult("damaged", f"{reader.size_bytes} bytes stored of a frame of {head.frame_bytes}")
+                    return ReadResult(
+                        "damaged", f"{reader.size_bytes} bytes are stored of a frame of {head.frame_bytes}"
+                    )
                 return act(reader, head)
         except FileNotFoundError:
             return None
@@ -310,7 +315,7 @@ class StoreInspector:
     def reseal(
         self, found: Sequence[ObjectFile], seals: Seals, advance: Callable[[float], None], *, plain_too: bool = False
     ) -> Outcomes:
-        """Reseal frames of earlier epochs with the current key of their tenant.
+        """Reseal frames that were sealed with a key of an earlier epoch, with the current key of their tenant.
 
         A writer never replaces an object. So each object is read, sealed, deleted and written. If the write fails after
         the deletion, the object becomes a miss, and no further object is changed.
@@ -322,7 +327,7 @@ class StoreInspector:
         Args:
             found: objects that `objects` returned.
             seals: the keys, and the tenant whose frames are resealed; None means all tenants that have keys.
-            advance: called with the bytes of each of `found`.
+            advance: called with the size of each of `found` in bytes.
             plain_too: also seal frames that have no seal, for `seals.tenant`.
 
         Raises:
@@ -362,7 +367,7 @@ class StoreInspector:
         found: Sequence[ObjectFile],
         advance: Callable[[float], None] = _ignore,
     ) -> Iterator[tuple[ObjectFile, _Answer]]:
-        """Run `act` on each of `found`, with its store as a tier. Open only stores that hold any of them."""
+        """Run `act` on each of `found`, with its store as a tier. Open only the stores that hold some of them."""
         for at, view in enumerate(self.views):
             if mine := [stored for stored in found if stored.store == at]:
                 with view.opened_tier() as tier:
@@ -405,7 +410,7 @@ class StoreInspector:
             else:
                 open_section(cipher, head, number, section, extent)
         if seals is not None and seals.is_demanded and not head.seal:
-            raise CorruptChunkError(head.identity.name, "has no seal, which this tier demands", "unsealed")
+            raise CorruptChunkError(head.identity.name, "it has no seal, but this tier requires one", "unsealed")
         if not head.seal:
             return "good" if seals is None else "plain"
         return "sealed" if cipher is None else "good"
@@ -448,7 +453,7 @@ class _Renewal:
         except TierError as error:
             why = error.detail
         self._has_lost = True
-        return ReadResult("lost", f"deleted, and not written again: {why}")
+        return ReadResult("lost", f"was deleted, but not written again: {why}")
 
     def _key(self, head: Head) -> SealKey | None:
         """Return the current key of the frame's tenant; None to leave the frame unchanged."""

@@ -18,7 +18,7 @@ class ObjectRow:
     group: int | None = None
     """This field, part, depth, tokens and parent are None if the frame is sealed."""
     part: str | None = None
-    """The layers and heads of the group, or the rank if the heads are unknown."""
+    """The layers and heads of the group that the object holds, or the rank if the heads are unknown."""
     depth: int | None = None
     tokens: int | None = None
     model: str | None = None
@@ -113,7 +113,8 @@ class ReadResult(NamedTuple):
     """The result of reading one whole object."""
 
     outcome: str
-    """`good`, `sealed` (intact, but without the key it may be forged), or an outcome of `BadObject`."""
+    """`good`, `plain` (intact, but without a seal, although keys are given), `sealed` (intact, but it may be forged,
+    because its key is not known), an outcome of `StoreInspector.reseal`, or one of `BadObject`."""
     reason: str = ""
     has_token_ids: bool = False
     """Whether the sealed head contains the token ids of the chunk."""
@@ -164,5 +165,5 @@ class Verification(Outcomes):
     """Number of bad objects that a repair removed."""
     unreadable: int = 0
     unreadable_objects: list[BadObject] = field(default_factory=list[BadObject])
-    """Objects that are kept, because their codec or frame version is unknown, or another tenant owns them. Readers of
-    one tenant never look up names of another."""
+    """Objects that are kept: they cannot be read, their codec or frame version is unknown, or another tenant owns them.
+    Readers of one tenant never look up names of another."""

@@ -1,13 +1,13 @@
 """The token-hash chain: one key per chunk, which names the whole prefix that ends with it.
 
-    key[i] = SHA-256( key[i - 1] | u32 tokens in the chunk | its tokens as u32 | extras that start in it )
+    key[i] = SHA-256( key[i - 1] | u32 number of tokens | the chunk's tokens as u32 | extras that start in it )
 
 key[-1] is the keyed root (`kvtier.keys.fingerprint.root_key`), and all numbers are little-endian. A partial chunk has
 no key. FORMAT.md specifies the bytes. Equal keys mean equal tokens, extras, fingerprint and secret, from the first
 token on.
 
-The KV of a draft layer (EAGLE, MTP) at a position also depends on the next token. A key of a chain that looks
-ahead covers the token after its chunk as an extra `NEXT`, and the extras that start at that token.
+The KV of a draft layer (EAGLE, MTP) at a position also depends on the next token. In a chain that looks
+ahead, each key also covers the token after its chunk, as an extra `NEXT`, and the extras that start at that token.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class Extra:
 
     def __post_init__(self) -> None:
         if not self.kind:
-            raise ValueError("an extra needs a kind, got an empty one")
+            raise ValueError("an extra needs a kind, but its kind is empty")
         if not isinstance(self.value, bytes):  # pyright: ignore[reportUnnecessaryIsInstance] (callers may be untyped)
             kind = type(self.value).__name__
             raise ValueError(f"extra {self.kind!r}: value must be bytes, got {kind}")  # noqa: TRY004
@@ -91,12 +91,12 @@ class Chain:
 
     @property
     def keys(self) -> tuple[ChunkKey, ...]:
-        """The keys so far: one for each full chunk. A chain that looks ahead must also know the next token."""
+        """The keys so far, one for each full chunk. In a chain that looks ahead, the next token must be known, too."""
         return tuple(self._keys)
 
     @property
     def extras(self) -> frozenset[tuple[int, bytes]]:
-        """Position and digest of each extra that the keys cover."""
+        """Position and digest of each extra of the chain, even if no key covers it yet."""
         return frozenset(
             (it.offset, hashlib.sha256(self._root + canonical_extras([it], it.offset)).digest())
             for it in chain.from_iterable(self._extras.values())
@@ -119,7 +119,9 @@ class Chain:
         self._append(token_words(tokens))
 
     def prefix(self, tokens: int | None = None) -> Prefix:
-        """Return the full chunks with a key within the leading `tokens`; all of them by default.
+        """Return the keys of the full chunks within the first `tokens` tokens, or within all tokens by default.
+
+        A full chunk that has no key yet is left out.
 
         Raises:
             ValueError: the chain has fewer tokens.
@@ -130,7 +132,7 @@ class Chain:
         return Prefix(tuple(self._keys[: limit // self._chunk_tokens]), self._chunk_tokens)
 
     def _append(self, words: memoryview) -> None:
-        """Hash the chunks that `words` complete, after the pending tail. After an error the chain is unchanged."""
+        """Append `words` to the pending tokens and hash each complete chunk. After an error, the chain is unchanged."""
         data = memoryview(self._tail + bytes(words)) if self._tail else words
         width = self._chunk_tokens * TOKEN_BYTES
         count = _U32.pack(self._chunk_tokens)
@@ -165,7 +167,7 @@ def chunk_keys(
         extras: the extras, in any order.
 
     Raises:
-        ValueError: as in `Chain`.
+        ValueError: as in `Chain.extend`.
     """
     chain = Chain(root, chunk_tokens, extras)
     chain.extend(tokens)
@@ -191,7 +193,7 @@ def token_words(tokens: Sequence[int]) -> memoryview:
         ValueError: as in `Chain.extend`.
     """
     if not isinstance(tokens, list | tuple):
-        # Strings and bytes are also sequences. Accepting them would produce keys of the wrong values.
+        # Strings and bytes are also sequences, but their elements are not token ids.
         raise ValueError(f"tokens must be a list or tuple of integers, got {type(tokens).__name__}")  # noqa: TRY004
     try:
         words = array(_ARRAY_CODE, tokens)

@@ -6,7 +6,7 @@ r"""The fingerprint of everything that determines the KV, except tokens, and the
 
 `n(tenant)` is the tenant's length as u32, then its bytes.
 
-Canonical JSON has its members sorted by name (by code point), no white space, and ASCII escapes. A number with an
+Canonical JSON has its members sorted by name (by code point), no whitespace, and ASCII escapes. A number with an
 integer value is written as that integer, so 10000 and 10000.0 are one value, and -0.0 is 0. Any other number is written
 as the shortest decimal that reads back as the same IEEE 754 double (Python's `repr`). NaN and infinities are refused.
 """
@@ -31,7 +31,7 @@ _VERSION = 1
 _ROOT_VERSION = 2
 _ROOT_HEAD = struct.Struct("<I32sII")
 _DEPTH_MAX = 32
-_INTEGER_BITS_MAX = 1024  # as many as the largest double; Python refuses to print much larger integers
+_INTEGER_BITS_MAX = 1024  # as many bits as in the largest double; Python refuses to print much larger integers
 _COUNT_MAX = (1 << 32) - 1
 _NOTHING: Mapping[str, object] = {}
 
@@ -65,7 +65,7 @@ class Fingerprint:
     digest: bytes = field(init=False, repr=False)
     """32 bytes."""
     canonical: bytes = field(init=False, repr=False, compare=False)
-    """The canonical JSON, which is the digest's input after its domain."""
+    """The canonical JSON. The digest covers a fixed prefix followed by it."""
 
     def __post_init__(self) -> None:
         if len(self.weights) != DIGEST_BYTES:
@@ -122,10 +122,10 @@ def root_key(secret: bytes, fingerprint_digest: bytes, chunk_tokens: int, tenant
     """Return the 32-byte root of all key chains of one model under one secret.
 
     Args:
-        secret: 32 bytes (`kvtier.keys.secret`); without it keys reveal nothing.
+        secret: 32 bytes (`kvtier.keys.secret`); to anyone without it, keys reveal nothing.
         fingerprint_digest: `Fingerprint.digest`.
-        chunk_tokens: tokens in a full chunk. Other sizes give other names.
-        tenant: the engine's tenant. Other tenants have other names.
+        chunk_tokens: tokens in a full chunk. Different sizes give different keys.
+        tenant: the engine's tenant. Different tenants have different keys.
 
     Raises:
         ValueError: a secret or digest is not 32 bytes, or `chunk_tokens` is out of range. The secret is never shown.
@@ -155,7 +155,7 @@ def _plain(value: object, where: str, depth: int) -> object:
     if value is None or type(value) in {bool, str} or (type(value) is int and value.bit_length() <= _INTEGER_BITS_MAX):
         return value
     raise ConfigError(
-        f"{where}: {value!r} of type {type(value).__name__} has no canonical form; allowed are None, booleans, "
+        f"{where}: {value!r} of type {type(value).__name__} has no canonical form; allowed: None, booleans, "
         "finite numbers (integers of at most 1024 bits), strings, lists and mappings with string names"
     )
 

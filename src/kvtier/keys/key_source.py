@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.errors import ConfigError
-from kvtier.keys.keyring import BYTES_MAX, FORM, Keyring, SealKey, parse
+from kvtier.keys.seal_keys import BYTES_MAX, FORM, Keyring, SealKey, parse
 from kvtier.keys.secret import Secret, read_private, redacted
 
 logger = logging.getLogger(__name__)
 
 EVERY_S: Final = 60.0
 READING_S: Final = 15.0
-"""A reading that takes longer has failed. The next one waits until it has ended. A command has a shorter deadline."""
+"""A reading that takes longer counts as failed. The next starts only after it has ended. Commands have less time."""
 First = Callable[[Callable[[], Keyring]], Keyring]
 WARN_EVERY_S: Final = 600.0
 """Minimum time between two warnings about one kind of failure."""
@@ -38,13 +38,13 @@ def read_file(path: Path) -> Keyring:
 
     Raises:
         ConfigError: the file does not exist, others own it or can read it, it cannot be read, it is empty, or a line
-            is wrong; see `keyring.parse`.
+            is wrong; see `seal_keys.parse`.
     """
     return _parsed(read_private(path, "keys file", BYTES_MAX), f"keys file {path}")
 
 
 def _parsed(content: bytes, origin: str) -> Keyring:
-    """Parse `content`. Empty content is an error: it is probably being rewritten. A comment alone means no keys."""
+    """Parse `content`. If it is empty, raise: the file is probably being rewritten. A comment alone means no keys."""
     if not content.strip():
         raise ConfigError("there is no key", setting=origin, allowed=FORM)
     return parse(content, origin)
@@ -67,11 +67,11 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
 
     Raises:
         ConfigError: the program cannot be started, fails, exceeds its deadline or `BYTES_MAX`, or writes a wrong line;
-            see `keyring.parse`. The message contains the end of its standard error, `redacted`, and nothing of
+            see `seal_keys.parse`. The message contains the end of its standard error, `redacted`, and nothing of
             its standard output.
     """
     ends_s = time.monotonic() + deadline_s
-    # Files in memory, because reading a pipe would wait for any process that outlives the program and keeps it open.
+    # The output goes to files in memory: reading a pipe would wait for every process that still has the pipe open.
     with os.fdopen(os.memfd_create("keys"), "rb") as output, os.fdopen(os.memfd_create("errors"), "rb") as errors:
         try:
             child = subprocess.Popen(
@@ -84,7 +84,9 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
                 with suppress(OSError, subprocess.TimeoutExpired):
                     os.killpg(child.pid, signal.SIGKILL)  # the child has not been reaped, so its id is still valid
                     child.wait(5)  # on a busy machine this takes more than a second
-                raise ConfigError(f"exceeds {deadline_s:g} s or {BYTES_MAX} bytes", setting=_COMMAND)
+                raise ConfigError(
+                    f"ran for more than {deadline_s:g} s, or wrote more than {BYTES_MAX} bytes", setting=_COMMAND
+                )
             time.sleep(0.01)
         written, complaint = (os.pread(it.fileno(), BYTES_MAX + 1, 0) for it in (output, errors))
     if child.returncode:
@@ -96,14 +98,16 @@ def read_command(words: Sequence[str], deadline_s: float = 10.0) -> Keyring:
 class KeySource:
     """The keys now in use. A thread reads them again at intervals. The class is thread-safe.
 
-    A reading that fails, or finds nothing at all, keeps the last keys. A successful reading replaces them: a removed
-    line removes its key, and a comment alone removes all keys. A forked process keeps the keys that it had at the fork.
+    After a reading that fails, or finds nothing at all, the last keys stay in use. A successful reading replaces
+    them: a removed line removes its key, and a comment alone removes all keys. A forked process keeps the keys that it
+    had at the fork.
 
     Args:
         read: reads the keys, or raises ConfigError.
         origin: where the keys come from, for messages.
-        every_s: seconds between two readings; if None, only `refresh` reads again. A longer reading has failed.
-        first: does the first reading, perhaps within a deadline. Its argument raises ConfigError if there is no key.
+        every_s: seconds between two readings; if None, only `refresh` reads again.
+        first: calls its argument for the first reading, perhaps within a deadline, and returns the keys or raises its
+            error. The argument raises ConfigError if there is no key.
         clock: returns seconds.
 
     Raises:
@@ -142,7 +146,7 @@ class KeySource:
                 if has_changed and not self._closed.is_set():
                     self.keyring = found
                     level = logging.INFO if found.keys else logging.WARNING
-                    logger.log(level, "%d keys are in use now, %d before", len(found.keys), len(before))
+                    logger.log(level, "%d keys are in use now; there were %d before", len(found.keys), len(before))
             except Exception as error:  # noqa: BLE001 - whatever happens, the last keys stay
                 self._failed(str(error) if isinstance(error, ConfigError) else type(error).__name__)
 
@@ -183,8 +187,8 @@ def open_keys(
         file: ``store.keys_file``.
         command: ``store.keys_command``.
         text: ``store.keys``.
-        secret: the configured secret. Without file, command and text it is the material of epoch 0 of `tenant`, as in
-            a line ``0 TENANT SECRET``.
+        secret: the configured secret. If none of `file`, `command` and `text` is given, it is the material of epoch 0
+            of `tenant`, as in a line ``0 TENANT SECRET``.
         tenant: name of the engine's tenant; empty for none.
         every_s: seconds between two readings of a file or command.
         first: see `KeySource`.

@@ -4,7 +4,7 @@ r"""Names of stored objects, which are equal in all tiers.
 
 The key identifies the prefix (with its fingerprint, extras and secret), and the rest identifies the part of its bytes:
 the first layer and the one after the last, likewise for the KV heads, then rank and ranks (`layout.Part`). Equal parts
-have equal names on all ranks. The key comes last so that a batch shares everything before it.
+have equal names on all ranks. The key comes last so that the names of a batch share everything before it.
 """
 
 import hashlib

@@ -48,7 +48,7 @@ class Secret(bytes):
 
 
 def redacted(text: str) -> str:
-    """Return `text` for messages, without likely secrets. It may be a URL, a tier, or the output of a program.
+    """Return `text` for messages, without likely secrets. It may be a URL, a tier's setting, or a program's output.
 
     The result hides the text between a colon and the last ``@``, unless that is the start of a path; everything after a
     word such as ``password=``; and long hexadecimal numbers.
@@ -162,7 +162,7 @@ def load(path: str | os.PathLike[str], *, is_inside: bool = False, any_owner: bo
     try:
         with private_file(path, _WHAT, is_inside=is_inside, any_owner=any_owner) as handle:
             if (size_bytes := os.fstat(handle).st_size) != SECRET_BYTES:
-                _refuse(path, f"must hold {SECRET_BYTES} bytes, holds {size_bytes}")
+                _refuse(path, f"must hold {SECRET_BYTES} bytes, but holds {size_bytes}")
             return Secret(os.read(handle, SECRET_BYTES))
     except FileNotFoundError:
         return None
@@ -188,7 +188,7 @@ def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False, any
         _create(Path(path))
         found = load(path, is_inside=is_inside, any_owner=any_owner)
     if found is None:
-        _refuse(Path(path), "was removed during its creation")
+        _refuse(Path(path), "was removed while it was created")
     return found
 
 

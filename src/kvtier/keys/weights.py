@@ -100,12 +100,12 @@ def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
     files = [file for file in found if file.name.endswith(_WEIGHT_SUFFIXES) and file.name not in _NOT_WEIGHTS]
     files = [file for file in files if not file.is_dir()]
     if not files:
-        raise ConfigError(f"checkpoint {place} holds no weights; looked for *{', *'.join(_WEIGHT_SUFFIXES)}")
+        raise ConfigError(f"checkpoint {place} contains no weights; kvtier looked for *{', *'.join(_WEIGHT_SUFFIXES)}")
     return files
 
 
 def home_cache() -> Path | None:
-    """Return the cache file of digests in the user's home; None without a home."""
+    """Return the path of the digest cache in the user's home directory; None if its folder cannot be made."""
     try:
         place = Path.home() / ".cache" / "kvtier"
         for folder in (place.parent, place):
@@ -130,8 +130,8 @@ def digest_files(
         stable_s: files changed more recently than this are not cached.
 
     Raises:
-        ConfigError: there are no files; one is missing, unreadable, or changes during the read; or two have the same
-            name.
+        ConfigError: there are no files; one is missing, unreadable, or changes during the read; or one is given
+            twice.
     """
     started = perf_counter()
     files = _named([Path(os.path.abspath(path)) for path in paths])  # noqa: PTH100 (resolve() would follow links)
@@ -166,7 +166,7 @@ def file_versions(paths: Iterable[str | os.PathLike[str]]) -> dict[Path, FileVer
 def changed_file(
     before: Mapping[Path, FileVersion], after: Mapping[Path, FileVersion], *, may_download: bool
 ) -> Path | None:
-    """Return the first file that differs between two checks; None if none does. A file's age does not matter.
+    """Return the first file, in order of paths, that differs between two checks; None if none does.
 
     Args:
         before: versions at the first check, before an engine reads the files.
@@ -318,7 +318,7 @@ def _read_cache(path: Path) -> dict[FileVersion, bytes]:
 
 
 def _cached(path: Path) -> dict[FileVersion, bytes]:
-    """Return the cache file's digests, or raise any error. A lost digest costs time, a wrong one wrong tokens."""
+    """Return the cache file's digests, or raise an error. A lost digest costs time; a wrong one, wrong tokens."""
     with path.open("rb") as file:
         about = os.fstat(file.fileno())
         if about.st_uid != os.geteuid() or about.st_mode & 0o022:
@@ -328,7 +328,7 @@ def _cached(path: Path) -> dict[FileVersion, bytes]:
         raise ValueError(f"it is larger than {CACHE_BYTES_MAX} bytes")
     document = json.loads(text)
     if document["version"] != 1:
-        raise ValueError("it has another version")
+        raise ValueError("it is of another version")
     known = {FileVersion(*map(int, label.split(":"))): bytes.fromhex(it) for label, it in document["digests"].items()}
     if any(len(digest) != _DIGEST_BYTES for digest in known.values()):
         raise ValueError("a digest is damaged")
@@ -336,7 +336,7 @@ def _cached(path: Path) -> dict[FileVersion, bytes]:
 
 
 def _write_cache(path: Path, known: dict[FileVersion, bytes], stable_s: float) -> None:
-    """Replace the cache file atomically with the newest digests of stable files of `known`."""
+    """Replace the cache file atomically with the newest of the `known` digests whose files are stable."""
     temporary: Path | None = None
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600

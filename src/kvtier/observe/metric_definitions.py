@@ -30,7 +30,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table."""
+    """The definition of one metric."""
 
     name: str
     kind: MetricKind

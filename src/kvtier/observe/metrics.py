@@ -95,7 +95,7 @@ class Metrics:
             self.changes += 1
 
     def get(self, metric: Metric, **labels: str) -> float:
-        """Return a counter's or gauge's value, or the number of a histogram's observations; 0 without events."""
+        """Return a counter's or gauge's value, or a histogram's number of observations. It is 0 before any event."""
         with self._lock:
             values = self._values(metric, labels)
             if metric.kind is MetricKind.HISTOGRAM:

@@ -1,4 +1,4 @@
-"""Evicts the names with the least expected reuse per time, learned from the stream of uses.
+"""Evicts the names with the least expected reuse per unit of time, learned from the stream of uses.
 
 No fixed rule wins on all workloads: recency suits agents, frequency suits chats. What matters is which names are
 already dead and which will be reused soon. So each use gets a kind from features of its prompt: how much of the prompt
@@ -73,7 +73,7 @@ class Ghosts:
 
 
 SLACK = 64
-"""Stale names or runs that are tolerated before a clean-up."""
+"""Stale names or runs that are tolerated before a cleanup."""
 
 
 class Owner:
@@ -98,7 +98,7 @@ class KeyNode:
     name_hash: int
     uses: int
     time: int
-    """Time of the last use. `name_hash`, `uses` and `time` are set only for names that were ever present."""
+    """Time of the last use. `name_hash`, `uses` and `time` are set only once the name has been present."""
 
     def __init__(self, name: bytes) -> None:
         self.name = name
@@ -153,7 +153,7 @@ _LEARN_EVERY = 1 / 2
 """Number of uses between two trainings, as a share of the names present. It is smaller at first."""
 _LEARN_USES_MIN = 512
 _DOUBT_USES = 50
-"""Bonus on the value of new prompts while little is learned. It halves as the number of uses doubles."""
+"""Sets the bonus on the value of new prompts while little has been learned. The bonus halves as the uses double."""
 _RANK_EVERY = 1 / 4
 """Every run is revalued once in this many uses, as a share of the names present, because runs age."""
 _RANK_AT_ONCE = 64
@@ -171,13 +171,13 @@ _NEW_KINDS = 12
 _USE_KINDS = 4
 _PAUSE_KINDS = 20
 _PAUSE_BITS_MIN = 6
-"""All pauses shorter than this power of two are of one kind."""
+"""All pauses shorter than two to this power are of one kind."""
 _PAUSE_OF_BITS = tuple(min(max(bits - _PAUSE_BITS_MIN, 1), _PAUSE_KINDS - 1) for bits in range(65))
 """Kind of each pause, by its number of bits."""
 _KIND_OF_USES = tuple(min(max(0, uses - 1).bit_length(), _USE_KINDS - 1) for uses in range(USES_MAX + 1))
 """Kind of each number of uses, which includes the current use."""
 _HINTS: dict[NextTurn | None, int] = {None: 0} | {it: place for place, it in enumerate(NextTurn, 1)}
-"""Kind of the conversation's last hint, for names that only this conversation used."""
+"""Number of each hint, as part of a kind. A hint applies to names that only its conversation used."""
 _OVER = _HINTS[NextTurn.NOBODY]
 
 
@@ -186,7 +186,7 @@ _Ranked = tuple[float, int, int, KeyRun]
 
 
 class Adaptive:
-    """Evicts the leaf with the least expected reuse. Each event costs O(log n) amortised. Training is done in steps.
+    """Evicts the leaf with the least expected reuse. Each event costs O(log n) amortized. Training is done in steps.
 
     The uses of one prompt arrive in order along its chain, from either end. They get their kinds when the next prompt
     begins, because only then is it known how much of the prompt was new. Until then only the prompt's last name may be
@@ -223,7 +223,7 @@ class Adaptive:
         self._work_at = 0  # earliest time of the next background step
         self._learn_at = 0
         self._rank_at = 0
-        self._rank_now = 0  # runs to revalue since the last training
+        self._rank_now = 0  # runs still to be revalued since the last training
 
     def __len__(self) -> int:
         return self._size
@@ -410,7 +410,7 @@ class Adaptive:
         is_last, before = 1, -1
         end = len(path)
         while end:
-            # A run has neighbours with about the same number of uses. The prompt's last name has its own kind.
+            # A run has neighbors with about the same number of uses. The prompt's last name has its own kind.
             start = end - 1
             uses_kind, owner = _KIND_OF_USES[path[start].uses], path[start].owner
             while not is_last and start:
@@ -423,13 +423,13 @@ class Adaptive:
             if kind != before:
                 # The names of a run have the same outcome, so the model watches one of them.
                 self._model.watch(min(map(_name_hash_of, run.entries)), kind, time)
-            # Along a prompt from its start, the last name is used last but counts as the oldest.
+            # If the prompt arrived from its start, its last name was used last but counts as the oldest.
             time += end - start
             end, is_last, before = start, 0, kind
             self._make_evictable(run)
 
     def _make_evictable(self, run: KeyRun) -> None:
-        """Let the names of `run`, from a complete prompt, be victims from now on."""
+        """Make the names of `run`, which are from a complete prompt, possible victims from now on."""
         for entry in run.entries:
             if entry.run is CURRENT:
                 entry.run = run
@@ -467,7 +467,8 @@ class Adaptive:
     def _least(self, is_pinned: Callable[[bytes], bool], pinned: list[KeyRun]) -> _Ranked | None:
         """Return the run whose last name has the least value. Add pinned runs found on the way to `pinned`.
 
-        Return None if there is no such run, or if discarding the stale ones before it takes several calls.
+        Return None if no such run is queued, or if this call has already discarded more than `_DISCARDED_MAX` stale
+        runs. The next calls discard the rest.
         """
         tries, stop = _STALE_AT_ONCE, len(self._heap) + len(self._aged) + len(pinned) - _DISCARDED_MAX
         while True:
@@ -527,7 +528,7 @@ class Adaptive:
             self._rank(_TIDY_AT_ONCE)
 
     def _retire(self, run: KeyRun) -> None:
-        """Give `run` the kind of ended conversations, if its only conversation has ended."""
+        """If the only conversation of `run` has ended, apply the hint `NextTurn.NOBODY` to the kind of `run`."""
         if run.owner is not None and run.owner.is_over:
             self._apply_hint(run, _OVER)
             run.owner = None
@@ -590,8 +591,8 @@ class Adaptive:
     def _oldest_of_some(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
         """Return the oldest of some unpinned names, a leaf if possible, when no leaf is found.
 
-        All names have children only in a cycle of parents. A damaged index may contain such links, and without this
-        method nothing could be evicted again.
+        Every name can have a child only if parents form a cycle. A damaged index may contain such links, and without
+        this method nothing could be evicted again.
         """
         free = (it for it in self._entries.values() if it.run is not None and not is_pinned(it.name))
         some = islice(free, _SOME_MAX)

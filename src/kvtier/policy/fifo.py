@@ -7,7 +7,7 @@ from kvtier.policy.base import Use
 
 
 class Fifo:
-    """Evicts in order of arrival. Unlike in `Lru`, parents are not protected."""
+    """Evicts in order of arrival. Unlike `Lru`, it does not protect parents."""
 
     def __init__(self) -> None:
         # Ordered by arrival. A plain dict is ordered too, but finding its first item slows down after removals.

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from kvtier.policy.base import Use
 
 _HEAP_SLACK = 64
-"""Number of stale heap items that are tolerated before a clean-up."""
+"""Number of stale heap items that are tolerated before a cleanup."""
 
 
 class _Entry:
@@ -28,7 +28,7 @@ class _Entry:
 
 
 class Lru:
-    """Exact LRU over leaves. Each event costs O(log n) amortised.
+    """Exact LRU over leaves. Each event costs O(log n) amortized.
 
     The heap is lazy: it contains each leaf once, with the sequence number at the time of queueing. A use changes only
     the entry. An item at the top with an old number is requeued, and one that is no longer a leaf is removed. When most

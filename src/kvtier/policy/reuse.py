@@ -1,9 +1,9 @@
 """Learns the value of keeping a name from the stream of uses, by the kind and the age of the name's last use.
 
-An age counts uses of any name, not bytes, seconds or tokens. Ages fall into buckets, two for each doubling.
-For each bucket the model counts the watched uses that were followed by another at such an age. It also counts the time
-for which uses were watched at such an age. The ratio is a rate. A watch counts when it ends, even without a
-reuse.
+An age is a number of uses of any names, not of bytes, seconds or tokens. Ages fall into buckets, two for each doubling.
+For each bucket the model counts the watched uses after which the name was used again at such an age. It also counts the
+time for which uses were watched at such an age. The ratio is the rate of reuse. A watch counts when it ends, even
+without a reuse.
 
 A kind has three features: a base, and two more whose effects are learned separately for each base. The effects are
 factors on the rate of the base, so that few uses inform the values of many kinds. A hint is a fourth feature of some
@@ -62,7 +62,7 @@ _WIDTHS: Numbers = np.diff(np.array((0, *ENDS, 2 * ENDS[-1])))
 class ReuseModel:
     """Counts outcomes of uses, and derives the value of a name from its kind and age.
 
-    Names are identified by a 64-bit hash. Each event costs O(1) amortised. Training is done in short steps, regardless
+    Names are identified by a 64-bit hash. Each event costs O(1) amortized. Training is done in short steps, regardless
     of the number of names.
 
     Args:
@@ -100,7 +100,7 @@ class ReuseModel:
         self._values: Numbers = np.zeros((kinds, BUCKETS + 1))
         """Values by kind, at the start of each bucket, and after the last bucket."""
         self._has_values: Numbers = np.zeros(kinds, np.bool_)
-        """Whether `_values` has been requested, by kind."""
+        """Whether the values of each kind have been requested."""
 
     def kind(self, base: int, first: int, second: int, hint: int = 0) -> int:
         """Return the number of a kind. Hint 0 means no hint."""
@@ -141,7 +141,7 @@ class ReuseModel:
         self.watched[name_hash] = place
 
     def watch_hinted(self, name_hash: int, kind: int, time: int) -> None:
-        """Watch a use that got a hint at `time`. Later outcomes count for both kinds, each from its own time.
+        """Watch a use that got a hint at `time`. Its outcome counts for the kinds with and without the hint.
 
         If the first watch ended here, its kind would learn nothing from later uses, because hints come before reuses.
         The second watch counts only for the hint.
@@ -233,7 +233,7 @@ class ReuseModel:
 
         Returns:
             The index of each counted use, and its position in the tables. A use counts in three rows, a hinted use in
-            four, and a late hint in one.
+            four, and a second watch (`watch_hinted`) in one.
         """
         hinted = np.flatnonzero(kinds >= self._unhinted)
         first = np.flatnonzero(kinds < self._known_kinds)
@@ -314,7 +314,7 @@ def _factors(again: Numbers, watched: Numbers, base: Numbers, most: float) -> Nu
 
 
 def _shrunk(again: Numbers, watched: Numbers, above: Numbers) -> Numbers:
-    """Return the rates of rows, shrunk towards `above` times the row's own factor."""
+    """Return the rates of rows, shrunk toward `above` times the row's own factor."""
     factor = (again.sum(1) + _PRIOR_USES) / ((watched * above).sum(1) + _PRIOR_USES)
     expected = factor[:, None] * above
     return (again + _PRIOR_USES) / (watched + _PRIOR_USES / expected)

@@ -91,7 +91,7 @@ def write_file(option: str, path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replaced(option: str, path: Path) -> Generator[Path]:
-    """Yield the path of a draft, which the caller creates with "x". The complete draft replaces `path`.
+    """Yield the path of a draft, which the caller opens with mode "x". The complete draft replaces `path`.
 
     A file of an earlier command is kept next to the new one if `note_earlier` recorded it.
 
@@ -119,7 +119,7 @@ def replaced(option: str, path: Path) -> Generator[Path]:
 
 
 def note_earlier(path: Path) -> None:
-    """Record an existing file that the command line names. It will be kept, because this command did not write it."""
+    """Record a file that exists before the command writes to it, so that `replaced` keeps it under another name."""
     if path.exists() and (context := click.get_current_context(silent=True)):
         context.meta.setdefault(EARLIER, set()).add(path.resolve())
 
@@ -180,7 +180,7 @@ def check_matplotlib(option: str) -> None:
         ConfigError: matplotlib is not installed.
     """
     if not has_matplotlib():
-        raise ConfigError("needs matplotlib, which is not installed", setting=option, allowed=install_hint("plots"))
+        raise ConfigError(f"needs matplotlib, which is not installed; run {install_hint('plots')}", setting=option)
 
 
 def has_matplotlib() -> bool:
@@ -196,7 +196,7 @@ def check_chart(option: str, path: Path) -> None:
     """
     if path.suffix.lower() not in CHART_SUFFIXES:
         raise ConfigError(
-            "unknown kind of picture", setting=option, value=repr(str(path)), allowed=" or ".join(CHART_SUFFIXES)
+            "has an unknown picture format", setting=option, value=repr(str(path)), allowed=" or ".join(CHART_SUFFIXES)
         )
     check_matplotlib(option)
     check_writable(option, path)

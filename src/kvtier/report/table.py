@@ -13,7 +13,7 @@ TEXT_WIDTH = 100
 _TEXT_LEAST = 12
 """Smallest number of characters to which a column of text may be narrowed."""
 _WORD_MOST = 24
-"""A word of more characters, such as a path, may be folded. A number is never folded."""
+"""A longer word, such as a path, may be folded. A number is never folded."""
 
 
 @dataclass(frozen=True, slots=True)

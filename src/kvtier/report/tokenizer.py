@@ -10,7 +10,7 @@ def open_tokenizer(path: Path) -> Any:  # noqa: ANN401 - a class of an extra
     """Return the `tokenizers.Tokenizer` of a tokenizer.json, or of a model's folder that contains one.
 
     Raises:
-        ConfigError: the path has no such file, or the package is not installed.
+        ConfigError: the path has no such file, the file cannot be read, or the package is not installed.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():

@@ -3,8 +3,8 @@
     group 0   | head room | payload | head room | payload | ...     one anonymous mapping, slots without gaps
     group 1   | head room | payload | ...
 
-A slot consists of head room and payload, contiguous and page-aligned. Both sizes are multiples of `ALIGNMENT`, so a raw
-frame is built and verified in place, and moved with direct I/O.
+A slot consists of head room (for the header of a frame) and payload, contiguous and page-aligned. Both sizes are
+multiples of `ALIGNMENT`, so a raw frame is built and verified in place, and moved with direct I/O.
 """
 
 import logging
@@ -71,7 +71,8 @@ def slots_for(
     count = capacity_bytes // one
     if count < SLOTS_MIN:
         raise ConfigError(
-            f"too small: a chunk of {layout.chunk_tokens} tokens of this model takes {one} bytes of host memory",
+            f"is too small, because a chunk of {layout.chunk_tokens} tokens of this model takes {one} bytes of host "
+            "memory",
             setting=setting,
             value=str(capacity_bytes),
             allowed=f"at least {SLOTS_MIN * one}",
@@ -171,7 +172,7 @@ class Arena:
         """
         # A memoryview does not reject slices with a negative or too large offset.
         if not 0 <= group < len(self.slots) or not 0 <= slot < self.slots[group]:
-            raise IndexError(f"no slot {slot} of group {group}; there are {self.slots}")
+            raise IndexError(f"group {group} has no slot {slot}; the groups have {self.slots} slots")
         if self._views is None:
             raise ValueError("the arena is closed")
         size = self._sizes[group]
@@ -238,7 +239,9 @@ def _unlock(unlock: Callable[[], None], memory: object) -> bool:
         unlock()
     except Exception as error:  # noqa: BLE001 - a finalizer has no caller
         _kept.append(memory)
-        _log.warning("page-locked host memory could not be unlocked, and stays until the process ends: %s", str(error))
+        _log.warning(
+            "page-locked host memory could not be unlocked, and stays locked until the process ends: %s", str(error)
+        )
         return False
     return True
 

@@ -27,7 +27,7 @@ from kvtier.runtime.tier_encoding import RAW, StoredForm
 from kvtier.runtime.tier_recall import TierRecall
 from kvtier.runtime.worker_queues import Scratch
 from kvtier.tier.base import About, Read, Tier, Write, clear_frames
-from kvtier.tier.loan import Loan
+from kvtier.tier.buffer_loans import Loan
 from kvtier.types import ChunkKey, Direction, Drop, ObjectName, Outcome, Probe, Recall, RequestId, Tell, Transfer
 
 BATCH_BYTES = 2 << 20
@@ -42,7 +42,8 @@ NOT_ADMITTED = "not admitted"
 """Detail of a demotion that the tier refused: it is FAILED, but not a tier fault."""
 
 REFUSED_MIN = 16
-"""Refused writes in a row after which a tier is reported as full or over budget, unless it logs that itself."""
+"""Number of refused writes in a row after which a tier is reported as full or over budget, unless it logs that itself.
+"""
 
 UNREADABLE_S = 60.0
 """How long this process ignores an object that it could not read. Another process may replace it meanwhile."""
@@ -66,7 +67,7 @@ class Result(NamedTuple):
     reason: str = ""
 
 
-_ABSENT = Result(Outcome.ABSENT, detail="not there")
+_ABSENT = Result(Outcome.ABSENT, detail="the object is not there")
 _ELSEWHERE = Result(Outcome.DONE)
 
 
@@ -184,7 +185,7 @@ class CommandRunner:
         """
         tier = self.tiers.get(command.tier)
         if tier is None or not 0 <= command.group < len(self._layout.groups):
-            raise ValueError(f"no tier {command.tier!r} with group {command.group}")
+            raise ValueError(f"there is no tier {command.tier!r} with group {command.group}")
         if command.tier not in self._recalls:
             self._recalls[command.tier] = TierRecall(
                 *(tier, self._forms[command.tier], self._layout, self._model, self._name_heads, self.closing)
@@ -292,7 +293,7 @@ class CommandRunner:
         form = self._forms[transfer.tier]
         key = form.key if form.is_sealed else None
         if (form.is_sealed and key is None) or self._is_left_alone(transfer.tier, identity.name):
-            raise TierError(transfer.tier, NOT_ADMITTED)  # a tier does not overwrite objects
+            raise TierError(transfer.tier, NOT_ADMITTED)  # a tier would not overwrite the unreadable object
         group = transfer.group
         slot = self._arena.frame(group, transfer.slot)
         checksums = self._checksums.get((group, transfer.slot))
@@ -385,7 +386,7 @@ def _written(tier: Tier, write: Write, *, is_written: bool) -> Result:
     if is_written:
         tier.refusals.taken()
         return Result(Outcome.DONE, len(write.frame))
-    tier.refusals.refused(f"the last {REFUSED_MIN} were not admitted", REFUSED_MIN)
+    tier.refusals.refused(f"the last {REFUSED_MIN} objects were not admitted", REFUSED_MIN)
     return Result(Outcome.FAILED, detail=NOT_ADMITTED)
 
 

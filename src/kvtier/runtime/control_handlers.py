@@ -7,9 +7,9 @@
     clear     makes cached KV unreachable for this engine, and frees host memory
     health    whether kvtier works, and the reason if it does not
 
-The adapter provides what only it knows: the keys of a prompt, the requests, and how keys change. Answers contain
-counts, tier names and request ids, but no keys, salts or secrets. Only `why` shows tokens: a few where two prompts
-diverge, and never those of a request that opts out.
+The engine's connector provides what only it knows: the keys of a prompt, the requests, and how keys change. Answers
+contain counts, tier names and request ids, but no keys, salts or secrets. Only `why` shows tokens: a few where two
+prompts diverge, and never those of a request that opts out.
 """
 
 import itertools
@@ -32,22 +32,25 @@ POLL_S: Final = 0.02
 PROMPT: Final = ("tokens", "salt", "adapter")
 
 OFFLINE: Final = (
-    "an engine knows its objects by keyed digests, without model and age; allowed here: all or salt. To remove objects "
-    "by model and age, use a store: kvtier inspect free STORE --model ID --age SECONDS"
+    "an engine cannot select its objects by model or age; allowed here: all or salt. To remove objects of a store "
+    "by model and age, run kvtier inspect free STORE --model ID --age SECONDS"
 )
 
 
 class EngineCalls(NamedTuple):
-    """The functions that an adapter provides. They may be called from any thread."""
+    """The functions that an engine's connector, such as `connect.vllm`, provides to `Control`.
+
+    They may be called from any thread.
+    """
 
     chain: Callable[[str, str], Chain]
     """(salt, adapter) -> the empty key chain of a request. Raises a `KvError` for an unknown adapter."""
     hit_tokens: Callable[[int], int]
-    """Returns the most tokens that a prompt of this length can load."""
+    """Takes the number of tokens in a prompt, and returns how many of them can be loaded at most."""
     clear: Callable[[str | None], None]
     """Gives later requests with this salt new keys; ``""`` means requests without one, and None all requests."""
     problem: Callable[[], str]
-    """Returns why the adapter neither loads nor stores; empty in normal operation."""
+    """Returns why the connector neither loads nor stores; empty in normal operation."""
     why: Callable[[str], dict[str, Any]] | None = None
     """Returns what happened to a request, or raises `ControlError` for an unknown one. None without a history."""
     note: str = ""
@@ -59,7 +62,7 @@ class Control:
 
     Args:
         session: the engine's session.
-        engine: the functions of its adapter.
+        engine: the functions of the engine's connector.
         retain_s: longest duration of a pin (`limits.retain_s`).
     """
 
@@ -138,7 +141,7 @@ class Control:
         """Load the stored chunks of `prefix` into host memory, and stop waiting when the call's time is over.
 
         Raises:
-            ControlError: the adapter currently loads nothing.
+            ControlError: the connector currently loads nothing.
         """
         if problem := self._engine.problem():
             raise ControlError(f"nothing is loaded into host memory: {problem}")
@@ -162,7 +165,7 @@ class Control:
         """Return the number of tokens in a prompt, and its full chunks."""
         tokens = arguments.get("tokens")
         if not isinstance(tokens, list) or not tokens:
-            raise ControlError("tokens must be a list of token ids, with at least one")
+            raise ControlError("tokens must be a list of at least one token id")
         ids = cast("list[int]", tokens)
         chain = self._engine.chain(_text(arguments, "salt"), _text(arguments, "adapter"))
         try:
@@ -176,18 +179,20 @@ class Control:
         if not name:
             raise ControlError("request must be the id of a request")
         if self._engine.why is None:
-            raise ControlError("this engine's adapter keeps no history of requests; allowed: find")
+            raise ControlError("this engine keeps no history of its requests; use find instead")
         return self._engine.why(name)
 
     def _clear(self, arguments: Mapping[str, Any], _until_s: float) -> dict[str, Any]:
         is_all = arguments.get("all", False)
         if not isinstance(is_all, bool) or is_all is ("salt" in arguments):
-            raise ControlError("clear needs either all = true or a salt; the salt '' names requests without one")
+            raise ControlError(
+                "clear needs either all = true or a salt; the salt '' stands for requests without a salt"
+            )
         salt = None if is_all else _text(arguments, "salt")
         self._engine.clear(salt)
         freed, kept = self._session.clear() if is_all else (0, 0)
         tiers = ", ".join(self._session.tier_faults())
-        notes = [f"objects in {tiers} are kept and no longer found by this engine until its restart"] if tiers else []
+        notes = [f"objects in {tiers} are kept, but this engine does not find them until its restart"] if tiers else []
         return {"freed_objects": freed, "kept_objects": kept, "notes": [*notes, *filter(None, [self._engine.note])]}
 
     def _health(self, _arguments: Mapping[str, Any], _until_s: float) -> dict[str, Any]:
@@ -203,7 +208,7 @@ class Control:
 
 
 def _ranges(survey: Survey) -> list[dict[str, Any]]:
-    """Merge neighbouring chunks that are stored in the same places."""
+    """Return the places of all chunks, with adjacent chunks that are stored in the same places merged."""
     size, found = survey.prefix.chunk_tokens, list[dict[str, Any]]()
     for chunk in range(len(survey.prefix.keys)):
         places = survey.places(chunk)
@@ -218,11 +223,11 @@ def _end(survey: Survey, tokens: int, hit_tokens: int, most: int) -> str:
     """Describe what ends the run of tokens that can be loaded."""
     size = survey.prefix.chunk_tokens
     if tokens < size:
-        return f"no chunk is full: a chunk has {size} tokens"
+        return f"the prompt has no full chunk; a chunk has {size} tokens"
     if hit_tokens >= most:
-        return "the prompt: the tokens after its last full chunk are computed, and so is its last token in any case"
+        return "the prompt ends; its last token, and the tokens after its last full chunk, are always computed"
     if survey.prefix.tokens < most and hit_tokens == survey.prefix.tokens:
-        return f"the survey: it covers {CHUNKS_MAX} chunks"
+        return f"only the first {CHUNKS_MAX} chunks are looked up"
     chunk = survey.history_chunks
     if chunk * size > hit_tokens:
         return "no later boundary at which the model's windows or states can resume is stored"

@@ -3,9 +3,9 @@
     kvtier cache, scripts          {"version": 1, "command": "find", "deadline_s": 10, "arguments": {...}}
     ControlSocket                  {"version": 1, "result": {...}}   or   {"version": 1, "error": "..."}
 
-`local_sockets` gives each connection a thread, which takes the call lock to make a call. So only one call runs at a
-time, and a waiting call keeps its deadline. `health` has its own lock, so a probe never waits for another call. Calls
-take the session's lock like any other caller. The file has mode 0600 and lies in a directory to which other users
+`local_server` gives each connection a thread, which takes the call lock to make a call. So only one call runs at a
+time, and a waiting call keeps its deadline. `health` has its own lock, so it never waits for a call of another kind.
+Calls take the session's lock like any other caller. The file has mode 0600 and lies in a directory to which other users
 cannot write.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from kvtier.errors import ConfigError, KvError, UnusablePathError
-from kvtier.runtime.local_sockets import BUSY_S, CONNECTIONS_MAX, LocalServer, peer_of
+from kvtier.runtime.local_server import BUSY_S, CONNECTIONS_MAX, LocalServer, peer_of
 from kvtier.tier.files.safe_open import folder_at, make_root
 from kvtier.tier.files.store_lock import lock_file
 
@@ -34,9 +34,9 @@ SETTING: Final = "control.socket"
 PID: Final = "{pid}"
 """Stands for the engine's process number in a path."""
 CALLS_MAX: Final = CONNECTIONS_MAX // 2
-"""Maximum number of calls waiting or in progress. Further calls are refused, to leave connections for probes."""
+"""Maximum number of calls waiting or in progress. Further calls are refused, to leave connections for `health`."""
 REQUEST_BYTES_MAX: Final = 1 << 20
-"""Largest request: a prompt of about 150,000 tokens. Parsing it holds Python's lock for 15 ms."""
+"""Maximum size of a request, enough for a prompt of about 150,000 tokens. Parsing it holds Python's lock for 15 ms."""
 ANSWER_BYTES_MAX: Final = 1 << 24
 EXCHANGE_S: Final = 5.0
 """How long a client may take to send its request, and again to receive the answer."""
@@ -46,17 +46,22 @@ PATH_BYTES_MAX: Final = 107
 """Linux's limit for socket paths (`sun_path`)."""
 CLOSE_S: Final = 1.0
 START_S: Final = 2.0
-"""How long a start waits for another start in the same directory."""
+"""How long one engine's start waits for another's in the same directory."""
 ERROR_CHARACTERS_MAX: Final = 2000
 """An engine's error message is truncated to this length."""
 NUMBER_MAX: Final = 1 << 53
 HEALTH: Final = "health"
-OTHER_FORM: Final = "the answer of {} does not have the form of this release; use the kvtier of its environment"
-ENDED: Final = "the engine at {} ended the connection without an answer: it is closing, or has too many connections"
+OTHER_FORM: Final = (
+    "the answer of {} does not have the form of this release; use the kvtier of the engine's environment"
+)
+ENDED: Final = (
+    "the engine at {} ended the connection without an answer, because it is closing or has too many connections"
+)
 
 _INT, _TEXT, _BOOL, _SECONDS = (int,), (str,), (bool,), (int, float)
 CUT_PARTS: Final = ("before", "earlier", "this")
-"""Names of the tokens around a cut: before it, after it in the earlier prompt, and after it in this prompt."""
+"""Names of the tokens around a cut, which is where a prompt diverges from an earlier one: the tokens before it, after
+it in the earlier prompt, and after it in this prompt."""
 _FETCHED: Final = {"tokens": _INT, "stored_tokens": _INT, "host_tokens": _INT}
 FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "find": {
@@ -168,7 +173,7 @@ class ControlSocket:
             logger.exception("internal error: a control call has failed")
             return _line({"error": f"internal error: {type(error).__name__}; the engine's log has more"})
         if len(line) > ANSWER_BYTES_MAX:
-            return _line({"error": f"the answer has {len(line)} bytes; allowed: {ANSWER_BYTES_MAX}"})
+            return _line({"error": f"the answer has {len(line)} bytes; allowed: at most {ANSWER_BYTES_MAX}"})
         return line
 
     def _called(self, command: str, arguments: dict[str, Any], until_s: float) -> dict[str, Any]:
@@ -211,7 +216,9 @@ def ask(
     until_s = time.monotonic() + deadline_s
     line = _line({"command": command, "deadline_s": deadline_s, "arguments": arguments})
     if len(line) > REQUEST_BYTES_MAX:
-        raise ControlError(f"the request has {len(line)} bytes; allowed: {REQUEST_BYTES_MAX}. Send fewer tokens")
+        raise ControlError(
+            f"the request has {len(line)} bytes; allowed: at most {REQUEST_BYTES_MAX}. Send fewer tokens"
+        )
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(deadline_s)
@@ -272,7 +279,7 @@ def _connect(connection: socket.socket, path: Path, until_s: float) -> None:
 
 
 def _check_peer(connection: socket.socket, path: Path) -> None:
-    """Check that an engine of this user or root listens. No one else may see a prompt and its salt.
+    """Check that an engine of this user or root listens. No one else may see a prompt or its salt.
 
     Raises:
         ControlError: another user listens, or can replace the socket.
@@ -282,8 +289,8 @@ def _check_peer(connection: socket.socket, path: Path) -> None:
     if not {status.st_uid, user} <= {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ControlError(
             f"nothing was sent to {path}: user {user} listens there, and the socket belongs to user {status.st_uid}, "
-            f"with mode {stat.S_IMODE(status.st_mode):o}; allowed: this user or root, and no other that can write to it"
-            f"; if that is your engine, run this as user {user}"
+            f"with mode {stat.S_IMODE(status.st_mode):o}; allowed: a socket of this user or root that no other user "
+            f"can write to; if that is your engine, run this as user {user}"
         )
 
 
@@ -325,7 +332,7 @@ def _object(line: bytes, origin: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise ControlError(f"{origin} is not a JSON object in one line")
+        raise ControlError(f"{origin} is not a JSON object on one line")
     fields = cast("dict[str, Any]", found)
     if fields.get("version") != VERSION:
         version: Any = fields.get("version")
@@ -341,13 +348,15 @@ def _read(line: bytes) -> tuple[str, dict[str, Any], float]:
         ControlError: the request is too long or malformed.
     """
     if len(line) > REQUEST_BYTES_MAX:
-        raise ControlError(f"a request is longer than {REQUEST_BYTES_MAX} bytes")
+        raise ControlError(f"the request has more than {REQUEST_BYTES_MAX} bytes")
     fields = _object(line, "the request")
     if unknown := sorted(fields.keys() - {"version", "command", "deadline_s", "arguments"}):
-        raise ControlError(f"the request has {unknown}; allowed: version, command, deadline_s, arguments")
+        raise ControlError(
+            f"the request has the unknown fields {unknown}; allowed: version, command, deadline_s, arguments"
+        )
     command, arguments = fields.get("command"), fields.get("arguments", {})
     if not isinstance(command, str) or not isinstance(arguments, dict):
-        raise ControlError("command must be a string and arguments an object")
+        raise ControlError("command must be a string, and arguments must be an object")
     deadline_s: Any = fields.get("deadline_s", DEADLINE_S)
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 < deadline_s <= DEADLINE_S_MAX:
         raise ControlError(f"deadline_s = {str(deadline_s)[:40]}; allowed: above 0, up to {DEADLINE_S_MAX:g}")
@@ -394,7 +403,7 @@ def _check_directory(path: Path, status: os.stat_result) -> None:
             f"its directory has mode {mode:o} and belongs to user {status.st_uid}",
             setting=SETTING,
             value=repr(str(path)),
-            allowed="one of this user or root that no other user can write to",
+            allowed="a directory of this user or root that no other user can write to",
         )
 
 
@@ -405,12 +414,14 @@ def _remove_stale(path: Path, about: dict[str, str]) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(status.st_mode):
-        raise UnusablePathError("not a socket", **about, allowed="a path without a file")
+        raise UnusablePathError("is not a socket", **about, allowed="a path where no file exists")
     if not is_listened(path):
         path.unlink()
         return
     raise UnusablePathError(
-        "another engine listens there", **about, allowed=f"a path for each engine, with {PID} in it"
+        "another engine listens there",
+        **about,
+        allowed=f"a separate path for each engine, such as one with {PID} in it",
     )
 
 

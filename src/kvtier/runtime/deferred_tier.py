@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeferredTier(Tier):
-    """Forwards calls to another tier once it is open. Only `read` and `write` call this object's batch methods instead.
+    """Forwards calls to another tier once that tier is open. `read` and `write` go through this object's batch methods.
 
     Args:
         name: name of the tier.
@@ -49,8 +49,8 @@ class DeferredTier(Tier):
     def opened(self, deadline_s: float, *, is_required: bool, waited_s: float = 0.0, is_final: bool = False) -> Tier:
         """Return the tier itself if it opens within `deadline_s` seconds, of which `waited_s` have passed.
 
-        Otherwise log a warning, or an error if only an operator can repair the store, and return this object. The log
-        says that this process will not use the tier if `is_final`.
+        Otherwise log a warning, or an error if only an operator can repair the store, and return this object. If
+        `is_final`, the log says that this process will not use the tier.
 
         Raises:
             ConfigError: a setting is wrong. Any other error of `make` that is not a `TierError` is also raised.
@@ -173,7 +173,7 @@ def insisting(tier: str, error: Exception) -> TierError:
     """Return the error that stops the start if a required tier fails with `error`."""
     kind = DamagedStoreError if isinstance(error, DamagedStoreError) else TierError
     detail = error.detail if isinstance(error, TierError) else error
-    return kind(tier, f"{detail}; the start fails because the tier's setting is required = true")
+    return kind(tier, f"{detail}; the start fails because this tier has required = true")
 
 
 def _level(error: Exception | None) -> int:

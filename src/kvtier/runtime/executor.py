@@ -99,7 +99,7 @@ class Executor(Protocol):
 
 
 class ChunkTexts(Protocol):
-    """An engine adapter that knows the tokens of chunks.
+    """An engine adapter that knows the text of chunks: their token ids and extras.
 
     Both methods are called under the session's lock, from any thread. They must be quick and must not raise.
     """
@@ -108,7 +108,10 @@ class ChunkTexts(Protocol):
     """Number of the KV group whose objects carry texts. Each object of that group is a whole chunk of a history."""
 
     def text_of(self, key: ChunkKey) -> bytes:
-        """Return token ids of chunk `key` as little-endian u32, then at most 388 bytes of extras; empty if unknown."""
+        """Return the token ids of chunk `key` as little-endian u32, then at most 388 bytes of extras.
+
+        Return empty bytes if the chunk is unknown.
+        """
         ...
 
     def recalled(self, records: Sequence[ChunkRecord], tier: str) -> None:

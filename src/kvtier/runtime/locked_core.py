@@ -1,13 +1,13 @@
 """The core behind one lock: the common base of a session and an object store.
 
-A call takes the lock, settles waiting completions, calls the core, queues the core's commands in the executor, and
-releases the lock. It does no I/O, waits for nothing and writes no log under the lock. Signal handlers run after the
-call. A thread that has completed commands puts the completions into the inbox. It settles them itself if the lock is
-free. Otherwise the holder does so after releasing the lock.
+A call takes the lock, settles waiting completions (passes them to the core), calls the core, queues the core's commands
+in the executor, and releases the lock. It does no I/O, waits for nothing and writes no log under the lock. Signal
+handlers run after the call. A thread that has completed commands puts the completions into the inbox. It settles them
+itself if the lock is free. Otherwise the holder does so after releasing the lock.
 
-An exception during a decision leaves the core inconsistent, so the core shuts down. It restarts with empty host memory,
-once every command has ended, after a temporary error such as a brief lack of memory. Guards (`guards`) isolate optional
-features.
+An exception during a decision leaves the core inconsistent, so the core shuts down. After a temporary error, such as a
+brief lack of memory, it restarts with empty host memory once every command has ended. Guards (`guards`) isolate
+optional features.
 
     callers' threads     what `Session` and `ObjectStore` add
     executor's threads   `ready`, after they have put completions into the inbox
@@ -34,8 +34,8 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Executor, Work
 from kvtier.runtime.held_signals import without_signals
 from kvtier.runtime.mailbox import Mailbox
-from kvtier.runtime.observers.fault_record import FaultRecord, TierFaults
 from kvtier.runtime.observers.guards import Feature, Guards, LogLine, ends_by_itself
+from kvtier.runtime.observers.health_record import HealthRecord, TierFaults
 from kvtier.types import (
     Cancel,
     ChunkKey,
@@ -84,7 +84,8 @@ cannot restart by then stays shut."""
 COPY_STEP_S = 0.05
 
 RENEWALS_MAX, RENEWALS_S = 8, 3600.0
-"""Maximum number of restarts within a period, and the period. A core then stays shut: a recurring error is a defect."""
+"""Maximum number of restarts within a period, and the period. After a further error, the core stays shut, because a
+recurring error is a defect."""
 
 
 class SessionError(KvError):
@@ -114,7 +115,8 @@ class LockedCore:
         metrics: receives the state of tiers.
         guards: guard the optional features and the observers; their log lines are written once the lock is free.
         clock: the executor's clock, in monotonic seconds.
-        annotate: adds the chunk's text to a demotion, under the lock; None if demotions carry no text.
+        annotate: adds the chunk's text (token ids and extras) to a demotion, under the lock; None if demotions carry no
+            text.
     """
 
     THREAD_NAME: ClassVar[str]
@@ -135,7 +137,7 @@ class LockedCore:
         annotate: Callable[[Transfer], Transfer] | None = None,
     ) -> None:
         self.metrics = metrics
-        self.fault_record = FaultRecord()
+        self.health_record = HealthRecord()
         self._cache, self._executor = cache, executor
         self._publish, self._fail = publish, fail
         self.guards = guards
@@ -197,7 +199,8 @@ class LockedCore:
         """Write pending objects to their tiers, within `deadline_s` seconds, and end all threads. Idempotent.
 
         The session's thread does the work. `close` does nothing in a forked child, because the session belongs to the
-        parent. It does not wait for the end in the session's thread or inside another call (in a finalizer).
+        parent. If it is called in the session's thread or inside another call (by a finalizer), it returns without
+        waiting for the end.
 
         Raises:
             SessionError: the session did not end in time.
@@ -221,22 +224,22 @@ class LockedCore:
     def is_alive(self) -> bool:
         """Return whether the session's thread is working. Take no lock, so that a health check never waits.
 
-        The result stays true after an internal error: the engine continues without kvtier, and `fault_record` has the
+        The result stays true after an internal error: the engine continues without kvtier, and `health_record` has the
         error.
         """
         return not self._is_over and (self._is_broken or self._clock() < self._next_second_s + ALIVE_S)
 
     def tier_faults(self) -> dict[str, TierFaults]:
         """Return the state of each tier, fastest first. Take no lock."""
-        return self.fault_record.tiers(self._cache)
+        return self.health_record.tiers(self._cache)
 
     def ready(self) -> None:
         """Settle waiting completions, unless another thread holds the lock. Called after each release of the lock.
 
         Executors call it in the threads that complete commands, while holding no lock. No completion is stranded: a
         thread that finds the lock taken has already put its completions into the inbox. The current holder or the next
-        one settles them. This method also does the work that must not run under the lock. It does nothing while its own
-        thread holds the lock. The session's thread takes over after `READY_ROUNDS`, so that a call ends even if
+        one settles them. This method also does the work that must not run under the lock. It does nothing if the
+        calling thread holds the lock. The session's thread takes over after `READY_ROUNDS`, so that a call ends even if
         completions keep arriving.
         """
         if self._holder == get_ident():
@@ -391,7 +394,7 @@ class LockedCore:
 
     def _note(self, notice: TierNotice) -> str:
         self.metrics.set(table.TIER_UP, float(notice.is_up), tier=notice.tier, way=notice.way)
-        return self.fault_record.changed(notice)
+        return self.health_record.changed(notice)
 
     def _settle(self, now_s: float) -> None:  # noqa: C901 - in one piece, because it runs for each object
         """Pass completions to the core, and make the waiting calls."""
@@ -406,7 +409,7 @@ class LockedCore:
                 except Exception as error:
                     self.guards.failed(feature, error)
             if completion.is_tier_fault:
-                self.guards.run(Feature.HEALTH, self.fault_record.faulted, completion, otherwise=None)
+                self.guards.run(Feature.HEALTH, self.health_record.faulted, completion, otherwise=None)
             if isinstance(command, Transfer):
                 self._cache.complete(command.id, completion.outcome, now_s, is_fault=completion.is_tier_fault)
             elif isinstance(command, Probe):
@@ -433,7 +436,7 @@ class LockedCore:
             if command is not None:
                 self.guards.tell("completed", completion)
             if isinstance(command, Recall):
-                self._recalled(command, Completion(command, Outcome.FAILED, detail="kvtier was shut"), now_s)
+                self._recalled(command, Completion(command, Outcome.FAILED, detail="kvtier has shut down"), now_s)
         if not self._copies_until_s:
             return
         if self._is_over or (self._is_lasting and now_s >= self._copies_until_s):
@@ -519,8 +522,8 @@ class LockedCore:
     def _warn_of_limits(self) -> None:
         counters = self._cache.counters
         for name, count, effect in (
-            (f"{REQUESTS_MAX} requests are open", counters.unprobed, "lower tiers are not probed for further ones"),
-            (f"{WAITING_MAX} objects of stores wait for slots", counters.unqueued, "further ones are not stored"),
+            (f"{REQUESTS_MAX} requests are open", counters.unprobed, "lower tiers are not probed for further requests"),
+            (f"{WAITING_MAX} objects of stores wait for slots", counters.unqueued, "further objects are not stored"),
             (
                 f"{PREFETCHES_MAX} prefetches are open",
                 counters.refused_hints["prefetches"],
@@ -608,16 +611,17 @@ class LockedCore:
         """Shut the session down after an internal error, so that the engine goes on without it. Thread-safe.
 
         The session's thread ends the executor first, because running copies use the engine's blocks. Then all open
-        loads and stores fail. The thread waits for the executor instead and restarts after a temporary error.
+        loads and stores fail. After a temporary error, the thread only waits until no command runs, and then restarts
+        the core.
         """
-        level, text = logging.WARNING, "another internal error of kvtier after it was shut down"
+        level, text = logging.WARNING, "kvtier had another internal error after it was shut down"
         if ends_by_itself(error) and not self._is_lasting and (self._is_broken or self._may_renew()):
             if self._is_broken:
                 return
-            text = "a decision failed: kvtier forgets what host memory holds, and goes on when all transfers have ended"
+            text = "a decision failed: kvtier empties host memory, and goes on when all transfers have ended"
         elif not self._is_lasting:
             self._is_lasting = True
-            self.fault_record.failed(error)
+            self.health_record.failed(error)
             level = logging.ERROR
             text = self.SHUT_TEXT
         self._is_broken = True

@@ -10,7 +10,7 @@ _Item = TypeVar("_Item")
 
 
 class Mailbox(Generic[_T]):
-    """A queue of items for one waiting thread. One of several waiting threads wakes for one or more items.
+    """A queue of items, meant for one waiting thread. If several threads wait, several items may wake only one of them.
 
     It replaces `queue.SimpleQueue`, whose `get` in CPython 3.11 waits forever if a signal interrupts it at its
     deadline. A signal handler or finalizer may call `put` anywhere, even in the middle of `get`.
@@ -27,7 +27,7 @@ class Mailbox(Generic[_T]):
     def put(self, item: _T) -> int:
         """Add an item and return how many there are. Never block."""
         self._items.append(item)
-        try:  # noqa: SIM105 - this runs for every event, and `suppress` is three calls of Python
+        try:  # noqa: SIM105 - this runs for every event, and `suppress` takes three Python calls
             self._has_items.release()
         except RuntimeError:
             pass  # the queue already had items

@@ -7,7 +7,8 @@ r"""The mover: executes commands in worker queues and completes each exactly onc
     no queue         recall               completed immediately; a separate thread per tier reads
 
 The mover owns the slot that a command names until the command is completed. So it completes a command only when no
-thread, not even one of a tier (`tier/loan.py`), uses the slot any more. By then the deadline may be long past.
+thread, not even one of a tier (`tier/buffer_loans.py`), uses the slot any more. By then the deadline may be long
+past.
 """
 
 import logging
@@ -47,7 +48,7 @@ FIGURES_EVERY_S = 1.0
 logger = logging.getLogger(__name__)
 
 _UNLOGGED = (NOT_ADMITTED, NOT_OPEN)
-"""Endings of expected details, which are logged elsewhere, if at all."""
+"""A failed command whose detail ends like this is expected. Such failures are logged elsewhere, if at all."""
 
 SHORT_S = 200e-6
 READY_MOST = 8
@@ -185,7 +186,7 @@ class Mover(Completing):
             raise
 
     def submit(self, *commands: Command) -> None:
-        """Queue `commands`, in order, and lock each queue only once.
+        """Queue `commands`, in order. Consecutive transfers and probes lock each queue only once.
 
         Raises:
             ValueError: a command names an unknown tier. The commands after it are not queued.
@@ -217,7 +218,7 @@ class Mover(Completing):
                     job.over = threading.Event()
                     first = self._dropping.setdefault((command.tier, command.key, command.group), job)
                     if first is not job:  # writes of the object wait for the first drop, so one is enough
-                        self._answer(job, Outcome.CANCELLED, "another drop of the object is waiting")
+                        self._answer(job, Outcome.CANCELLED, "another command that drops the object is waiting")
                         continue
                 self._begin({self._route(command): [job]}, now_s)
         finally:
@@ -226,7 +227,7 @@ class Mover(Completing):
     def flush(self) -> bool:
         """Return True, because nothing is queued for other processes.
 
-        About once a second, relieve read queues and log warnings about stuck queues.
+        About once a second, relieve read queues (`WorkerQueue.relieve`) and log warnings about stuck queues.
         """
         now_s = self._clock()
         if now_s >= self.next_stuck_check_s:
@@ -296,7 +297,9 @@ class Mover(Completing):
         try:
             return self._routes[command.direction if isinstance(command, Transfer) else type(command), command.tier]
         except KeyError:
-            raise ValueError(f"no tier {command.tier!r}; there are {', '.join(self._tiers) or 'none'}") from None
+            raise ValueError(
+                f"there is no tier {command.tier!r}; the tiers are {', '.join(self._tiers) or 'none'}"
+            ) from None
 
     def _begin(self, bursts: dict["_Route", list[Job]], now_s: float) -> None:
         """Queue the jobs of `bursts`, and complete those that their queues do not accept."""
@@ -315,7 +318,7 @@ class Mover(Completing):
                     self._answer(job, Outcome.CANCELLED, CLOSED)
                 continue
             for job in jobs:
-                self._answer(job, Outcome.FAILED, f"{route.bound} commands wait in the {queue.name} queue")
+                self._answer(job, Outcome.FAILED, f"{route.bound} commands already wait in the {queue.name} queue")
             is_bug = any(not isinstance(job.command, Drop | Tell) for job in jobs)
             assert not is_bug, f"the core has let {route.bound} commands wait in the {queue.name} queue"
 
@@ -399,7 +402,9 @@ class Mover(Completing):
             outcome = Outcome.CORRUPT if direction is Direction.PROMOTE else Outcome.FAILED
             return Result(outcome, detail=str(error), reason=error.reason)
         if isinstance(error, UnreadableChunkError):  # only a promotion opens frames
-            return Result(Outcome.ABSENT, detail=f"{error}; a miss, and the object is kept", reason=error.reason)
+            return Result(
+                Outcome.ABSENT, detail=f"{error}; this is a miss, and the object is kept", reason=error.reason
+            )
         detail = described(error)
         is_full = isinstance(error, NoRoomError) or is_full_error(error) or is_full_error(error.__cause__)
         if is_full and direction is Direction.DEMOTE:

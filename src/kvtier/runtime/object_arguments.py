@@ -50,8 +50,8 @@ class ObjectArguments:
             return listed
         key, group = next(it for it in listed if not self._is_object(it))
         raise BadCallError(
-            f"object ({key!r:.80}, group {group!r:.20}); allowed: a key of {KEY_BYTES} bytes, and an int below "
-            f"{len(self._groups)} as group"
+            f"invalid object (key {key!r:.80}, group {group!r:.20}); allowed: a key of {KEY_BYTES} bytes, and a "
+            f"group that is an int from 0 to {len(self._groups) - 1}"
         )
 
     def memory(
@@ -67,8 +67,9 @@ class ObjectArguments:
         objects, origins = self.objects([item.object for item in items]), [item.origin for item in items]
         if not _are_origins(origins):
             raise BadCallError(
-                f"origin {next(it for it in origins if not _are_origins([it]))!r:.120}; allowed: an Origin with a "
-                f"parent of {KEY_BYTES} bytes or None, a depth of 0 to {DEPTH_MAX}, and a conversation, str or None"
+                f"invalid origin {next(it for it in origins if not _are_origins([it]))!r:.120}; allowed: an Origin "
+                f"with a parent of {KEY_BYTES} bytes or None, a depth of 0 to {DEPTH_MAX}, and a conversation that is "
+                "a str or None"
             )
         try:
             return objects, origins, [self._pieces(item, is_written=is_written) for item in items]
@@ -87,7 +88,7 @@ class ObjectArguments:
             raise BadCallError(f"a piece of group {group} is not a contiguous buffer: {error}") from error
         sizes = tuple(piece.size for piece in pieces)
         if sizes != self._layers[group]:
-            raise BadCallError(f"pieces of {sizes} bytes; allowed in group {group}: {self._layers[group]}")
+            raise BadCallError(f"the pieces have {sizes} bytes; allowed in group {group}: {self._layers[group]} bytes")
         if is_written and not all(piece.flags.writeable for piece in pieces):
             raise BadCallError(f"a piece of group {group} is read-only; allowed: memory that can be written to")
         return pieces

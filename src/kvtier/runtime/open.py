@@ -30,8 +30,8 @@ from kvtier.runtime.observers.trace_recorder import Recorder
 from kvtier.runtime.observers.transfer_metrics import CommandCounters, Gauges, start_series
 from kvtier.runtime.rank import COPY_THREADS, open_rank, tiers_of_one_cap
 from kvtier.runtime.rank_group import OpenRanks
-from kvtier.runtime.secret_source import found_secret, store_secret
 from kvtier.runtime.session import Session
+from kvtier.runtime.store_secret import found_secret, store_secret
 from kvtier.runtime.tier_encoding import closing_keys, in_class, locked_by, open_key_source
 from kvtier.tier.registry import TierSettings, is_sealed, kind_of
 from kvtier.types import Transfer
@@ -63,7 +63,7 @@ class OpenedSession:
 
 
 def choose_chunk_tokens(wanted: int, alignment: int) -> int:
-    """Choose the chunk size in tokens: `wanted`, or the smallest multiple of `alignment` from 256 up if that is 0.
+    """Choose the chunk size in tokens: `wanted` or, if it is 0, the smallest multiple of `alignment` from 256 up.
 
     Args:
         wanted: the setting `store.chunk_tokens`.
@@ -76,10 +76,10 @@ def choose_chunk_tokens(wanted: int, alignment: int) -> int:
         return -(-CHUNK_TOKENS_MIN // alignment) * alignment
     if wanted % alignment:
         raise ConfigError(
-            "does not fit the engine",
+            "does not fit the engine's blocks",
             setting="store.chunk_tokens",
             value=str(wanted),
-            allowed=f"multiples of its {alignment} tokens",
+            allowed=f"0, or a multiple of {alignment}",
         )
     return wanted
 
@@ -103,7 +103,7 @@ def open_session(
         copier: copies between the engine's blocks and host slots.
         page_lock: page-locks host memory for a device.
         copy_threads: threads for gather and scatter.
-        texts: see `open_core`.
+        texts: provides the token ids of chunks, as in `open_core`.
 
     Raises:
         ConfigError: a setting is wrong. Nothing stays open.
@@ -151,8 +151,8 @@ def open_core(
         publishes: whether other engines wait for objects that this engine stores (`Limits.publishes`).
         keys: the keys of a rank in this process. They are read here if this is None and a tier seals.
         found: the result of `found_secret` in a rank of this process. It is called here if this is None.
-        texts: provides the tokens of chunks for sealed objects, with the setting `events.token_ids`. It receives the
-            chunks in each sealing tier, once after the tier has opened.
+        texts: provides the token ids of chunks, which are written to the tiers that seal objects. It receives the
+            chunks that each of these tiers holds, once after the tier has opened. Used only with `events.token_ids`.
         layouts: the layout of each rank, if ranks have different layers.
 
     Raises:
@@ -164,10 +164,10 @@ def open_core(
     for rank, each in enumerate(layouts):
         if each.loss != config.store.loss:
             raise ConfigError(
-                f"rank {rank} was opened with {each.loss}",
+                f"differs from {each.loss}, with which rank {rank} was opened",
                 setting="store.loss",
                 value=config.store.loss,
-                allowed="one value in all processes of an engine",
+                allowed="the same value in all processes of an engine",
             )
     layout, fingerprint_digest = in_class(config, layout, fingerprint_digest)
     metrics, guards = Metrics(), Guards()
@@ -218,7 +218,11 @@ def open_core(
 
 
 def _with_text(texts: ChunkTexts, sealing: Collection[str], ids_bytes: int, demote: Transfer) -> Transfer:
-    """Add the chunk's text to `demote` if the text is known and fits into a head, and the tier seals."""
+    """Return `demote` with the chunk's text.
+
+    Return it unchanged if its group carries no texts, its tier does not seal objects (encrypt their frames), or the
+    text is unknown or too long for a frame's head.
+    """
     if demote.group != texts.text_group or demote.tier not in sealing or ids_bytes > 4 * TEXT_TOKENS_MAX:
         return demote
     text = texts.text_of(demote.key)
@@ -226,7 +230,7 @@ def _with_text(texts: ChunkTexts, sealing: Collection[str], ids_bytes: int, demo
 
 
 def _ignore(_records: object, _tier: str) -> None:
-    """Ignore the records."""
+    """Stand in for `ChunkTexts.recalled` in a session that recalls nothing."""
 
 
 def open_journal(
@@ -264,7 +268,7 @@ def tier_rules(config: Config, names: Sequence[str]) -> list[TierRules]:
     """
     configured = tuple(tier.name for tier in config.tiers)
     if tuple(names) != configured:
-        raise ConfigError(f"the ranks were opened with the tiers {names}, and the settings name {configured}")
+        raise ConfigError(f"the ranks were opened with the tiers {names}, but the settings name {configured}")
     return [_rule(tier) for tier in config.tiers]
 
 

@@ -13,7 +13,7 @@ from kvtier.runtime.arena import Arena, slots_for
 from kvtier.runtime.observers.guards import Guards
 from kvtier.runtime.open import open_journal, tier_rules
 from kvtier.runtime.rank import close_tiers, common_tiers, open_tiers, threads_of_tiers, tiers_down
-from kvtier.runtime.secret_source import found_secret, store_secret
+from kvtier.runtime.store_secret import found_secret, store_secret
 from kvtier.runtime.tier_encoding import closing_keys, forms_of, in_class, open_key_source
 from kvtier.runtime.tiered_object_store import ObjectStore
 from kvtier.tier.base import Tier
@@ -30,7 +30,8 @@ def open_object_store(
         config: the settings. This function uses `tiers`, `host.staging_bytes`, `host.populate`, `store.secret`,
             `store.secret_file`, `store.loss`, `store.codec`, the keys and the tenant of `store`, `journal` and
             `limits.open_deadline_s`.
-        layout: this rank's KV groups; `chunk_tokens` is the engine's page. Ranks share no objects without a `part`.
+        layout: this rank's KV groups; `chunk_tokens` is the engine's page. If groups have no `part`, ranks share no
+            objects.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`, the same on every rank.
         rank: number of this rank, from 0.
         ranks: number of ranks.
@@ -41,7 +42,9 @@ def open_object_store(
         RuntimeError: the system cannot start a thread.
     """
     if not config.tiers:
-        raise ConfigError("none", setting="tiers", allowed="at least one, because an object store keeps nothing itself")
+        raise ConfigError(
+            "no tier is configured, and an object store itself keeps nothing", setting="tiers", allowed="at least one"
+        )
     layout, fingerprint_digest = in_class(config, layout, fingerprint_digest)
     slots = slots_for(layout, config.host.staging_bytes, setting="host.staging_bytes")
     arena = Arena(layout, slots, populate=config.host.populate)

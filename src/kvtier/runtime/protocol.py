@@ -39,7 +39,7 @@ from kvtier.types import (
 )
 
 MESSAGE_BYTES_MAX = 16 << 20
-"""Longest message: a probe of 200,000 objects."""
+"""Maximum length of a message, enough for a probe of 200,000 objects."""
 
 CACHED_TRANSFERS_MAX = 1024
 """Number of encoded transfers to cache, because every rank receives the same ones."""
@@ -113,7 +113,7 @@ def encode(message: Message) -> bytes:
     fields = _transfer_fields(what) if isinstance(what, Transfer) else _to_json(what)
     body = f'["{type(what).__name__}",{number},{fields}]'.encode()
     if len(body) > MESSAGE_BYTES_MAX:
-        raise ProtocolError(f"a message of {len(body)} bytes; allowed: at most {MESSAGE_BYTES_MAX}")
+        raise ProtocolError(f"a message has {len(body)} bytes; allowed: at most {MESSAGE_BYTES_MAX}")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -129,7 +129,7 @@ def decode(body: bytes) -> Message:
         message = kind(*[read(value) for read, value in zip(_FIELDS[kind], values, strict=True)])
         return CommandMessage(_whole(number), message) if isinstance(message, Work) else message
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ProtocolError(f"invalid message of {len(body)} bytes: {type(error).__name__}: {error}") from error
+        raise ProtocolError(f"a message of {len(body)} bytes is invalid: {type(error).__name__}: {error}") from error
 
 
 class MessageReader:
@@ -149,7 +149,7 @@ class MessageReader:
         while len(buffer) >= _LENGTH.size:
             (size_bytes,) = _LENGTH.unpack_from(buffer)
             if size_bytes > MESSAGE_BYTES_MAX:
-                raise ProtocolError(f"a message of {size_bytes} bytes; allowed: at most {MESSAGE_BYTES_MAX}")
+                raise ProtocolError(f"a message has {size_bytes} bytes; allowed: at most {MESSAGE_BYTES_MAX}")
             end = _LENGTH.size + size_bytes
             if len(buffer) < end:
                 return
@@ -250,6 +250,6 @@ _FIELDS: dict[type[Any], tuple[Callable[[Any], Any], ...]] = {
     Leave: (),
     TierReport: (_word, _figures, _count),
 }
-"""The readers of the fields of each type."""
+"""For each type, the functions that decode its fields, in order."""
 
 _KINDS = {kind.__name__: kind for kind in _FIELDS}

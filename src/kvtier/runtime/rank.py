@@ -28,7 +28,7 @@ from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.observers.guards import ends_by_itself
 from kvtier.runtime.rank_group import in_threads
-from kvtier.runtime.secret_source import found_secret
+from kvtier.runtime.store_secret import found_secret
 from kvtier.runtime.tier_encoding import closing_keys, forms_of, in_class, open_key_source
 from kvtier.tier.base import Tier
 from kvtier.tier.registry import TierContext, TierSettings, is_sealed, kind_of
@@ -165,10 +165,10 @@ def open_tiers(
     rank: int,
     ranks: int,
 ) -> dict[str, Tier]:
-    """Open the tiers of one rank, by name in the order of the settings. A tier that fails or hangs may open later.
+    """Open the tiers of one rank. Return them by name, in the order of the settings.
 
-    `secret` and `flaw` come from `found_secret`. No tier opens with a flaw. Most objects are read into `memory` and
-    written from it.
+    A tier that fails or hangs may open later. `secret` and `flaw` come from `found_secret`. If there is a flaw, no tier
+    opens. Most objects are read into `memory` and written from it.
 
     Raises:
         ConfigError: a setting is wrong. Nothing stays open.

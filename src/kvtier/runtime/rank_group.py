@@ -147,7 +147,7 @@ def in_threads(acts: Mapping[str, Callable[[], None]], deadline_s: float) -> Non
         thread = threading.Thread(target=act, name=name, daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the system gives no more threads
+        except RuntimeError:  # the system cannot start another thread
             act()
         else:
             started.append(thread)

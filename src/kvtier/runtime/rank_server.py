@@ -8,7 +8,7 @@
         reader thread    -- tiers' figures -->
 
 The server serves only one connection, because slots belong to one core. Each side proves that it knows the handshake's
-key without sending it. The core does so with its first bytes, and the rank with its answer. `local_sockets` accepts the
+key without sending it. The core does so with its first bytes, and the rank with its answer. `local_server` accepts the
 connections. `protocol` defines the messages, and `remote_rank` describes how a connection ends.
 """
 
@@ -25,7 +25,7 @@ from operator import eq
 from typing import Any, NamedTuple
 
 from kvtier.runtime.executor import Completion, Work
-from kvtier.runtime.local_sockets import CONNECTIONS_MAX, LocalServer, set_timeout, shut
+from kvtier.runtime.local_server import CONNECTIONS_MAX, LocalServer, set_timeout, shut
 from kvtier.runtime.mover import FIGURES_EVERY_S, Mover
 from kvtier.runtime.protocol import (
     CommandMessage,
@@ -168,7 +168,9 @@ class RankServer:
         return self._server.join(deadline_s)
 
     def _take(self, peer: socket.socket | None = None, answer: bytes = b"") -> bool:
-        """Stop listening, send `answer` to `peer`, and serve it. Return False if another call has done so already.
+        """Stop listening, and send `answer` to `peer`, which is then the only one that is served.
+
+        Return False if an earlier call has done so already.
 
         Raises:
             OSError: the peer has gone. The server keeps listening.
@@ -192,7 +194,7 @@ class RankServer:
             if not self._server.keep(peer):
                 return
             answer = _answer(peer, self._key)
-            refusal = "" if self._take(peer, answer) else "the rank has another connection, or ends"
+            refusal = "" if self._take(peer, answer) else "the rank already has a connection, or is ending"
         except (ProtocolError, OSError) as error:
             refusal = str(error)
         if refusal:
@@ -249,7 +251,7 @@ class RankServer:
         elif isinstance(message, Ping):
             self._send(encode(message))
         else:
-            raise ProtocolError(f"a core does not send {type(message).__name__}")
+            raise ProtocolError(f"the core has sent an unexpected {type(message).__name__}")
         self._rank.mover.flush()
 
     def _report(self) -> None:
@@ -332,7 +334,7 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 10.0, *
     numbers = [peer.rank for peer in peers]
     if not peers or numbers != list(range(peers[0].ranks)):
         expected = f"0 to {peers[0].ranks - 1}" if peers else "at least one"
-        raise ProtocolError(f"ranks {numbers} sent a handshake; expected {expected}")
+        raise ProtocolError(f"the ranks {numbers} have sent a handshake; expected {expected}")
     for peer in peers:
         for other in peers[: peer.rank]:
             if any(map(eq, other.parts, peer.parts)):
@@ -342,8 +344,8 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 10.0, *
                 )
         if peer[6:] != peers[0][6:]:
             raise ProtocolError(
-                f"rank {peer.rank} has {peer.slots} slots and tiers {peer.tiers}, rank 0 has {peers[0].slots} slots "
-                f"and tiers {peers[0].tiers}; all ranks must be opened with the same settings"
+                f"rank {peer.rank} has {peer.slots} slots and the tiers {peer.tiers}, but rank 0 has {peers[0].slots} "
+                f"slots and the tiers {peers[0].tiers}; all ranks must be opened with the same settings"
             )
     ranks: list[Mover | RemoteRank] = []
     try:
@@ -407,7 +409,7 @@ def _greet(connection: socket.socket, key: bytes) -> None:
         raise ProtocolError("it does not know the key")
     (clock_s,) = _CLOCK.unpack(answer[_KEY_BYTES:])
     if not sent_s - CLOCKS_APART_S_MAX <= clock_s <= time.monotonic() + CLOCKS_APART_S_MAX:
-        raise ProtocolError(f"its clock is {clock_s - sent_s:.1f} s ahead of ours; they must share one time namespace")
+        raise ProtocolError(f"its clock is {clock_s - sent_s:.1f} s ahead; all ranks must share a time namespace")
 
 
 def _answer(peer: socket.socket, key: bytes) -> bytes:

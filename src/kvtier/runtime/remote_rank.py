@@ -1,4 +1,4 @@
-"""Represents a rank of another process in the core's process.
+"""Represents, in the core's process, a rank that runs in another process.
 
     submit              queues messages in the outbox; `flush` sends them together
     send_note           sends immediately
@@ -22,7 +22,7 @@ from contextlib import suppress
 
 from kvtier.errors import described
 from kvtier.runtime.executor import Completing, Completion, TierView, Work
-from kvtier.runtime.local_sockets import peer_of, set_timeout, shut
+from kvtier.runtime.local_server import peer_of, set_timeout, shut
 from kvtier.runtime.mover import CLOSED
 from kvtier.runtime.protocol import (
     CommandMessage,
@@ -172,7 +172,7 @@ class RemoteRank(Completing):
             return
         frame = encode(message)
         if len(self._outbox) + len(frame) > OUTBOX_BYTES_MAX:
-            raise ProtocolError(f"the process does not read, {len(self._outbox)} bytes wait to be sent")
+            raise ProtocolError(f"the process does not read; {len(self._outbox)} bytes wait to be sent")
         self._outbox += frame
 
     # ---- the reader's thread ---------------------------------------------------------------------------------------
@@ -223,14 +223,16 @@ class RemoteRank(Completing):
             view.stuck_queues = lambda: message.stuck_queues
             return
         if not isinstance(message, CompletionMessage):
-            raise ProtocolError(f"a rank does not send {type(message).__name__}")
+            raise ProtocolError(f"the rank has sent an unexpected {type(message).__name__}")
         with self._lock:
             command = self._open.get(message.number)
             if command is None:
                 return  # it has already failed
             wanted = len(command.objects) if isinstance(command, Probe) and message.outcome is Outcome.DONE else 0
             if len(message.present) != wanted:
-                raise ProtocolError(f"a probe of {wanted} objects has {len(message.present)} results")
+                raise ProtocolError(
+                    f"the rank answered a probe of {wanted} objects with {len(message.present)} results"
+                )
             if (message.page is not None) != (isinstance(command, Recall) and message.outcome is Outcome.DONE):
                 raise ProtocolError("only a completed recall has a page of records")
             completion = Completion(command, *message[1:])

@@ -15,9 +15,9 @@ from kvtier.layout import Loss
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import Completion, Executor
-from kvtier.runtime.in_flight_calls import OpenCall, SessionEvents
 from kvtier.runtime.locked_core import FLUSH_STEP_S, TICK_S, Closed, LockedCore, SessionError
 from kvtier.runtime.observers.guards import Feature, Guards, LogLine
+from kvtier.runtime.session_events import OpenCall, SessionEvents
 from kvtier.types import (
     ChunkKey,
     ChunkRecord,
@@ -60,10 +60,10 @@ class Session(LockedCore):
         locked_by: returns why nothing may be found or stored, such as a missing key; else empty. Called for each lookup
             and store.
         annotate: adds the chunk's text to a demotion (`LockedCore`).
-        recalls: the recalls of tiers that may have texts; None if no tier is recalled.
+        recalls: decides when each tier is asked which chunks it holds; None if no tier is asked.
         recalled: receives the records found in a tier, and its name. Called under the lock, from any thread.
         guards: guard the optional features and the observers.
-        loss: the engine's class.
+        loss: how lossy the engine's stored KV may be (`store.loss`).
 
     Raises:
         RuntimeError: the system cannot start a thread.
@@ -255,7 +255,7 @@ class Session(LockedCore):
     def survey(self, prefix: Prefix, wait_s: float) -> Survey | None:
         """Find every place that holds an object of `prefix`. Tiers have `wait_s` seconds to answer.
 
-        Return None after an internal error and while the tenant has no key.
+        Return None after an internal error, or while the tenant has no key.
         """
         found: list[Survey] = []
         seen, until_s = 0, self._clock() + wait_s
@@ -283,7 +283,7 @@ class Session(LockedCore):
     def emptied(self, act: Callable[[], object], wait_s: float) -> bool:
         """Free host memory, and call `act` while it is empty. The session does nothing else meanwhile.
 
-        Prefetching then stops until the caller clears `is_lent`, once host memory is back. Lower tiers keep
+        Prefetching then stops until the caller sets `is_lent` to False, once host memory is back. Lower tiers keep
         their objects, and this method waits for writes to them.
 
         Args:
@@ -312,8 +312,8 @@ class Session(LockedCore):
     @property
     def obstacle(self) -> str:
         """The reason why nothing is found or stored now; empty in normal operation."""
-        if self.fault_record.failure:
-            return f"an internal error has switched kvtier off: {self.fault_record.failure}"
+        if self.health_record.failure:
+            return f"an internal error has switched kvtier off: {self.health_record.failure}"
         return self._locked_by()
 
     def retain(self, prefix: Prefix, seconds: float, priority: Priority = Priority.NORMAL) -> None:
@@ -330,13 +330,16 @@ class Session(LockedCore):
         self._wish(lambda _now_s: self._cache.hints.end(prefix))
 
     def host_tokens(self, prefix: Prefix, *, is_retained: bool = False) -> int:
-        """Return the leading tokens that host memory alone can load, after all earlier calls (`Cache.host_tokens`)."""
+        """Return how many leading tokens can be loaded from host memory alone. Earlier hints are applied first.
+
+        With `is_retained`, only objects that hints retain count.
+        """
         return self._asked(lambda _now_s: self._cache.host_tokens(prefix, is_retained=is_retained), otherwise=0)
 
     def lower(self, prefix: Prefix, conversation: str | None = None) -> None:
         """Let the chunks of `prefix` that only `conversation` has used be evicted first, until their next use.
 
-        This affects chunks that only one load or store has used if no conversation is given.
+        If no conversation is given, only chunks that a single load or store has used are affected.
         """
         self._wish(lambda _now_s: self._cache.hints.lower(prefix, conversation))
 

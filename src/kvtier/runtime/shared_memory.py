@@ -2,7 +2,7 @@
 
     exchange    Each rank sends its parts. The first rank with a part has created an unnamed memory file for it.
     map         All ranks with this part map the file. They open it by `/proc/PID/fd`, which only the same user can.
-    exchange    Each rank sends the host bytes of a chunk that it alone keeps. Their sum is the size of a chunk.
+    exchange    Each rank sends how many bytes of a chunk it alone keeps. Their sum is the size of a chunk.
 
 The first rank fills the slots and does all work for tiers. The others only scatter. A rank that cannot map the file
 logs why. It keeps its own slots, as if no other rank had its part. Slots are counted after that, so the engine always
@@ -28,8 +28,9 @@ Exchange = Callable[[Any], list[Any]]
 
 _CLOSED_ON_EXEC, _ALLOWS_SEALS = 1, 2
 _ADD_SEALS, _SEALS = 1033, 1 | 2 | 4
-"""Linux's numbers for a file that allows no further seals, no shrinking and no growing. So no process can truncate
-memory that others have mapped. A Python built for an old system lacks these names and `os.memfd_create`."""
+"""Linux's numbers for file seals, which encrypt nothing: the file can neither shrink nor grow, and takes no further
+seals. So no process can truncate memory that others have mapped. A Python built for an old system lacks these names and
+`os.memfd_create`."""
 
 _FAILURES = (OSError, OverflowError, ValueError, AttributeError)
 """Errors from the system. A C library without `memfd_create` causes the last one."""
@@ -121,7 +122,7 @@ def _made(size_bytes: int) -> tuple[int, Bytes]:
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = int(libc.memfd_create(b"kvtier", _CLOSED_ON_EXEC | _ALLOWS_SEALS))
     if descriptor < 0:
-        raise OSError(ctypes.get_errno(), "the system creates no memory file")
+        raise OSError(ctypes.get_errno(), "the system cannot create a memory file")
     try:
         os.ftruncate(descriptor, size_bytes)
         fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS)
@@ -145,7 +146,7 @@ def _opened(file: MemoryFile) -> Bytes:
     path = Path(f"/proc/{file.process}/fd/{file.descriptor}")
     found = path.stat()  # checked before opening, because it may be a device
     if (found.st_dev, found.st_ino) != (file.device, file.inode):
-        raise OSError(f"{path} is another file; all ranks must run in one PID namespace")
+        raise OSError(f"{path} is not the memory of the other rank; all ranks must run in one PID namespace")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return as_bytes(mmap.mmap(descriptor, found.st_size))

@@ -17,11 +17,11 @@ from kvtier.config.sections import Config
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import digest_of_class
 from kvtier.keys.key_source import KeySource, open_keys
-from kvtier.keys.keyring import Keyring, SealKey
+from kvtier.keys.seal_keys import Keyring, SealKey
 from kvtier.keys.secret import Secret
 from kvtier.layout import GroupLayout, KvLayout
-from kvtier.runtime.codec_choice import CodecChoice
-from kvtier.runtime.secret_source import within
+from kvtier.runtime.adaptive_coding import CodecChoice
+from kvtier.runtime.store_secret import within
 from kvtier.tier.registry import is_sealed
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ class StoredForm:
         tenant: the engine's tenant.
         is_sealed: whether every frame must have a seal. Nothing is read or written without a key of the tenant.
         choice: chooses raw or coded for each object. All objects are written with the codec if this is None.
-        lossy: encodes the parts of each object that it can, and leaves the rest to `codec`. None stores all exactly.
+        lossy: encodes the parts of each object that it can, and leaves the rest to `codec`. If it is None, all parts
+            are stored exactly.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class StoredForm:
 
     @property
     def seals(self) -> Seals | None:
-        """The seals that a reader opens."""
+        """The keys and rules with which a reader opens sealed frames; None without keys."""
         return None if self.keys is None else Seals(self.keys.keyring, self._tenant, self.is_sealed)
 
     def scratch_bytes(self, group: GroupLayout) -> int:
@@ -93,7 +94,7 @@ def open_key_source(config: Config, secret: Secret | None) -> KeySource | None:
         importlib.import_module("kvtier.codec.seal")
     except ConfigError as error:
         tiers = ", ".join(tier.label for tier in sealing) or "reading sealed objects"
-        raise ConfigError(f"{error}, for {tiers}; or set the tiers' seal to off") from error
+        raise ConfigError(f"{error} (needed by {tiers}); or set the tiers' seal to off") from error
     deadline_s = config.limits.open_deadline_s
 
     def first(read: Callable[[], Keyring]) -> Keyring:

@@ -1,4 +1,7 @@
-"""Recalls chunks from the sealed heads of a tier's newest objects, so that routers learn its content after a start.
+"""Finds out which chunks a tier holds, so that routers learn its content after a start.
+
+The token ids of a chunk are in the sealed (encrypted) head of its frame. A recall reads the heads of the newest
+objects.
 
 A thread per tier lists and reads objects in small batches with pauses, so that loads are not delayed. No command waits
 for it, so a read that hangs delays nothing else. An object that cannot be opened here is skipped and left unchanged.
@@ -19,7 +22,7 @@ from kvtier.runtime.arena import page_aligned
 from kvtier.runtime.executor import Completion
 from kvtier.runtime.tier_encoding import StoredForm
 from kvtier.tier.base import Read, Tier
-from kvtier.tier.loan import Loan
+from kvtier.tier.buffer_loans import Loan
 from kvtier.types import ChunkKey, ChunkRecord, ObjectName, Outcome, Recall, RecallPage
 
 CHUNKS_MAX: Final = 16_384
@@ -38,7 +41,7 @@ BATCH: Final = 16
 """Number of heads that one call of the tier reads. The thread then pauses for as long as the call took."""
 
 PAGE_BYTES: Final = 256 << 10
-"""Approximate size of the records in a page. A message is twice as long."""
+"""Approximate size of the records in a page. A message with them is twice as long, because it has hex digits."""
 
 
 class TierRecall:
@@ -86,7 +89,7 @@ class TierRecall:
             )
             try:
                 self._thread.start()
-            except RuntimeError as error:  # the system gives no more threads
+            except RuntimeError as error:  # the system cannot start another thread
                 self._thread, self._error = None, str(error)
         if self._error:
             return Completion(command, Outcome.FAILED, detail=self._error)
@@ -102,7 +105,7 @@ class TierRecall:
     def _run(self, group: int) -> None:
         try:
             if self._form.is_locked:
-                raise TierError(self._tier.name, "the tenant has no key that opens its heads")  # noqa: TRY301
+                raise TierError(self._tier.name, "the tenant has no key that opens its objects")  # noqa: TRY301
             for found in self._read(group):
                 known = {record.key for record in self._records}
                 self._records += [record for record in records_of(found) if record.key not in known]
@@ -111,9 +114,10 @@ class TierRecall:
             self._error = described(error)
 
     def _read(self, group: int) -> Iterator[dict[ObjectName, Identity]]:
-        """Yield the identities that have a text, newest first, each soon followed by its parents.
+        """Yield the identities of the objects that carry token ids, newest first, each soon followed by its parents.
 
-        They are yielded once the list is read, and again each time missed objects are read again.
+        All that are known are yielded once the tier's list has been read, and again each time that missed objects have
+        been read again.
         """
         found: dict[ObjectName, Identity] = {}
         until_s = time.monotonic() + SECONDS_MAX
@@ -162,7 +166,10 @@ class TierRecall:
                 yield name, identity
 
     def _identity(self, name: ObjectName, front: memoryview, group: int, seals: Seals | None) -> Identity | None:
-        """Read the identity in the sealed head of `name`; None if it has no text, is foreign or cannot be opened."""
+        """Read the identity in the sealed head of `name`.
+
+        Return None if the head carries no token ids, belongs to another model or cannot be opened.
+        """
         try:
             head = read_head(front)
             expect(head, self._layout.groups[group], Identity(name))
@@ -212,7 +219,7 @@ def records_of(found: Mapping[ObjectName, Identity]) -> list[ChunkRecord]:
 
 
 def _front(records: Iterable[ChunkRecord]) -> Iterator[ChunkRecord]:
-    """Yield at least one of `records`, and more until they reach `PAGE_BYTES`."""
+    """Yield the first of `records`, if any, and more until they reach `PAGE_BYTES`."""
     size_bytes = 0
     for record in records:
         yield record

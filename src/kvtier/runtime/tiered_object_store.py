@@ -139,9 +139,9 @@ class _CallersExecutor:
 class ObjectStore(LockedCore):
     """Objects in tiers, for callers with their own memory. Thread-safe.
 
-    Every call returns within its `deadline_s` seconds plus the time of one copy. It raises only `BadCallError` (a
-    ValueError), for invalid arguments; any failure is a miss. Every answer is an immediate miss after `close`, in a
-    forked child and with too many calls in progress.
+    Every call returns within its `deadline_s` seconds plus `RELEASE_S` and the time of one copy. It raises only
+    `BadCallError` (a ValueError), for invalid arguments; any failure is a miss. After `close`, in a forked child or
+    with too many calls in progress, every answer is an immediate miss.
 
     A tier may forget any object. Every object returned is verified by its checksums, name, fingerprint and layout.
 
@@ -166,7 +166,7 @@ class ObjectStore(LockedCore):
     """
 
     THREAD_NAME = "kvtier-objects"
-    SHUT_TEXT = "internal error: the object store answers no more calls"
+    SHUT_TEXT = "internal error: from now on, the object store answers no calls"
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class ObjectStore(LockedCore):
         """Store objects from the caller's memory, which may be reused when the call returns.
 
         Each object is written to every tier that accepts it, perhaps after the call. An object that the first tier
-        already holds is not written again, unless the lookup times out. The same key always has the same content.
+        already holds is not written again, unless the lookup times out. So a key must always have the same content.
 
         Returns:
             For each object, in order: DONE if a persistent tier holds it (or any tier, if no persistent one took
@@ -323,10 +323,11 @@ class ObjectStore(LockedCore):
         }
 
     def cancel(self) -> None:
-        """End all calls in progress early, as a deadline does. Their threads finish the copies queued for them.
+        """End all calls in progress as if their deadlines had passed.
 
-        The memory of an object that is not DONE is then unchanged. The slots of a cancelled call become free within
-        about a second.
+        Before a call returns, its thread makes the copies already queued for it, as far as its own deadline allows.
+        Once a call has returned, the caller's memory of every object that is not DONE is unchanged. The slots of a
+        cancelled call become free within about a second.
         """
         self._miss()
 

@@ -25,7 +25,8 @@ STUCK_S = 30.0
 """A queue is stuck when all of its threads have been in their current jobs for this long."""
 
 STALL_SHARE = 0.2
-"""A job waits for about this share of its time while all threads are busy. The queue then starts another thread."""
+"""If all threads stay busy for about this share of the time that a waiting job has until its deadline, the queue starts
+another thread."""
 
 SHARES_MOST = 4
 """At most this many threads share the jobs of one batch. A thread switch costs more than a small job."""
@@ -72,8 +73,8 @@ class WorkerQueue:
         self.urgent_jobs: deque[Job] = deque()
         self._lock = threading.Lock()
         self._bell: SimpleQueue[None] = SimpleQueue()
-        """Each entry wakes one idle thread. There is at most one entry per idle thread, plus one per thread at the
-        end."""
+        """Each entry wakes one idle thread. There is at most one entry per idle thread, plus one per thread once the
+        queue is closed."""
         self.is_open = True
         """Whether the queue accepts jobs."""
         self._wanted = threads

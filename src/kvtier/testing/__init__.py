@@ -1,1 +1,1 @@
-"""Contract suites to run against your own tier, codec, policy or copier. `MemoryTier` is the reference tier."""
+"""Contract suites to run against your own tier, codec, policy or copier, and `example_tier`, a complete tier."""

@@ -16,7 +16,7 @@ Blocks = npt.NDArray[np.uint8]
 
 class _Group(NamedTuple):
     layers: Sequence[tuple[int, int, memoryview]]
-    """For each layer, its offset in the payload, the bytes of a block, and its memory."""
+    """For each layer, its offset in the payload, the size of a block in bytes, and its memory."""
     ids: range
     """Ids of the blocks that every layer has."""
     blocks: int

@@ -63,8 +63,9 @@ class Tier(ABC):
     error, and the other objects are not affected. A call raises only errors that concern the whole batch. `read` and
     `write` are batches of one object. A kind whose storage has no batches inherits from `OneByOneTier`.
 
-    A buffer belongs to a call until everything that the call has started ends. kvtier reuses it when no view, slice or
-    array of it remains (`tier/loan.py`). A tier whose native code keeps the address must wait for that code.
+    A buffer belongs to a call until everything that the call started has ended. kvtier reuses it when no view, slice or
+    array of it remains (`tier/buffer_loans.py`). A tier whose native code keeps the address must wait for that
+    code.
 
     A tier may forget any object at any time, and answers may be stale. It never knowingly returns bytes that were not
     written whole under that name; the reader verifies every frame. Every method may raise `TierError`; after `close`,
@@ -76,7 +77,7 @@ class Tier(ABC):
     """
 
     takes_batches = True
-    """Whether a batch is cheaper than its objects one by one. The mover's threads share the objects if it is not."""
+    """Whether a batch costs less than its objects one by one. If not, the mover divides batches among its threads."""
 
     name: str
     refusals: RefusalLog
@@ -113,7 +114,8 @@ class Tier(ABC):
         """Read frames, each from its offset into its buffer. This counts as a use.
 
         Returns:
-            For each frame, the number of bytes read (fewer than the buffer has at the frame's end), or None if absent.
+            For each frame, the number of bytes read, which is less than the buffer's size if the frame ends first; None
+            if the tier does not hold the frame.
         """
 
     @abstractmethod
@@ -129,14 +131,14 @@ class Tier(ABC):
     def delete(self, name: ObjectName) -> None:
         """Delete `name`, if it exists. This must not depend on reading the object, because the read may be what fails.
 
-        To replace an object, kvtier deletes it and writes it. A name has only one content, so another writer
-        between the two writes the same bytes. A reader between them has a miss. The second writer would fail if a
-        replacement were conditional on the old copy. Not every kind of storage offers such writes.
+        To replace an object, kvtier deletes it and then writes it. Another writer may come in between, but a name has
+        only one content, so it writes the same bytes. A reader in between has a miss. Writes conditional on the
+        old copy are not used: the second writer would fail, and not every storage offers them.
         """
 
     @abstractmethod
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Yield the name and frame bytes of every object. Concurrent changes may be missing."""
+        """Yield the name and the frame's size in bytes of every object. Concurrent changes may be missing."""
 
     def newest(self, most: int, until_s: float) -> Iterable[ObjectName]:
         """Return at most `most` names, newest first if the kind can tell the order cheaply.
@@ -147,7 +149,7 @@ class Tier(ABC):
         return islice(within(until_s, (name for name, _ in self.scan())), most)
 
     def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """Read the heads of frames like `read_many`, without counting as a use if the kind can avoid it."""
+        """Read the starts of frames like `read_many`, without counting this as a use if the kind can avoid it."""
         return self.read_many(reads)
 
     @abstractmethod
@@ -259,7 +261,7 @@ def _only(answers: list[_Answer | TierError]) -> _Answer:
 
 
 class RawClient(Protocol):
-    """The client library or file system below a tier, used at its best. `kvtier bench tier` compares tiers with it.
+    """The client library or file system below a tier, used directly. `kvtier bench tier` compares the tier with it.
 
     Methods block, are thread-safe and may raise any error. The names are those of the benchmark's objects.
     """

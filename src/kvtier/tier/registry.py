@@ -42,7 +42,7 @@ RESERVED = frozenset({"host", "gpu", "device", "engine"})
 """Places that are not tiers; metrics and reports name them next to the tiers."""
 
 SMALL_BYTES_IN_FLIGHT = 16 << 20
-"""Default for every tier."""
+"""Default of `small_bytes_in_flight` for every tier."""
 
 S = TypeVar("S", bound="TierSettings")
 
@@ -90,7 +90,7 @@ class TierSettings(SettingsSection):
 
     @property
     def label(self) -> str:
-        """``tiers.NAME``."""
+        """The name of these settings in messages, ``tiers.NAME``."""
         return f"tiers.{self.name}"
 
 
@@ -105,7 +105,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierContext:
-    """The values that a rank passes to a tier when it opens it."""
+    """The values that a rank passes to a tier when it opens the tier."""
 
     layout: KvLayout
     """The rank's KV groups."""
@@ -166,33 +166,33 @@ class TierKind(Generic[S]):
     needs_drive: bool = False
     """Whether the kind requires a drive of this machine, so that a network file system is a mistake."""
     has_cap: bool = True
-    """Whether its settings have ``capacity_bytes``, which the tier enforces."""
+    """Whether the kind's settings have ``capacity_bytes``, which the tier enforces."""
     keeps_memory: bool = True
-    """Whether it may register `TierContext.memory` with a device, so that the pages of the memory must not change."""
+    """Whether a tier may register `TierContext.memory` with a device, so that the memory's pages must not change."""
     check: Callable[[S], Iterator[Problem]] = lambda _settings: iter(())
     """Checks the settings against this machine. Changes nothing. An OSError becomes an error of the setting `where`."""
     folder: Callable[[S], Path | None] = lambda _settings: None
     """Returns the store's directory on this machine, for notes and facts about its file system; None if it has none.
     `kvtier inspect` opens no tier in a missing directory."""
     secret_path: Callable[[S], Path | None] = lambda _settings: None
-    """Returns the file for an automatic secret; None if the tier has no place for one, like a shared tier. A store
-    without a secret finds no objects after a restart."""
+    """Returns the file for the secret that kvtier makes if none is configured; None if the tier has no place for one,
+    like a shared tier. A store without a secret finds no objects after a restart."""
     inspect: Callable[[S], Sequence[StoreView]] | None = None
     """Returns the store for `kvtier inspect`, or the stores of all ranks. `kvtier inspect` uses the opened tier if this
     is None."""
     view_at: Callable[[Path], StoreView | None] = lambda _root: None
     """Returns the store in a directory, for `kvtier inspect DIR`; None if there is none of this kind."""
     repair: Callable[[S], Sequence[str] | None] = lambda _settings: None
-    """Repairs what keeps the store from opening, for `kvtier inspect repair`. Returns sentences about the repair, or
-    none if nothing was wrong. Returns None if no file name there is a store's, or if the kind has no repair.
+    """Repairs what keeps the store from opening, for `kvtier inspect repair`. Returns what was done, in sentences;
+    empty if nothing was wrong. Returns None if no file there has a store's name, or if the kind has no repair.
     Raises ConfigError if the store may not be changed."""
     open_trial: Callable[[S, Path, int, int], Tier] | None = None
     """Opens an empty temporary tier for measurements, given (settings, an empty directory on the same device, bytes to
     hold, bytes of the largest object). If this is None, measurements open the configured tier with a random model id
     and key id, and delete their objects."""
     discard: Callable[[S, TierContext], None] | None = None
-    """Removes all objects of such measurements by their model id, and all traces of the key id if nothing else uses it.
-    Measurements delete each of their objects if this is None."""
+    """Removes all objects that a measurement left in the configured tier, by their model id, and all traces of the key
+    id if nothing else uses it. If this is None, measurements delete each of their objects."""
     raw: Callable[[S, TierContext], RawClient | None] | None = None
     """Returns the client below the tier, for `kvtier bench tier`. Its objects go below the context's key id. The
     setting `where` is a directory for this client alone if `open_trial` is defined. No client is measured if this is
@@ -231,7 +231,7 @@ def by_name(name: str, origin: str = "") -> TierKind[Any]:
         raise unknown("unknown kind", name, names(), **about)
     if len(points) > 1:
         several = " and ".join(sorted(map(_package, points)))
-        raise ConfigError(f"is in several packages: {several}", allowed="one of them", **about)
+        raise ConfigError(f"is provided by several packages: {several}", allowed="only one of them installed", **about)
     return _loaded(points[0], origin)
 
 
@@ -278,19 +278,21 @@ def make(kind: TierKind[S], name: str, values: Mapping[str, object], origin: str
     """
     missing = [each.key for each in settings(kind.settings) if each.is_needed and each.key not in values]
     if missing:
-        raise ConfigError(f"missing; a {kind.name} tier needs it", setting=f"tiers.{name}.{missing[0]}", origin=origin)
+        raise ConfigError(
+            f"missing; every {kind.name} tier needs it", setting=f"tiers.{name}.{missing[0]}", origin=origin
+        )
     return kind.settings(name=name, **cast("Any", values))
 
 
 def find(kind: TierKind[Any], label: str, key: str, origin: str) -> Setting:
-    """Return the setting `key` of a tier of this kind, labelled ``tiers.NAME``.
+    """Return the setting `key` of a tier of this kind, labeled ``tiers.NAME``.
 
     Raises:
         ConfigError: the setting is unknown; the message lists the known ones and suggests the nearest.
     """
     known = {each.key: each._replace(section=label) for each in settings(kind.settings)}
     if key not in known:
-        raise unknown(f"unknown setting of a {kind.name} tier", key, [*known], setting=f"{label}.{key}", origin=origin)
+        raise unknown(f"{kind.name} tiers have no such setting", key, [*known], setting=f"{label}.{key}", origin=origin)
     return known[key]
 
 
@@ -353,7 +355,11 @@ def _checking(
 def _flaw(kind: object, name: str) -> str:
     """Return why `kind` cannot be registered as `name`, or an empty string if it can."""
     if not isinstance(kind, TierKind):
-        return f"it is a {'class' if isinstance(kind, type) else type(kind).__name__}, not a TierKind"
+        return (
+            "it is a class, not a TierKind"
+            if isinstance(kind, type)
+            else f"it has the type {type(kind).__name__}, not TierKind"
+        )
     found = cast("TierKind[Any]", kind)
     if found.name != name or found.settings.kind != name:
         return f"its names are {found.name!r} (kind) and {found.settings.kind!r} (settings), not {name!r}"

@@ -232,7 +232,7 @@ class ScannedTier:
     Args:
         tier: the tier.
         place: the tier's location, for people.
-        model: the model id of all its objects, in hexadecimal digits; empty if only their heads show it.
+        model: the model id of all its objects, in hexadecimal digits; empty if only the objects' headers show it.
     """
 
     def __init__(self, tier: Tier, place: str, model: str = "") -> None:
@@ -249,7 +249,7 @@ class ScannedTier:
             yield ObjectFile(name, size_bytes, None, self.place, model=self.model)
 
     def usage(self) -> Usage:
-        """Return the usage that the store records. The last call of `objects` determines the charged bytes."""
+        """Return the usage that the store records. The charged bytes are those that `objects` last counted."""
         figures = self._tier.figures()
         return Usage(
             charged_bytes=self._used_bytes,

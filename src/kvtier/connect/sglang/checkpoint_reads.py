@@ -38,20 +38,25 @@ def _published(context: Any, *_: object, role: str = "", **__: object) -> None: 
 
 
 def look(context: Any) -> None:  # noqa: ANN401 - SGLang's runtime context
-    """Record the versions of the model's files, which SGLang is about to read in this process."""
+    """Record the versions of the model's files, which SGLang is about to read in this process.
+
+    From then on, also detect changes of the weights in memory.
+    """
     _before[:] = [model_files(leaves(context))]
     weight_updates.install()
 
 
 def doubt(context: Any, digested: Mapping[Path, FileVersion]) -> str:  # noqa: ANN401 - SGLang's runtime context
-    """Return why SGLang may have read files that were not digested; empty if it cannot have.
+    """Return why the files that SGLang read may differ from the digested ones.
+
+    Return an empty string if none has changed since SGLang began to read.
 
     Args:
         context: SGLang's runtime context.
         digested: versions of the files that digests cover.
     """
     if not _before:
-        return "SGLang has not loaded kvtier's plug-in; allowed: SGLANG_PLUGINS (environment) unset, or with kvtier"
+        return "SGLang has not loaded kvtier's plug-in; unset SGLANG_PLUGINS (environment), or add kvtier to it"
     versions, may_download = _before[0]
     changed = changed_file(versions, model_files(leaves(context))[0] | dict(digested), may_download=may_download)
     return "" if changed is None else f"{changed} has changed since SGLang began to read it"

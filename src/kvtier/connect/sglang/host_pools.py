@@ -50,7 +50,7 @@ RUNS: Mapping[str, tuple[RunKind, tuple[str, ...]]] = {
     "MambaPoolHost": ("state", ("conv_dtype", "temporal_dtype")),
     "DSAIndexerPoolHost": ("index", ()),
 }
-"""The kind of a page's pieces, and the attributes that give their dtype. Pieces of mixed dtypes are `bytes`."""
+"""The kind of a page's pieces, and the pool's attributes that give their dtype. Pieces of mixed dtypes are `bytes`."""
 
 ARRANGEMENTS: Mapping[str, tuple[tuple[Axis, ...], tuple[str, ...]]] = {
     "layer_first": (("token", "head", "channel"), ("page_size", "head_num")),
@@ -135,7 +135,7 @@ def describe(name: str, pool: HostPool, config: StorageConfig, one_page: Indices
     if layout not in POOLS[kind]:
         raise ConfigError(
             f"SGLang's host pool {name!r} ({kind}) has the layout {layout!r}; allowed: "
-            f"{', '.join(sorted(POOLS[kind]))}. Set --hicache-mem-layout"
+            f"{', '.join(sorted(POOLS[kind]))}. Set --hicache-mem-layout to one of them"
         )
     try:
         _, sizes = pool.get_page_buffer_meta(one_page)
@@ -174,7 +174,7 @@ def _axes(layout: str, pool: HostPool, runs: Sequence[tuple[Run]]) -> tuple[tupl
 
 
 def _pages(name: str, kind: str, layout: str, pool: HostPool, config: StorageConfig) -> str:
-    """Return everything except the fingerprint that determines the meaning of a page's bytes."""
+    """Return all that determines the meaning of a page's bytes and that the fingerprint does not cover."""
     values = {field: getattr(pool, field, None) for field in FIELDS}
     fields = {field: plain(value) for field, value in values.items() if value is not None}
     ranks = [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]

@@ -1,8 +1,8 @@
 """Identifies an SGLang engine: computes the fingerprint of its weights and of every setting that changes a token's KV.
 
-SGLang's page hash covers a request's tokens, items of other kinds (as 62-bit tokens), adapter id and salt. It covers
-neither the model nor the adapter's contents. SGLang derives the id of an adapter named at start from the adapter's name
-and path. So the fingerprint includes the digests of those adapters' files.
+SGLang's page hash covers a request's tokens, its images and other items (as 62-bit tokens), its adapter id and its
+salt. It covers neither the model nor the adapter's contents. SGLang derives the id of an adapter named at start from
+the adapter's name and path. So the fingerprint includes the digests of those adapters' files.
 
 The fingerprint excludes ranks, the layout and the page size, because every object's name contains them (`host_pools`).
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvtier.connect.fingerprint_exclusions import plain
-from kvtier.connect.local_files import adapter_files, checkpoint_digest, checkpoint_versions, local_folder
+from kvtier.connect.model_files import adapter_files, checkpoint_digest, checkpoint_versions, local_folder
 from kvtier.connect.sglang.sglang_types import Leaves
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
@@ -64,14 +64,14 @@ DRAFT_SETTINGS = (
 REFUSED = {
     "dllm_algorithm": "KV of a diffusion model depends on later tokens",
     "is_embedding": "KV of an embedding model may depend on later tokens",
-    "kt_weight_path": "weights in a format of their own are not identified",
-    "custom_weight_loader": "weights that a custom loader makes are not identified",
-    "modelopt_checkpoint_restore_path": "weights that are quantised at start are not identified",
-    "quantization_param_path": "scales in a file of their own are not identified",
-    "decrypted_config_file": "an encrypted checkpoint is not identified",
-    "uno_lora_path": "an adapter of the draft model is not identified",
-    "forward_hooks": "their changes are not identified",
-    "trust_mm_content_hashes": "a client could name the content of its images or other items falsely",
+    "kt_weight_path": "kvtier cannot identify weights in its format",
+    "custom_weight_loader": "kvtier cannot identify weights that a custom loader creates",
+    "modelopt_checkpoint_restore_path": "kvtier cannot identify weights that are quantized at the start",
+    "quantization_param_path": "kvtier does not identify scales in a separate file",
+    "decrypted_config_file": "kvtier cannot identify an encrypted checkpoint",
+    "uno_lora_path": "kvtier does not identify an adapter of the draft model",
+    "forward_hooks": "kvtier cannot identify what the hooks change",
+    "trust_mm_content_hashes": "a client could declare false hashes for its images or other items",
 }
 """Server arguments that kvtier refuses, and the reasons."""
 
@@ -87,11 +87,11 @@ UNRELATED_WORDS = frozenset({
     "VISIBLE", "WARMUP", "WATCHDOG", "ZMQ",
     "AUTH", "CREDENTIAL", "KEY", "PASSWORD", "SECRET",
 })  # fmt: skip
-"""Words in the names of variables that do not change KV or are secret."""
+"""Words in the names of environment variables that do not change KV, or whose values are secret."""
 
 REFUSED_VARIABLES = {
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": "code of a model that is not SGLang's is not identified",
-    "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "code of a processor that is not SGLang's is not identified",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "kvtier does not identify the code of models from outside SGLang",
+    "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "kvtier does not identify the code of processors from outside SGLang",
 }
 
 CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "params.json")
@@ -121,8 +121,8 @@ def identify(leaf: Leaves, release: str) -> tuple[Fingerprint, dict[Path, FileVe
             raise ConfigError(f"SGLang's {name} = {value!r} is not supported: {why}. Serve this model without kvtier")
     if (mode := _value(leaf, "weight_cache_mode", release)) != "off":
         raise ConfigError(
-            f"SGLang's weight_cache_mode = {mode!r} is not supported: the daemon's weights are not identified; "
-            "allowed: 'off'"
+            f"SGLang's weight_cache_mode = {mode!r} is not supported: kvtier cannot identify the weights of the "
+            "cache's daemon; allowed: 'off'"
         )
     folder = _folder(leaf, release)
     weights = checkpoint_digest(folder, is_code_trusted=bool(_value(leaf, "trust_remote_code", release)))
@@ -182,7 +182,9 @@ def _value(leaf: Leaves, name: str, release: str) -> object:
     try:
         return leaf(name)
     except ValueError as error:
-        raise ConfigError(f"SGLang {release} has no server argument {name!r}, which decides what KV means") from error
+        raise ConfigError(
+            f"SGLang {release} has no server argument {name!r}, which kvtier needs to identify KV"
+        ) from error
 
 
 def _folder(leaf: Leaves, release: str) -> Path:
@@ -195,7 +197,8 @@ def _folder(leaf: Leaves, release: str) -> Path:
     load_format = str(_value(leaf, "load_format", release)).rpartition(".")[2].lower()
     if name.lower() in NO_MODEL:
         raise ConfigError(
-            f"SGLang's model_path = {name!r} names no model, so its KV cannot be identified; allowed: a model"
+            f"SGLang's model_path = {name!r} names no model, so KV cannot be identified; allowed: the name or path of "
+            "a model"
         )
     if load_format not in LOCAL_FORMATS:
         raise ConfigError(
@@ -204,18 +207,18 @@ def _folder(leaf: Leaves, release: str) -> Path:
         )
     if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in {"1", "true", "yes", "y"} and not Path(name).exists():
         raise ConfigError(
-            f"SGLANG_USE_MODELSCOPE (environment): the files of {name} in ModelScope's cache are not identified; "
-            "allowed: a model_path that is a local folder"
+            f"SGLANG_USE_MODELSCOPE (environment): kvtier does not identify the files of {name} in ModelScope's "
+            "cache; set model_path to a local folder, or unset the variable"
         )
     revision, place = _value(leaf, "revision", release), _value(leaf, "download_dir", release)
     folder = local_folder(name, cast("str | None", revision), cast("str | None", place))
     if folder is None:
-        raise ConfigError(f"the weights of {name} are in no local folder, so its KV cannot be identified")
+        raise ConfigError(f"the weights of {name} are not in a local folder, so its KV cannot be identified")
     return folder
 
 
 def _model_config(folder: Path) -> dict[str, object]:
-    """Return the model's description in its checkpoint.
+    """Return the description of the model that its checkpoint contains (`CONFIG_FILES`); empty for a single file.
 
     Raises:
         ConfigError: the checkpoint has no description, or the description is not JSON.
@@ -232,7 +235,7 @@ def _model_config(folder: Path) -> dict[str, object]:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
     if not found:
-        raise ConfigError(f"{folder} has no description of its model; looked for {', '.join(CONFIG_FILES)}")
+        raise ConfigError(f"{folder} contains no description of its model; kvtier looked for {', '.join(CONFIG_FILES)}")
     return found
 
 
@@ -243,14 +246,17 @@ def _adapter_files(adapter: Any) -> list[Path]:  # noqa: ANN401 - SGLang's `LoRA
 
 
 def _adapters(leaf: Leaves, release: str, digested: dict[Path, FileVersion]) -> list[object]:
-    """Return the id and files of each adapter named at start. An adapter that is loaded later has a random id."""
+    """Return the id and the digest of the files of each adapter named at start, and add the files to `digested`.
+
+    An adapter that is loaded later has a random id, so it needs no digest.
+    """
     found: list[object] = []
     for adapter in cast("list[Any]", _value(leaf, "lora_paths", release) or []):
         files = _adapter_files(adapter)
         if not files:
             raise ConfigError(
-                f"SGLang's lora_paths: the files of adapter {adapter} are in no local folder, so its KV cannot be "
-                "identified; allowed: a folder with the adapter"
+                f"SGLang's lora_paths: the files of adapter {adapter} are not in a local folder, so its KV cannot be "
+                "identified; allowed: a local folder that contains the adapter"
             )
         digest = digest_files(files, home_cache())
         digested |= digest.versions
@@ -270,12 +276,12 @@ def _draft_folder(leaf: Leaves, release: str) -> Path | None:
     revision = cast("str | None", _value(leaf, "speculative_draft_model_revision", release))
     folder = local_folder(str(name), revision, cast("str | None", _value(leaf, "download_dir", release)))
     if folder is None:
-        raise ConfigError(f"the draft model's weights {name} are in no local folder, so KV cannot be identified")
+        raise ConfigError(f"the draft model's weights {name} are not in a local folder, so KV cannot be identified")
     return folder
 
 
 def _draft(leaf: Leaves, release: str, digested: dict[Path, FileVersion]) -> dict[str, object]:
-    """Return the algorithm, settings and draft model weights of speculative decoding."""
+    """Return what identifies speculative decoding: its algorithm and settings, and the draft model's weights."""
     algorithm = _value(leaf, "speculative_algorithm", release)
     if algorithm is None:
         return {}
@@ -290,7 +296,7 @@ def _draft(leaf: Leaves, release: str, digested: dict[Path, FileVersion]) -> dic
 
 
 def leaves(context: Any) -> Leaves:  # noqa: ANN401 - SGLang's runtime context
-    """Return the resolved server arguments of SGLang's runtime context.
+    """Return the function with which SGLang's runtime context looks up a resolved server argument.
 
     Raises:
         ConfigError: SGLang has published no arguments in this process.

@@ -14,7 +14,7 @@ from kvtier.connect.engine_metrics import PromMetrics, StatsReader
 from kvtier.observe.metrics import Metrics
 
 CALLS_MAX = 4096
-"""Maximum number of calls whose figures wait for SGLang. Beyond this number, the oldest are dropped."""
+"""Maximum number of calls of each kind whose figures wait for SGLang. Beyond this number, the oldest are dropped."""
 
 GB = 1e9
 
@@ -23,7 +23,7 @@ CallKind: TypeAlias = Literal["prefetch", "backup"]
 
 _places: dict[tuple[str, ...], int] = {}
 _values: dict[int, tuple[str, ...]] = {}
-"""Label values, by number. Each rank in this process has one entry, so there is only one outside tests."""
+"""Label values of each rank in this process, by number. Only tests have several ranks in one process."""
 
 
 class StorageStats:
@@ -47,7 +47,7 @@ class StorageStats:
         self._reader = StatsReader(metrics)
 
     def called(self, way: CallKind, pages: int, page_bytes: int, seconds: float) -> None:
-        """Count a call."""
+        """Record the number of pages and the bandwidth of a call, for SGLang's own metrics."""
         if self._is_wanted and pages:
             self._calls[way].append((pages, pages * page_bytes / max(seconds, 1e-9) / GB))
 

@@ -14,10 +14,13 @@ from typing import Any, NamedTuple, cast
 
 from kvtier.config.loader import flat, load, override
 from kvtier.config.sections import Config
-from kvtier.connect.local_files import note_fingerprint
+from kvtier.connect.model_files import note_fingerprint
 from kvtier.connect.sglang import checkpoint_reads
 from kvtier.connect.sglang import sglang_imports as sglang
-from kvtier.connect.sglang.engine_environment import (
+from kvtier.connect.sglang.environment_probe import page_hash_problem
+from kvtier.connect.sglang.host_pools import KV, StoredPool, describe
+from kvtier.connect.sglang.identity import identify, leaves
+from kvtier.connect.sglang.installed_engine import (
     COMPILE_ADVICE,
     EXTRA,
     SUPPORTED,
@@ -25,9 +28,6 @@ from kvtier.connect.sglang.engine_environment import (
     installed,
     settings_in,
 )
-from kvtier.connect.sglang.host_pools import KV, StoredPool, describe
-from kvtier.connect.sglang.identity import identify, leaves
-from kvtier.connect.sglang.server_arguments import page_hash_problem
 from kvtier.connect.sglang.sglang_types import (
     ExtraInfo,
     HostPool,
@@ -66,7 +66,7 @@ class _OwnRank(NamedTuple):
 
 
 def check_page_hash() -> None:
-    """Log why SGLang cannot compile the hash that names its pages.
+    """Log an error if SGLang cannot compile the hash that names its pages.
 
     The trial runs in its own folder. torch compiles under a lock without an owner. A process that ends meanwhile leaves
     the lock behind, and the next process waits for it forever.
@@ -103,7 +103,7 @@ class KvtierStorage(sglang.HiCacheStorage):
         if storage_config.dcp_size > 1:
             raise ConfigError(
                 f"SGLang's dcp_size = {storage_config.dcp_size} is not supported: SGLang {SUPPORTED[0]} then "
-                "attaches no storage but its own files and Mooncake; allowed: 1. Serve without kvtier"
+                "attaches no storage but its own files and Mooncake; allowed: 1, or serve without kvtier"
             )
         _check_common(self._config, storage_config)
         arguments = leaves(sglang.context())
@@ -118,7 +118,9 @@ class KvtierStorage(sglang.HiCacheStorage):
         """The tiers; None until all pools are known, and after `close`."""
         self._is_over = bool(doubt := checkpoint_reads.doubt(sglang.context(), digested))
         if doubt:
-            logger.warning("kvtier stores and finds nothing in this engine, whose KV cannot be named: %s", doubt)
+            logger.warning(
+                "kvtier stores and finds nothing in this engine, because its KV cannot be identified: %s", doubt
+            )
         self._noticed: set[str] = set()
         self._stats = StorageStats(bool(storage_config.enable_storage_metrics), _labels(storage_config))
         watch_weights(self._weights_change)
@@ -181,7 +183,8 @@ class KvtierStorage(sglang.HiCacheStorage):
         note_fingerprint(self._config, self._fingerprint)
         if self._config.store.loss != "none":
             logger.warning(
-                "SGLang passes storage no salts, so no request to this server can demand exact KV (store.loss is %s)",
+                "SGLang does not pass salts to its storage, so requests to this server cannot demand exact KV "
+                "(store.loss is %s)",
                 self._config.store.loss,
             )
         logger.info(
@@ -201,7 +204,7 @@ class KvtierStorage(sglang.HiCacheStorage):
         if not self._is_over:
             logger.error(
                 "the engine's weights were replaced: kvtier stores and finds nothing from now on, because new KV would "
-                "have the old weights' name. Restart the engine to use kvtier again"
+                "be stored under the old weights' name. Restart the engine to use kvtier again"
             )
         self._is_over = True
 
@@ -219,7 +222,7 @@ class KvtierStorage(sglang.HiCacheStorage):
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Sequence[PoolTransfer] | None = None, extra_info: ExtraInfo = None
     ) -> PoolTransferResult:
-        """Return the prefixes of `keys` that all pools can restore."""
+        """Return the lengths of the prefixes of `keys` that all pools can restore."""
         del extra_info
         nothing = sglang.PoolTransferResult(0, {}, [])
         return self._guarded("batch_exists_v2", lambda: self._restorable(keys, pool_transfers or ()), nothing)
@@ -237,7 +240,7 @@ class KvtierStorage(sglang.HiCacheStorage):
             elif policy == sglang.PoolHitPolicy.TRAILING_PAGES:
                 ends = _windows(self._present(name, keys[:run]), max(1, len(transfer.keys or ())))
             else:
-                self._notice("policy", f"SGLang asks with the hit policy {policy}, which is not supported: a miss")
+                self._notice("policy", f"SGLang's hit policy {policy} is not supported, so the lookup is a miss")
                 return sglang.PoolTransferResult(0, {}, [])
             if ends:
                 found[transfer.name] = max(ends)
@@ -247,7 +250,7 @@ class KvtierStorage(sglang.HiCacheStorage):
     def _run(self, name: str, keys: Sequence[str]) -> int:
         """Return the number of leading pages in the store."""
         if name == KV and KV not in self._pools and self._pools:
-            return len(keys)  # positions have no bytes, so the other pools decide
+            return len(keys)  # the KV pool has no bytes of its own, so the other pools decide
         store, pool = self._usable(name)
         return store.leading_run(_objects(keys, pool), self._probe_deadline_s)
 
@@ -262,23 +265,27 @@ class KvtierStorage(sglang.HiCacheStorage):
     # ---- pages -----------------------------------------------------------------------------------------------------
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Indices, extra_info: ExtraInfo = None) -> list[bool]:
-        """Load pages into the pool. Return whether each was loaded. The bytes of a page that was not are undefined."""
+        """Load pages into the pool. Return for each whether it was loaded; if it was not, its bytes are undefined."""
         return self._move("prefetch", KV, keys, host_indices, extra_info, self._until_s("prefetch"))
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Indices, extra_info: ExtraInfo = None) -> list[bool]:
-        """Store pages from the pool. Return whether a tier has each page."""
+        """Store pages from the pool. Return for each whether a tier has it."""
         return self._move("backup", KV, keys, host_indices, extra_info, self._until_s("backup"))
 
     def batch_get_v2(self, transfers: Sequence[PoolTransfer], extra_info: ExtraInfo = None) -> dict[Any, list[bool]]:
-        """Do `batch_get_v1` for pages of several pools. Return the results by pool."""
+        """Load pages of several pools. Return the results of `batch_get_v1` by pool."""
         return self._move_all("prefetch", transfers, extra_info)
 
     def batch_set_v2(self, transfers: Sequence[PoolTransfer], extra_info: ExtraInfo = None) -> dict[Any, list[bool]]:
-        """Do `batch_set_v1` for pages of several pools. Return the results by pool."""
+        """Store pages of several pools. Return the results of `batch_set_v1` by pool."""
         return self._move_all("backup", transfers, extra_info)
 
     def _until_s(self, way: CallKind) -> float:
-        """Return the deadline of a call. A thread of SGLang makes one call for the KV, then one for all other pools."""
+        """Return the deadline of a call.
+
+        With several pools, a thread of SGLang makes one call for the KV and then one for all other pools. Each call
+        then has half of `THREAD_S`.
+        """
         limits = self._config.limits
         limit_s = limits.load_deadline_s if way == "prefetch" else limits.store_deadline_s
         return time.monotonic() + min(limit_s, THREAD_S if len(self._pools) < 2 else THREAD_S / 2)
@@ -312,11 +319,11 @@ class KvtierStorage(sglang.HiCacheStorage):
         """Return None, a miss. With ``interface_v1``, SGLang calls only the methods for batches of pages."""
 
     def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:  # noqa: ANN401, ARG002
-        """Return None for every page; see `get`."""
+        """Return a miss for every page, for the same reason as `get`."""
         return [None] * len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:  # noqa: ANN401, ARG002
-        """Store nothing; see `get`."""
+        """Store nothing and return False, for the same reason as `get`."""
         return False
 
     def batch_set(
@@ -326,7 +333,7 @@ class KvtierStorage(sglang.HiCacheStorage):
         target_locations: Any = None,  # noqa: ANN401, ARG002
         target_sizes: Any = None,  # noqa: ANN401, ARG002
     ) -> bool:
-        """Store nothing; see `get`."""
+        """Store nothing and return False, for the same reason as `get`."""
         return False
 
     def clear(self) -> None:
@@ -336,8 +343,9 @@ class KvtierStorage(sglang.HiCacheStorage):
             NotImplementedError: always. SGLang's clear request fails with this message.
         """
         raise NotImplementedError(
-            "kvtier removes nothing on request, because a cap evicts and other engines may use the store. To remove "
-            "all, stop the engines and remove the store's directory. To start with an empty cache, change store.secret"
+            "kvtier removes nothing on request, because other engines may use the store, and its cap evicts old "
+            "objects. To remove all, stop the engines and remove the store's directory. To start with an empty cache, "
+            "change store.secret"
         )
 
     def get_stats(self) -> object:
@@ -360,7 +368,7 @@ class KvtierStorage(sglang.HiCacheStorage):
         try:
             return run()
         except _UnusableError as reason:
-            self._notice(what, f"{what}: {reason}: a miss")
+            self._notice(what, f"{what} counts as a miss: {reason}")
         except Exception as error:
             if f"{what} {type(error).__name__}" not in self._noticed:
                 logger.exception("%s has failed and counts as a miss", what)
@@ -381,7 +389,7 @@ class _UnusableError(Exception):
 
 
 def settings_of(extra: Mapping[str, object] | None) -> Config:
-    """Return the engine's settings, which are equal in all its processes with the same environment.
+    """Return the engine's settings. All of its processes get equal settings if their environments are equal.
 
     Args:
         extra: the value of ``--hicache-storage-backend-extra-config`` without the keys that SGLang removes. It
@@ -393,7 +401,7 @@ def settings_of(extra: Mapping[str, object] | None) -> Config:
     given = extra or {}
     if not given.get("interface_v1"):
         raise ConfigError(
-            "with any other value, SGLang copies each page once more, in another order",
+            "must be enabled, because without it SGLang copies each page once more, in another order",
             setting="interface_v1",
             value=repr(given.get("interface_v1")),
             origin=EXTRA,
@@ -401,7 +409,9 @@ def settings_of(extra: Mapping[str, object] | None) -> Config:
         )
     config = override(load().config, flat(settings_in(given), EXTRA), EXTRA)
     if not config.tiers:
-        raise ConfigError("none", setting="tiers", origin=EXTRA, allowed='one or more, such as ["disk:/path/to/kv"]')
+        raise ConfigError(
+            "no tier is configured", setting="tiers", origin=EXTRA, allowed='one or more, such as ["disk:/path/to/kv"]'
+        )
     return config
 
 
@@ -415,9 +425,9 @@ def _check_common(config: Config, ranks: StorageConfig) -> None:
         return
     if not any(kind_of(tier).is_common(tier) or kind_of(tier).is_shared(tier) for tier in config.tiers):
         raise ConfigError(
-            f"tiers: {', '.join(tier.label for tier in config.tiers)}: each of the {ranks.tp_size} ranks has a store "
-            "of its own there, but SGLang lets one rank write for all of this model; allowed: at least one tier that "
-            "all ranks use, such as a directory with shared = true"
+            f"tiers: {', '.join(tier.label for tier in config.tiers)}: each of the {ranks.tp_size} ranks has its "
+            "own store there, but SGLang lets one rank write the KV of this model for all; allowed: at least one tier "
+            "that all ranks use, such as a directory with shared = true"
         )
 
 
@@ -425,19 +435,20 @@ def _check_alone(loss: Loss, arguments: Leaves) -> None:
     """Refuse a lossy class (`store.loss`) if SGLang passes KV on to other engines, whose class is unknown.
 
     Raises:
-        ConfigError: the engine has a class, and its `disaggregation_mode` is not ``null``.
+        ConfigError: the engine has a lossy class, and its `disaggregation_mode` is not ``null``.
     """
     if loss != "none" and (mode := arguments("disaggregation_mode")) != "null":
         raise ConfigError(
-            f"SGLang's disaggregation_mode = {mode!r} would pass lossy KV on to engines without a class",
+            f"SGLang's disaggregation_mode = {mode!r} would pass lossy KV on to other engines, whose store.loss is "
+            "unknown",
             setting="store.loss",
             value=loss,
-            allowed="none; or an engine that computes prompts and answers",
+            allowed="none; or any class with disaggregation_mode = null, where one engine computes prompts and answers",
         )
 
 
 def _place() -> _OwnRank:
-    """Return this process's number among the engine's processes that have their own stores, and their count."""
+    """Return this process's number among the processes of the engine, over all of its replicas, and their count."""
     widths = sglang.parallel()
     replica = widths.dp_rank or 0
     world = int(widths.tp_size) * int(widths.pp_size)
@@ -457,14 +468,18 @@ def _text(name: object) -> str:
 def _items(pool: StoredPool, keys: Sequence[str], indices: Indices, extra_info: ExtraInfo) -> list[ObjectBytes]:
     if indices is None or len(indices) != len(keys) * pool.page_size:
         count = None if indices is None else len(indices)
-        raise _UnusableError(f"{count} positions for {len(keys)} pages of {pool.page_size} in pool {pool.name}")
+        raise _UnusableError(
+            f"SGLang passed {count} positions for {len(keys)} pages of {pool.page_size} tokens in pool {pool.name}"
+        )
     if keys and not 0 <= int(indices.min()) <= int(indices.max()) < int(pool.pool.size):
-        raise _UnusableError(f"positions outside of the pool {pool.name} of {pool.pool.size}")
+        raise _UnusableError(f"SGLang passed positions outside of pool {pool.name}, which has {pool.pool.size} tokens")
     if not pool.are_pages(indices):
-        raise _UnusableError(f"positions that are not whole pages of {pool.page_size} in pool {pool.name}")
+        raise _UnusableError(
+            f"SGLang passed positions that are not whole pages of {pool.page_size} tokens in pool {pool.name}"
+        )
     objects = _objects(keys, pool)
     before: Sequence[str] = getattr(extra_info, "prefix_keys", None) or ()
-    # SGLang may not pass the keys before these.
+    # Without `hicache_storage_pass_prefix_keys`, SGLang does not pass the keys of the pages before these.
     parents: list[ChunkKey | None] = [_keys(before[-1:])[0] if before else None]
     parents += [each.key for each in objects]
     origins = [Origin(parent, len(before) + at) for at, parent in enumerate(parents)]
@@ -488,7 +503,7 @@ def _objects(keys: Sequence[str], pool: StoredPool) -> list[ObjectId]:
 
 
 def _windows(present: Sequence[bool], width: int) -> set[int]:
-    """Return the prefix lengths whose last `width` pages are all present."""
+    """Return the lengths of the prefixes whose last `width` pages, or all pages if there are fewer, are present."""
     ends: set[int] = set()
     streak = 0
     for position, is_present in enumerate(present, 1):

@@ -1,8 +1,8 @@
 """Detects changes of weights while the engine runs. SGLang replaces weights without notifying a storage backend.
 
 KV of the new weights must not be stored under the digest of the old ones. So kvtier wraps SGLang's methods that
-replace weights in place. From the first of these calls on, kvtier stores and finds nothing. A restart identifies the
-new weights.
+replace weights in place. From the first of these calls on, kvtier stores and finds nothing until the engine is
+restarted.
 """
 
 import importlib
@@ -50,7 +50,7 @@ def install() -> Any:  # noqa: ANN401 - SGLang's class
     updater: Any = getattr(module, UPDATER[1], None)
     lacking = [name for name in UPDATES if not hasattr(updater, name)]
     if lacking:
-        raise ConfigError(f"SGLang's {UPDATER[1]} lacks {', '.join(lacking)}: changes of weights would be missed")
+        raise ConfigError(f"SGLang's {UPDATER[1]} lacks {', '.join(lacking)}, so changes of weights would go unnoticed")
     if getattr(updater, _SEEN, None) is None:
         setattr(updater, _SEEN, False)
         for name in UPDATES:

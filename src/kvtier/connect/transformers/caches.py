@@ -93,7 +93,7 @@ class CacheShape:
         return any(layer.window is not None for layer in self.layers)
 
     def layout(self, chunk_tokens: int) -> KvLayout:
-        """Return the layout of a chunk of `chunk_tokens`."""
+        """Return the layout of a chunk of `chunk_tokens` tokens."""
         return KvLayout(chunk_tokens, tuple(_group_layout(group, chunk_tokens) for group in self.groups))
 
 

@@ -102,7 +102,7 @@ def prompt_of(
     if any(padding) and not accepts_padding:
         return f"{type(model).__name__} takes no position_ids: KV of a padded row may depend on its padding"
     limit = fixed_rope_tokens(model)
-    # Stay one token below the limit. At the limit, "dynamic" scaling keeps frequencies from earlier calls.
+    # Stay one token below the limit. At the limit, "dynamic" scaling keeps the frequencies that an earlier call set.
     if limit is not None and options.total_tokens(input_ids.shape[1]) >= limit:
         return f"the text may reach the {limit} tokens at which the position encoding changes"
     return Prompt(input_ids, mask, padding, options.tokens("eos_token_id"))
@@ -127,7 +127,10 @@ def left_padding(mask: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def conversation_names(session: object, rows: int) -> tuple[Sequence[str | None], str]:
-    """Return the name of each row's conversation, and an error. If there is an error, all names are None."""
+    """Return the name of each row's conversation, and what is wrong with `session`; empty if nothing is.
+
+    If something is wrong, all names are None.
+    """
     none = [None] * rows
     if session is None:
         return none, ""
@@ -159,7 +162,9 @@ def sequences_of(output: Output) -> torch.Tensor:
 
 
 def row_end(sequence: Sequence[int], prompt_tokens: int, end_tokens: Collection[int]) -> int:
-    """Return the length of a row up to its first generated end token. The library feeds the model padding after it.
+    """Return the length of a row, up to and including its first generated end token.
+
+    After that token the library feeds the model padding.
 
     Args:
         sequence: the row's prompt and generated tokens, without left padding.
@@ -182,7 +187,9 @@ class CallRow:
     restored_tokens: int = 0
 
     def new_places(self, sequence: torch.Tensor, end_tokens: frozenset[int], groups: int) -> tuple[Prefix, list[Place]]:
-        """Return the full chunks that this call completed, by KV group. A partly restored chunk is already stored.
+        """Return the row's prefix, and the places of the full chunks that this call completed, in every KV group.
+
+        A chunk that was restored in part is skipped, because it is already stored.
 
         Args:
             sequence: the row's tokens, including padding.
@@ -196,7 +203,7 @@ class CallRow:
         return self.places(-(-self.restored_tokens // self.request.prefix.chunk_tokens), kept, groups)
 
     def places(self, first: int, tokens: int, groups: int) -> tuple[Prefix, list[Place]]:
-        """Return the full chunks of the leading `tokens` tokens, starting with chunk `first`."""
+        """Return the row's prefix, and the places of the full chunks in its first `tokens` tokens, from `first` on."""
         prefix = self.chain.prefix()
         size = prefix.chunk_tokens
         chunks = range(first, tokens // size)
@@ -229,7 +236,7 @@ class Call:
         conversations: Sequence[str | None],
         recorder: Recorder | None = None,
     ) -> "Call":
-        """Compute the chunk keys of each row."""
+        """Return a new call, with the chunk keys of each row."""
         started, arrived_s = time.perf_counter(), time.monotonic()
         rows: list[CallRow] = []
         for index, (row, pad, name) in enumerate(zip(prompt.input_ids, prompt.padding, conversations, strict=True)):

@@ -1,15 +1,15 @@
 """Copies chunks between the library's cache tensors and host slots. Transfer threads call it.
 
-`blocks` is (first token, token after the last) of a row. A request is one row of one cache. The copier keeps its
-tensors from `expose` until `forget`.
+`blocks` is (first token, token after the last) of a row. A request is one row of one cache. The copier keeps the
+request's tensors from `expose` until `forget`.
 
 On the CPU a copy is complete on return. It uses NumPy, because torch would start a thread pool in every transfer thread
 and take cores from the model. On a CUDA device, a layer is copied between its tensors and a device buffer laid out like
 the payload. The buffer crosses the bus in one copy. Each direction has one stream, which waits for all work that the
 engine had queued when the request was exposed. The fence is an event after the last copy.
 
-A layer's part of a payload is K as [head, token, dim], followed by V in the same form. In the tensors, each head's
-tokens are contiguous. In the records of a window layer, each token's heads are contiguous.
+A layer's part of a payload is K as [head, token, dim], followed by V in the same form. In the cache's tensors, each
+head's tokens are contiguous. In what a `RecordingWindowLayer` records, each token's heads are contiguous.
 """
 
 import threading
@@ -99,7 +99,7 @@ class CacheCopier:
 
         Raises:
             LookupError: the request is not exposed, or its tensors lack some of the tokens.
-            ValueError: `blocks` is not a run of a chunk's tokens.
+            ValueError: `blocks` is not as long as a chunk.
         """
         row, start, stop = self._columns(request, blocks)
         if stop - start < self._layout.chunk_tokens:
@@ -113,7 +113,7 @@ class CacheCopier:
 
         Raises:
             LookupError: the request is not exposed.
-            ValueError: `blocks` is not a run of at most a chunk's tokens.
+            ValueError: `blocks` is empty or longer than a chunk.
         """
         row, start, stop = self._columns(request, blocks)
         return self._copy(row, group, start, stop, payload, is_gather=False)
@@ -123,7 +123,7 @@ class CacheCopier:
         return not isinstance(fence, StreamFence) or all(event.query() for event in fence.events)
 
     def _columns(self, request: RequestId, blocks: tuple[int, ...]) -> tuple[ExposedRow, int, int]:
-        """Return the request's row, and the first column and the end column of these tokens."""
+        """Return the request's row, the first column of these tokens, and the column after the last."""
         with self._lock:
             row = self._rows.get(request)
         if row is None:

@@ -2,7 +2,7 @@
 
 The weights' digest covers the tensors in memory (`state_dict` and the buffers that it omits). The digest covers a
 checkpoint's files instead if the caller names the checkpoint and a sample of every weight matches. The whole
-configuration enters the fingerprint, except `IGNORED_FIELDS`. An unknown field may change KV, so a miss is correct.
+configuration enters the fingerprint, except `IGNORED_FIELDS`. Unknown fields enter it too, because they may change KV.
 
 Some position encodings depend on the length of the text. With ``dynamic`` and ``longrope`` scaling, a text beyond the
 original length has different frequencies from its first token on. So its KV must not be used for a shorter text, or
@@ -92,7 +92,7 @@ def weights_digest(model: Model, checkpoint: Path | None, cache_file: Path | Non
         doubt = difference(model, files)
         if not doubt:
             return files
-        logger.warning("the weights are not known to be those of %s: %s. They are digested instead", checkpoint, doubt)
+        logger.warning("the weights in memory are digested, because they may not be those of %s: %s", checkpoint, doubt)
     return digest_tensors(_tensors(model))
 
 
@@ -128,7 +128,7 @@ def adapter_state(model: Model) -> Iterator[tuple[str, object]]:
 
 
 def _adapter_fields(module: torch.nn.Module) -> dict[str, object]:
-    # Attention layers of many models also have a number called scaling. Their state is then that number.
+    # Attention layers of many models have an attribute `scaling`, too: a number, which is then their only state.
     return {field: getattr(module, field, None) for field in ADAPTER_STATE}
 
 
@@ -219,7 +219,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _sample_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return every n-th value of every n-th tensor, as views."""
+    """Return views of a few evenly spaced values in each of a few tensors."""
     views: list[torch.Tensor] = []
     for tensor in tensors[:: max(1, len(tensors) // _SAMPLED_TENSORS)]:
         if tensor.numel() and tensor.device.type != "meta" and tensor.is_contiguous():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.config.sections import Config
-from kvtier.connect.local_files import private
+from kvtier.connect.model_files import private
 from kvtier.connect.transformers import identity
 from kvtier.connect.transformers.caches import CacheShape, Model
 from kvtier.connect.transformers.copier import CacheCopier
@@ -30,7 +30,7 @@ _ALIGNMENT = 1
 
 @dataclass(frozen=True, slots=True)
 class ModelSession:
-    """A session for one state of a model."""
+    """A session for a model in one state. After a change of the model, a new one replaces it."""
 
     shape: CacheShape
     layout: KvLayout

@@ -24,14 +24,15 @@ class RowRequest:
     request: RequestId = RequestId("")  # noqa: RUF009  immutable
     restorable: int = 0
     whole_chunks: int | None = None
-    """Chunks before the first hole that a load found. A tier may still list a bad object for some time after a read."""
+    """Number of chunks before the first one that could not be loaded; None if there was none. A tier may still list a
+    bad object for some time after a failed read."""
     prefixes: dict[int, Prefix] = field(default_factory=dict[int, Prefix])
     """Shorter prefixes, by their number of chunks."""
 
     def shortened(self, chunks: int | None) -> Prefix:
-        """Return the first `chunks` chunks, or all for None.
+        """Return the prefix of the first `chunks` chunks, or of all chunks if `chunks` is None.
 
-        Each call returns the same object, because lookups compare by identity.
+        Calls with equal `chunks` return the same object, because lookups compare prefixes by identity.
         """
         if chunks is None or chunks >= len(self.prefix.keys):
             return self.prefix

@@ -21,7 +21,8 @@ from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
-"""Maximum number of attempts. A load with a hole (a bad copy, a failed tier) is planned again, up to that hole."""
+"""Maximum number of attempts to restore a call. If a chunk cannot be loaded (a bad copy, a failed tier), the next
+attempt loads only the chunks before it."""
 _PROBE_POLL_MIN_S = 0.0001
 _PROBE_POLL_MAX_S = 0.005
 _PLAN_ROUNDS = 8
@@ -98,7 +99,7 @@ class Restorer:
             try:
                 is_over = self._attempt(rows, columns, deadline, restored)
             finally:
-                # This cancels an open load. The copier keeps its tensors until it has ended.
+                # This cancels an open load. The copier keeps the load's tensors until it has ended.
                 for row in rows:
                     self._session.release(row.request)
             if is_over or time.monotonic() >= deadline:
@@ -132,7 +133,7 @@ class Restorer:
         return 0
 
     def _shorten(self, rows: Sequence[RowRequest], column: int) -> bool:
-        """Shorten rows that resume inside a chunk and have no valid boundary before it. Return whether any did."""
+        """Shorten rows that resume inside a chunk but could not resume at its start. Return whether there were any."""
         has_changed = False
         for row in rows:
             chunks, rest = divmod(row_tokens(column, row.pad), row.prefix.chunk_tokens)
@@ -179,7 +180,7 @@ class Restorer:
             if failed:
                 is_whole = False
                 row.whole_chunks = min(chunk for _, chunk in failed)
-                logger.info("a load found a hole at chunk %d; it is planned again", row.whole_chunks)
+                logger.info("a load did not find chunk %d; the load is planned again", row.whole_chunks)
         if is_whole:
             restored.cache = filled_cache(self._shape, spans, column)
             restored.columns = column

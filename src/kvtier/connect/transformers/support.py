@@ -26,7 +26,7 @@ from kvtier.connect.transformers.caches import (
 )
 from kvtier.errors import UnsupportedModelError
 
-_ALLOWED = "allowed: decoder-only models whose layers have full or sliding-window attention and the library's own cache"
+_ALLOWED = "allowed: decoder-only models whose layers have full or sliding-window attention and transformers' own cache"
 _PROBE_TOKENS = 6
 _PROBE_COMMON = 3
 _LEAK_MAX = 0.1
@@ -55,7 +55,9 @@ def check_model(model: object) -> Model:
         raise UnsupportedModelError(f"{name} has cross-attention, whose KV depends on another input; {_ALLOWED}")
     looks_ahead = getattr(decoder, "use_bidirectional_attention", None) in {True, "all"}
     if looks_ahead or not getattr(decoder, "is_causal", True):
-        raise UnsupportedModelError(f"{name} attends to later tokens, so no prefix has a KV of its own; {_ALLOWED}")
+        raise UnsupportedModelError(
+            f"{name} attends to later tokens, so the KV of a prefix cannot be reused; {_ALLOWED}"
+        )
     is_chunked = "chunked_attention" in (getattr(decoder, "layer_types", None) or ())
     if is_chunked or getattr(decoder, "attention_chunk_size", None):
         raise UnsupportedModelError(f"{name} has chunked attention, which is not supported yet; {_ALLOWED}")
@@ -82,7 +84,9 @@ def inspect_cache(model: Model) -> CacheShape:
     try:
         cache = DynamicCache(config=decoder)
     except Exception as error:
-        raise UnsupportedModelError(f"{name}: the library has no dynamic cache for it: {error}; {_ALLOWED}") from error
+        raise UnsupportedModelError(
+            f"{name}: transformers has no dynamic cache for this model: {error}; {_ALLOWED}"
+        ) from error
     for index, layer in enumerate(cache.layers):
         # A layer that has no KV, or uses another layer's KV, has a DummyLayer.
         kind = type(layer)
@@ -96,8 +100,8 @@ def inspect_cache(model: Model) -> CacheShape:
     leak = max(_difference(a, b) for a, b in zip(first.layers, second.layers, strict=True))
     if not leak <= _LEAK_MAX:
         raise UnsupportedModelError(
-            f"{name}: the KV of a token changes by {leak:.0%} with the tokens after it, so no prefix has a KV of its "
-            f"own; {_ALLOWED}"
+            f"{name}: the KV of a token changes by {leak:.0%} with the tokens after it, so the KV of a prefix cannot "
+            f"be reused; {_ALLOWED}"
         )
     return group_layers(decoder, layers)
 
@@ -115,7 +119,7 @@ def _probe(model: Model, cache: DynamicCache, variant: int) -> DynamicCache:
             f"{type(model).__name__} cannot read {_PROBE_TOKENS} tokens into a dynamic cache: {error}; {_ALLOWED}"
         ) from error
     if output.get("past_key_values") is not cache:
-        raise UnsupportedModelError(f"{type(model).__name__} does not use the cache it is given; {_ALLOWED}")
+        raise UnsupportedModelError(f"{type(model).__name__} does not use the cache that it is given; {_ALLOWED}")
     return cache
 
 
@@ -140,7 +144,9 @@ def _cached_layer(name: str, index: int, layer: Layer) -> CachedLayer:
         raise UnsupportedModelError(f"{name}: layer {index} is on device {keys.device}; allowed: cpu or cuda")
     window = layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
     if window is not None and window < 2:
-        raise UnsupportedModelError(f"{name}: layer {index} has a sliding window of {window}; allowed: at least 2")
+        raise UnsupportedModelError(
+            f"{name}: layer {index} has a sliding window of {window}; allowed: at least 2 tokens"
+        )
     return CachedLayer(
         index=index,
         window=window,
@@ -170,7 +176,10 @@ def _difference(first: Layer, second: Layer) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A call's generation options. The library reads the arguments, then the given and the model's configuration."""
+    """A call's generation options.
+
+    As in the library, a value comes from the arguments, else from the given configuration, else from the model's own.
+    """
 
     arguments: Mapping[str, Argument]
     given: GenerationConfig | None
@@ -193,7 +202,7 @@ class Options:
         return frozenset(cast("list[int]", value) if isinstance(value, (list, tuple, set)) else [int(value)])
 
     def total_tokens(self, prompt_columns: int) -> int:
-        """Return the maximum number of columns at the end of the call."""
+        """Return how many columns the prompt and the generated tokens occupy at most."""
         new_tokens = self.get("max_new_tokens")
         if new_tokens is not None:
             return prompt_columns + int(new_tokens)
@@ -245,7 +254,7 @@ def reason_against(model: Model, options: Options) -> str:
 def _reason_in_options(options: Options) -> str:
     arguments = options.arguments
     if arguments.get("past_key_values") is not None:
-        return "past_key_values was given: the call has a cache of its own"
+        return "past_key_values was given, so the call has its own cache"
     if options.get("use_cache") is False:
         return "use_cache is False"
     for name, allowed in _OFF.items():
@@ -256,8 +265,8 @@ def _reason_in_options(options: Options) -> str:
     pieces = options.get("prefill_chunk_size")
     if pieces is not None and not CONTINUES_IN_PIECES:
         return (
-            f"prefill_chunk_size is {pieces}, with which this release of transformers starts at the first token "
-            f"whatever is cached; allowed: None, or transformers {'.'.join(map(str, _IN_PIECES_SINCE))}"
+            f"prefill_chunk_size is {pieces}, and this release of transformers then computes the prompt from its first "
+            f"token; allowed: None, or transformers {'.'.join(map(str, _IN_PIECES_SINCE))} or later"
         )
     for name, value in arguments.items():
         if value is not None and name not in _GENERATE_ARGUMENTS and not hasattr(options.own, name):

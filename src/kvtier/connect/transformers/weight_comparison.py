@@ -26,23 +26,23 @@ _SUFFIX = ".safetensors"
 def difference(model: Model, files: WeightsDigest) -> str:
     """Return why the weights in memory may differ from the digested files; empty if they match.
 
-    The dtype may differ: values from the files are cast as in the library.
+    The dtype may differ: values from the files are cast to the model's dtype, as the library does.
     """
     try:
         with ExitStack() as opened:
             read = [path for path in files.versions if path.name.endswith(_SUFFIX)]
             found = _differing(model, [opened.enter_context(safe_open(path, framework="pt")) for path in read])
     except Exception as error:  # noqa: BLE001 - errors of files and of any kind of tensor
-        return f"they cannot be compared: {error}"
+        return f"the comparison failed: {error}"
     # The compared files must be the digested files.
     changed = changed_file(files.versions, file_versions(files.versions), may_download=False)
-    return found if changed is None else f"{changed} has changed meanwhile"
+    return found if changed is None else f"{changed} has changed during the comparison"
 
 
 def _differing(model: Model, files: Iterable[Any]) -> str:
     held = {str(name): file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
     if not held:
-        return f"only *{_SUFFIX} files are compared, and there are none"
+        return f"it contains no *{_SUFFIX} files, and only such files are compared"
     names: dict[torch.Tensor, list[str]] = defaultdict(list)
     tensors: Iterator[tuple[str, object]] = chain(
         model.named_parameters(remove_duplicate=False), model.state_dict(keep_vars=True).items()
@@ -52,7 +52,7 @@ def _differing(model: Model, files: Iterable[Any]) -> str:
             names[tensor].append(name)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for tensor, given in names.items():
-        # Only files of a model with a head have the prefix; files of a base model lack it.
+        # Files of a model with an output head have the prefix. Files of its base model lack it.
         stored = {other for name in given for other in (name, name.removeprefix(prefix), prefix + name)} & held.keys()
         if not stored and isinstance(tensor, torch.nn.Parameter):
             return f"{given[0]} is in none of the files"

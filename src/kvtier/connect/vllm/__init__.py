@@ -21,7 +21,7 @@ _LOADERS = "vllm.model_executor.model_loader"
 class _OnImport:
     """An entry of `sys.meta_path` that watches vLLM's loaders once they are imported.
 
-    Many processes never import them, and the import takes a second.
+    kvtier does not import them itself, because the import takes a second and many processes never need it.
     """
 
     @staticmethod

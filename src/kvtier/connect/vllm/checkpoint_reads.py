@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.connect.local_files import adapter_versions, checkpoint_versions, digested_files, local_folder
+from kvtier.connect.model_files import adapter_versions, checkpoint_versions, digested_files, local_folder
 from kvtier.connect.vllm.engine_hooks import has_room, watch_adapter_loads
 from kvtier.connect.vllm.vllm_types import LoraRequest, VllmConfig
 from kvtier.errors import ConfigError
@@ -68,12 +68,12 @@ def note(load: Any, name: str, folder: str, files: Iterable[str]) -> None:  # no
     with suppress(ConfigError):  # the digest will report it
         paths += digested_files(Path(folder or name), is_code_trusted=True)
     read: _Versions = load.__dict__.setdefault(_READ, {}).setdefault(name, {})
-    # A file that is read twice and changes in between differs from one of its two versions in any case.
+    # Keep the first version. If the file changes before it is read again, the version identified later differs from it.
     read.update({path: version for path, version in file_versions(paths).items() if path not in read})
 
 
 def doubt(config: VllmConfig, identified: Mapping[Path, FileVersion]) -> str:
-    """Return why workers in this process may have read files other than those identified; empty if they have not.
+    """Return why workers in this process may have read files other than those identified; empty if there is no doubt.
 
     Args:
         config: the engine's configuration, after its weights were loaded in this process.
@@ -93,7 +93,7 @@ def doubt(config: VllmConfig, identified: Mapping[Path, FileVersion]) -> str:
         if path is not None:
             return f"{path} changed while the engine started"
     new = next((path for path in identified if not any(path in seen for seen in looks)), None)
-    return "" if new is None else f"{new} came after vLLM had read the weights"
+    return "" if new is None else f"{new} appeared after vLLM had read the weights"
 
 
 def doubt_of(worker: Any, identified: Mapping[Path, FileVersion]) -> str:  # noqa: ANN401 - vLLM's `WorkerWrapperBase`
@@ -120,7 +120,7 @@ class AdaptersRead:
     def __init__(self, manager: Any) -> None:  # noqa: ANN401
         self._manager = manager
         self._last: dict[int, AdapterRead] = {}
-        """The last read of each adapter that vLLM keeps."""
+        """The last read of each adapter that vLLM keeps in memory."""
         self._new: list[AdapterRead] = []
         watch_adapter_loads(manager, self._watched)
 
@@ -130,9 +130,10 @@ class AdaptersRead:
         return tuple(new)
 
     def has_read(self, adapter: LoraRequest, named: Collection[Mapping[Path, FileVersion]]) -> bool:
-        """Return whether a step with this adapter computes with files of versions `named`. Call it before the forward.
+        """Return whether the next step would use files of this adapter whose versions are in `named`.
 
-        This loads the adapter, unless that would evict another one. If it is not loaded, the files on disk count.
+        Call this before the step's forward pass. It loads the adapter, unless that would evict another one. If the
+        adapter is not loaded, the files on disk count.
         """
         manager, number = self._manager, adapter.lora_int_id
         try:

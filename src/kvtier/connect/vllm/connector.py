@@ -52,11 +52,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _IDENTITY, _LAYOUT = "identity", "layout"
-"""Fields of a handshake."""
+"""Keys in the handshake of a worker with the scheduler side."""
 
 
 def _waking() -> Callable[[], None]:
-    """Return a function that wakes the engine's loop. It has no effect if the engine's owner calls each step."""
+    """Return a function that wakes the engine's loop. It does nothing if the engine's owner calls each step itself."""
     queue = on_stack("input_queue", None)
     return (lambda: None) if queue is None else lambda: queue.put_nowait((wake_up, None))
 
@@ -73,7 +73,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         is_one_of_many = is_worker and vllm_config.parallel_config.world_size > 1
         try:
             self._setup = EngineSetup.of(vllm_config, kv_cache_config)
-            """The setup. The scheduler's connector takes its identity from the workers once they are up."""
+            """The engine's setup. The scheduler's connector takes the identity from the workers once they are up."""
             check(
                 "engine",
                 *(("worker", "layers") if is_worker else ("core", "scheduler")),
@@ -109,7 +109,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         return otherwise
 
     def _guard(self, act: Callable[..., None]) -> Callable[..., None]:
-        """Return a guarded `act` that vLLM may call."""
+        """Wrap `act`, so that vLLM can call it and never gets an exception from it."""
         return lambda *given: self._guarded(lambda: act(*given), None)
 
     def _ask(self, act: Callable[[SchedulerSide], T], otherwise: T) -> T:
@@ -166,7 +166,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         watch_calls(executor, self._around(side), side.noted)
 
     def _around(self, side: SchedulerSide) -> Callable[[WorkerCall], AbstractContextManager[None]]:
-        """Guard `side.around`: vLLM's call proceeds whatever fails, unless a copy may still access its memory."""
+        """Guard `side.around`: vLLM's call proceeds whatever fails, unless it would free memory that a copy may use."""
 
         @contextmanager
         def around(call: WorkerCall) -> Generator[None]:
@@ -190,7 +190,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._ask(lambda side: side.scheduler.arrived(request), None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded."""
+        """Return how many tokens can be loaded (None if vLLM must ask again), and whether vLLM has to wait for them."""
         tokens = self._ask(lambda side: side.scheduler.matched(request, num_computed_tokens), 0)
         return tokens, bool(tokens)
 
@@ -217,7 +217,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request. vLLM may free its blocks immediately, because pins protect the sources of stores."""
+        """End a request. vLLM may free its blocks immediately, because pins protect the blocks that stores read."""
         announcement = self._ask(lambda side: side.scheduler.finished(request, block_ids), None)
         if self._is_broken and self._scheduler_side is not None:
             self._scheduler_side.scheduler.requests.pop(request.request_id, None)
@@ -237,7 +237,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
                 orders = scheduler.last_orders()
                 scheduler.unpin_all()
             except Exception:
-                logger.exception("kvtier has failed again; open loads are reported with the next step")
+                logger.exception("kvtier has failed again; loads under way are reported to vLLM with the next step")
         return orders
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
@@ -248,7 +248,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             self._ask(lambda side: side.scheduler.stepped(done), None)
 
     def has_pending_block_frees(self) -> bool:
-        """Return whether the next step frees blocks without a preemption."""
+        """Free blocks that only stores use, so that vLLM need not preempt a request. Return whether there were any."""
         return self._ask(lambda side: side.scheduler.has_freed_blocks(), otherwise=False)
 
     def has_pending_push_work(self) -> bool:
@@ -290,7 +290,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         )
 
     def get_kv_connector_stats(self) -> Stats | None:
-        """Return metrics since the last call. The scheduler side counts for all ranks."""
+        """Return the change in metrics since the last call. The scheduler side counts for all ranks."""
         return self._ask(lambda side: side.stats.take(), None)
 
     def reset_cache(self) -> bool:
@@ -393,7 +393,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     # ---- both ------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Close the side of this process."""
+        """Close the scheduler side or the worker side, whichever is in this process."""
         self._is_broken = False  # close even after an internal error
         side = self._worker_side if self._scheduler_side is None else self._scheduler_side
         if side is not None:

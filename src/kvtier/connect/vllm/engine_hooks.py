@@ -5,10 +5,11 @@ to workers, and the files that are read. Each row of `HOOKS` says what is used, 
 depends. `check` compares the rows that an engine requires with the installed vLLM before the first request. So an
 engine on another release of vLLM fails with a message that names what this release lacks.
 
-Objects come from the stack: from the callers whose methods are running while vLLM makes or calls the connector. Only
-this file reads the stack and private names. Public attributes are used where they are needed: `scheduler.engine_cache`
-and `scheduler.block_pool` read and write some, and `checkpoint_reads` and `requests.multimodal_items` add some. The
-package's `__init__` registers the connector, and notices when vLLM imports its loaders.
+vLLM's objects are found on the call stack, among the callers whose methods are running while vLLM makes or calls the
+connector. Only this file reads the stack and private names. Public attributes are used where they are needed:
+`scheduler.engine_cache` and `scheduler.block_pool` read and write some, and `checkpoint_reads` and
+`requests.multimodal_items` add some. The package's `__init__` registers the connector, and notices when vLLM imports
+its loaders.
 """
 
 import inspect
@@ -171,7 +172,7 @@ HOOKS = (
     ),
     Hook(
         "`Scheduler.deferred_frees` and `._inflight_prefills`", "scheduler",
-        "A reset counts blocks that a step under way still writes as free, and returns what a prompt has reserved.",
+        "A reset counts as free the blocks that a step under way still writes, and returns what a prompt has reserved.",
         ("v1.core.sched.scheduler:Scheduler.__init__ deferred_frees _inflight_prefills",),
         "A reset fails while a step is under way, and may delay requests.",
     ),
@@ -212,7 +213,7 @@ HOOKS = (
     ),
     Hook(
         "fields of `Request` for hints", "scheduler",
-        "kvtier takes vLLM's own hints, and stores states where vLLM sees two prompts part.",
+        "kvtier takes vLLM's own hints, and stores states where vLLM sees two prompts diverge.",
         ("v1.request:Request.__init__ kv_hints session_id shared_prefix_boundary",),
         "These hints have no effect, and fewer windows and states are found.",
     ),
@@ -296,9 +297,9 @@ def check(*parts: Part) -> None:
             report = logger.warning if hook.without else refused.append
             report(text)
     if refused:
-        from kvtier.connect.vllm import engine_environment  # noqa: PLC0415 - imports settings and tiers
+        from kvtier.connect.vllm import installed_engine  # noqa: PLC0415 - imports settings and tiers
 
-        raise ConfigError(f"{' '.join(refused)} Allowed: vLLM {engine_environment.check_release()} as it was published")
+        raise ConfigError(f"{' '.join(refused)} Install vLLM {installed_engine.check_release()} as it was published")
 
 
 def _lacks(place: str) -> list[str]:
@@ -361,7 +362,10 @@ def config_being_made() -> VllmConfig | None:
 
 
 def request_on_stack(number: str) -> Request | None:
-    """Return the callers' request with this id; None for a remote engine's request. vLLM passes only the id."""
+    """Return the request with this id from a caller's variables, because vLLM passes only the id.
+
+    Return None for the request of a remote engine.
+    """
     frames = islice(walk_stack(inspect.currentframe()), _FRAMES_MAX)
     found: Iterator[Request] = (frame.f_locals.get("request") for frame, _ in frames)
     return next((it for it in found if getattr(it, "request_id", None) == number and hasattr(it, "lora_request")), None)
@@ -405,7 +409,7 @@ class WorkerCall(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     is_plain: bool
-    """Whether it names one of vLLM's own methods, and returns once the workers have returned."""
+    """Whether the call names one of vLLM's own methods and returns only after the workers have."""
 
     def argument(self, name: str, otherwise: Any = None) -> Any:  # noqa: ANN401
         """Return the argument `name`, else the first positional one, else `otherwise`."""
@@ -570,14 +574,14 @@ def watch_resets(manager: KvCacheManager, begins: Callable[[], int], ended: Call
 
 
 def deferred_blocks(scheduler: VllmScheduler) -> Iterator[Block]:
-    """Return the blocks that vLLM frees after an overlapped step."""
+    """Return the blocks that vLLM will free after a step that is still running."""
     return chain.from_iterable(freed for _, freed in getattr(scheduler, "deferred_frees", ()))
 
 
 def forget_reservation(scheduler: VllmScheduler, request: Request) -> None:
     """Cancel the reservation of blocks that vLLM holds for the rest of a prompt.
 
-    Otherwise vLLM starts no load that requires these blocks. The engine is stuck if the first request in the queue has
-    that load, because this request waits behind it.
+    Otherwise vLLM starts no load that requires these blocks. If such a load belongs to the first request in the queue,
+    the engine is stuck, because `request` waits behind it.
     """
     getattr(scheduler, "_inflight_prefills", set[Request]()).discard(request)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from kvtier.config.loader import Loaded, flat, load, overridden
 from kvtier.config.sections import Config
 from kvtier.config.tier_list import SettingOrigin
-from kvtier.connect.local_files import private
-from kvtier.connect.vllm import engine_environment, support
+from kvtier.connect.model_files import private
+from kvtier.connect.vllm import installed_engine, support
 from kvtier.connect.vllm.checkpoint_reads import doubt
 from kvtier.connect.vllm.geometry import DcpShards, Geometry
 from kvtier.connect.vllm.identity import EngineIdentity, identify
@@ -19,9 +19,10 @@ from kvtier.errors import ConfigError, UnsupportedModelError
 
 
 def settings_of(extra: Mapping[str, object], base: Loaded, origin: str = "kv_connector_extra_config") -> Loaded:
-    """Return `base`, overridden by the settings that vLLM passes in `extra` (from `origin`), by section or flat.
+    """Return `base`, overridden by `extra`, the settings that vLLM passes. Errors name `origin` as their source.
 
-    ``{"tiers": [...]}`` replaces the list of tiers, and ``{"tiers.NAME.key": …}`` sets one value of a tier.
+    Settings may be nested by section, or have dotted names such as ``host.evictor``. ``{"tiers": [...]}`` replaces the
+    list of tiers, and ``{"tiers.NAME.key": …}`` sets one value of a tier.
 
     Raises:
         ConfigError: a setting is unknown, given in both forms, or invalid. The message names it and its origin.
@@ -40,7 +41,7 @@ def check_start(vllm_config: VllmConfig) -> tuple[Config, str]:
     config = loaded.config
     support.check_role(vllm_config.kv_transfer_config.kv_role, config.store.write_policy)
     support.check_settings(config, loaded.origins, loaded.file, is_start=True)
-    version = engine_environment.check_release()
+    version = installed_engine.check_release()
     support.check_engine(vllm_config)
     return config, version
 
@@ -51,13 +52,14 @@ class WorkerFacts(NamedTuple):
     fingerprint: bytes
     """Digest of the engine's identity, as this worker sees it."""
     doubt: str
-    """Why the worker may have read files other than those that it identified; empty if it has not."""
+    """Why the worker may have read files other than those that it identified; empty if there is no doubt."""
     shape: str
-    """What must be equal on all workers (`Geometry.shape`)."""
+    """The division into chunks and pages, which must be equal on all workers (`Geometry.shape`)."""
     layers: tuple[int, ...]
     """Number of layers of each KV group on this rank."""
     token_share: tuple[int, int] = (0, 1)
-    """Index and number of token shares, according to vLLM's groups of ranks (`rank_parts.token_share`)."""
+    """Index of the worker's token share, and number of shares, according to vLLM's groups of ranks
+    (`rank_parts.token_share`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,10 @@ class EngineSetup:
         return WorkerFacts(own.fingerprint.digest, detail, geometry.shape, geometry.layer_counts, token_share)
 
     def agreed(self, workers: Sequence[WorkerFacts | None]) -> "EngineSetup":
-        """Return this engine as all of its workers see it. It is private if a worker may have read other files.
+        """Return this engine with the facts of all workers, and with the identity on which they agree.
+
+        The identity becomes private (`EngineIdentity.is_private`) if a worker may have read files other than those
+        identified, or if workers have identified different weights.
 
         Args:
             workers: facts of all ranks, by rank; None for a rank that has failed.
@@ -140,8 +145,9 @@ class EngineSetup:
             other = known[like]
             if (it.shape, it.layers) != (other.shape, other.layers):
                 raise UnsupportedModelError(
-                    f"rank {rank} has {it.layers} layers of the KV groups, in {it.shape}; rank {like} has "
-                    f"{other.layers}, in {other.shape}. Serve the model without kvtier"
+                    f"ranks {like} and {rank} divide the KV differently. Rank {like}: layers per KV group "
+                    f"{', '.join(map(str, other.layers))}; {other.shape}. Rank {rank}: layers per KV group "
+                    f"{', '.join(map(str, it.layers))}; {it.shape}. Serve the model without kvtier"
                 )
             share = token_share(self.vllm_config.parallel_config, rank)
             if it.token_share != share:

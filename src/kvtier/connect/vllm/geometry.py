@@ -1,13 +1,13 @@
 """Lays out chunks in vLLM's block tables: maps a request's block ids to the addresses that the copier uses.
 
-vLLM groups layers by page size as well as by attention rule: Gemma-3's five sliding layers are five groups of one.
+vLLM groups layers by page size as well as by attention rule, and may divide layers with one rule among several groups.
 Here, groups with the same rule are merged, and each vLLM group is one `TableLayout`. The address of a chunk
 (`Place.blocks`) consists of the block ids of its tables, one table after the other, each in token order:
 
     group 0, sliding window, 2 tables of 4 blocks:   [ table 0: 7 8 9 10 | table 1: 31 32 33 34 ]
 
-`SKIP` replaces the id of a block that must not be written. The rule decides which blocks of a chunk an address
-contains, given n tokens up to the chunk's end:
+`SKIP` replaces the id of a block that must not be written. Which blocks of a chunk an address contains depends on the
+rule, given n tokens up to the chunk's end:
 
     history   all blocks
     window    the blocks that overlap the last `window` tokens before n
@@ -18,11 +18,12 @@ contain ``block_size * ranks`` consecutive tokens, dealt out in turns (`DcpShard
 blocks, as in vLLM's scheduler (`resolve_dcp_kv_block_size`, vLLM 0.32 and 0.33).
 
 With `store.token_shares` = N, a history of latents becomes N groups with the same blocks. Group s contains the tokens t
-with ``t // interleave % N == s``, ascending, on whichever rank they are. So its bytes and names do not depend on the
-sizes of TP, DCP and blocks. A rank has every group s with ``s % dcp`` equal to its number in the DCP group:
+with ``t // interleave % N == s``, ascending, on whichever rank they are. So the group's bytes and names do not depend
+on the sizes of TP, DCP and blocks. A rank has every group s with ``s % dcp`` equal to its number in the DCP group. With
+N = 2 * dcp, the turns (`interleave` tokens each) of a block on rank r of its DCP group belong to these shares:
 
-    turn of a block on rank r of dcp     0      1        2         ...
-    of share (N = 2 * dcp)               r      r + dcp  r         ...
+    turn      0      1        2         ...
+    share     r      r + dcp  r         ...
 
 Everything here is arithmetic on lists. Neither vLLM nor torch is imported.
 """
@@ -75,7 +76,7 @@ class DcpShards(NamedTuple):
     interleave: int = 1
     """Consecutive tokens in one turn of a rank."""
     shares: int = 0
-    """Number of token shares, a multiple of `ranks`. Each share is one group. If 0, a group is what one rank has."""
+    """Number of token shares, a multiple of `ranks`. Each share is one group. If 0, a group has one rank's tokens."""
 
     @staticmethod
     def of(config: VllmConfig, shares: int = 0) -> "DcpShards":
@@ -123,10 +124,10 @@ class DcpShards(NamedTuple):
         if sizes:
             raise ConfigError(
                 f"with decode_context_parallel_size = {self.ranks} and cp_kv_cache_interleave_size = "
-                f"{self.interleave} it does not fit blocks of {sizes[0]} tokens",
+                f"{self.interleave}, it does not fit blocks of {sizes[0]} tokens",
                 setting="store.token_shares",
                 value=str(self.shares),
-                allowed=f"block_size a multiple of {turn}",
+                allowed=f"0, or this value with a block_size that is a multiple of {turn}",
             )
         return self
 
@@ -142,7 +143,7 @@ class TableLayout(NamedTuple):
     block_tokens: int
     """Tokens of a block, over all ranks that share them."""
     blocks: int
-    """Number of the chunk's last blocks that an address contains."""
+    """Number of blocks in an address: the last ones of the chunk."""
     layers: tuple[str, ...]
     """The layers of this vLLM group on the worker's pipeline stage. There may be none."""
     runs: tuple[Run, ...]
@@ -164,14 +165,14 @@ class TableLayout(NamedTuple):
         return sum(run.size_bytes for run in self.runs)
 
     def run(self, chunk: int, chunk_tokens: int) -> tuple[int, int]:
-        """Return the range of block table positions in an address of `chunk`."""
+        """Return the range of this table's positions that the address of `chunk` covers, as (first, last + 1)."""
         stop = (chunk + 1) * chunk_tokens // self.block_tokens
         return stop - self.blocks, stop
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The vLLM groups that follow one rule."""
+    """The vLLM groups with one rule: full history, sliding window or recurrent state."""
 
     validity: Validity
     tables: tuple[TableLayout, ...]
@@ -190,7 +191,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one engine's KV is divided into chunks. Only a stage's layers differ between processes.
+    """How one engine's KV is divided into chunks. Processes differ only in the layers of their pipeline stage.
 
     Args:
         chunk_tokens: tokens of a chunk.
@@ -226,8 +227,8 @@ class Geometry:
         for validity, members in tables.items():
             if not any(table.layers for table in members):
                 raise UnsupportedModelError(
-                    f"this pipeline stage has no layer with KV of the rule {validity}; each stage needs one of every "
-                    "rule. Set VLLM_PP_LAYER_PARTITION, or a smaller pipeline_parallel_size"
+                    f"this pipeline stage has no layer with KV of the kind {validity}; each stage needs a layer of "
+                    "every kind. Set VLLM_PP_LAYER_PARTITION, or a smaller pipeline_parallel_size"
                 )
         groups = tuple(Group(validity, tuple(members)) for validity, members in tables.items())
         if shards.shares:
@@ -265,7 +266,7 @@ class Geometry:
 
         Args:
             details: for each layer, page properties that its configuration lacks, such as its attention backend.
-            axes: the axes of a page of each layer whose backend defines them, beginning with `page`.
+            axes: for each layer whose backend defines them, the axes of a page, the first of which is `page`.
         """
         return KvLayout(self.chunk_tokens, tuple(_group_layout(group, details, axes) for group in self.groups))
 
@@ -284,17 +285,17 @@ class Geometry:
         return len(self._tables) == 1 and isinstance(self.groups[0].validity, History)
 
     def hit_tokens(self, tokens: int) -> int:
-        """Return the maximum number of tokens to load for a prompt of `tokens`. vLLM always computes the last."""
+        """Return the maximum number of tokens to load for a prompt of `tokens`. vLLM always computes the last token."""
         return max(tokens - 1, 0) // self.chunk_tokens * self.chunk_tokens
 
     def blocks(self, tokens: int) -> int:
-        """Return the maximum number of blocks that `tokens` occupy."""
+        """Return the maximum number of blocks that `tokens` tokens occupy."""
         return sum(-(-tokens // table.block_tokens) for table in self._tables)
 
     # ---- stores ----------------------------------------------------------------------------------------------------
 
     def sources(self, chunks: Iterable[int], tables: BlockTables, offers: Iterable[StateOffer] = ()) -> list[Place]:
-        """Return places to read chunks from. Incomplete chunks are skipped.
+        """Return the places of chunks to store. A chunk some of whose blocks are missing is skipped.
 
         Args:
             chunks: computed chunks.
@@ -411,9 +412,9 @@ def _fits(
 
 
 def _spec_of(number: int, group: KvCacheConfig) -> KvCacheSpec:
-    """Return the spec of a group's layers.
+    """Return the first spec of a group's layers.
 
-    A worker may have one spec per layer where the scheduler has only the first. All must have equal pages.
+    A worker may have one spec per layer where the scheduler has only the first. All specs must have equal pages.
     """
     specs = specs_of(group.kv_cache_spec)
     kinds = {(type(spec).__name__, spec.block_size, _page_bytes(spec), _pages(spec)) for spec in specs}
@@ -432,7 +433,7 @@ def _table(
     placed = {layer for tensor in config.kv_cache_tensors for layer in tensor.layers}
     layers = tuple(layer for layer in group.layer_names if layer in placed)
     if group.layer_names and not layers:
-        raise UnsupportedModelError(f"KV group {number} has no layer with pages of its own")
+        raise UnsupportedModelError(f"KV group {number} has no layer with its own pages")
     tokens = spec.block_size * shards.ranks
     if isinstance(validity, State):
         blocks = 1
@@ -463,7 +464,7 @@ def _page_bytes(spec: KvCacheSpec) -> int:
 
 
 def _runs(spec: KvCacheSpec) -> tuple[Run, ...]:
-    """Return the runs of a block, as far as the specification shows them."""
+    """Return the runs of one block of a layer; a single run if the specification does not tell them apart."""
     name, size = type(spec).__name__, _page_bytes(spec)
     if name == "MambaSpec":
         states = [run_of("state", dtype, 0) for dtype in spec.dtypes]

@@ -3,8 +3,8 @@
 All processes of one engine compute the same fingerprint. The weights' digest covers the files that the engine loaded.
 If they cannot be read, the engine gets a private digest and shares KV with no other engine.
 
-The fingerprint omits the attention backend, the processor (`pages`) and the rank, because every object's name contains
-them. It also omits everything that belongs to single requests (`requests.keys`).
+The fingerprint omits the attention backend, the CPU's vector instructions (`worker.pages`) and the rank, because every
+object's name contains them. It also omits everything that belongs to single requests (`requests.keys`).
 """
 
 import hashlib
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from kvtier.connect.fingerprint_exclusions import plain
-from kvtier.connect.local_files import checkpoint_digest, local_folder
-from kvtier.connect.vllm.engine_environment import release_of
+from kvtier.connect.model_files import checkpoint_digest, local_folder
+from kvtier.connect.vllm.installed_engine import release_of
 from kvtier.connect.vllm.support import draft_model
 from kvtier.connect.vllm.vllm_types import ConfigPart, VllmConfig, plain_name
 from kvtier.errors import ConfigError
@@ -25,7 +25,8 @@ from kvtier.keys.weights import FileVersion, WeightsDigest
 LOCAL_FORMATS = frozenset({
     "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "sharded_state",
 })  # fmt: skip
-"""Load formats that read only files of a checkpoint's folder. `npcache` reads what an earlier start has converted."""
+"""Load formats that read only files of a checkpoint's folder. `npcache` is missing, because it reads files that an
+earlier start has converted."""
 
 
 class EngineIdentity(NamedTuple):
@@ -37,7 +38,7 @@ class EngineIdentity(NamedTuple):
     is_private: bool
     """Whether no other engine can ever use this KV. It then stays in host memory."""
     detail: str
-    """Why the engine is private."""
+    """Why the engine is private; empty if it is not."""
     versions: Mapping[Path, FileVersion] = {}
     """The versions of the files that the digests of the weights and of the draft model's weights cover."""
 
@@ -85,7 +86,7 @@ def identify(config: VllmConfig, engine_version: str, shares: int = 0) -> Engine
             "kv": [plain_name(cache.cache_dtype), plain(cache.kv_cache_dtype_skip_layers)],
             "state": [plain_name(cache.mamba_cache_dtype), plain_name(cache.mamba_ssm_cache_dtype)],
             "multimodal": _multimodal(model.multimodal_config),
-            # The division of heads and tokens decides each rank's share. Shares are equal in all shapes.
+            # The number of ranks decides which heads and tokens each rank holds. Token shares do not depend on it.
             "ranks": shares_of_ranks(shares) if shares else _ranks(config.parallel_config),
             # An engine with other stages could use only some ranks' objects: what one rank finds, another would lack.
             **({"stages": stages} if stages > 1 else {}),
@@ -96,7 +97,7 @@ def identify(config: VllmConfig, engine_version: str, shares: int = 0) -> Engine
 
 
 def shares_of_ranks(shares: int) -> list[str | int]:
-    """Return what replaces the shape of an engine whose tokens are dealt out in shares; see `DcpShards.shares`."""
+    """Return what stands for the number of ranks in the fingerprint of an engine with token shares (`DcpShards`)."""
     return ["shares", shares]
 
 
@@ -136,7 +137,7 @@ def _multimodal(settings: ConfigPart) -> object:
 
 
 def _words(value: object) -> object:
-    """Return `value`, or the fields of a settings object."""
+    """Return the fields of a settings object as a dict, and any other value unchanged."""
     fields = getattr(value, "__dict__", None)
     return value if fields is None or isinstance(value, type) else dict(fields)
 
@@ -160,7 +161,7 @@ def _weights(model: ConfigPart, load: ConfigPart) -> tuple[WeightsDigest | None,
         return None, f"load_format {load_format!r} does not read files of a folder"
     folder = local_folder(name, model.revision, load.download_dir)
     if folder is None:
-        return None, f"the weights of {name} are in no local folder"
+        return None, f"the weights of {name} are not in a local folder"
     try:
         return checkpoint_digest(folder, is_code_trusted=model.trust_remote_code), ""
     except ConfigError as error:

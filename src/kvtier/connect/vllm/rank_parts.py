@@ -4,9 +4,9 @@ vLLM gives each rank the KV heads ``[rank * n, (rank + 1) * n)``. With more rank
 copies of one head (`QKVParallelLinear`, vLLM 0.32). The latent of MLA is on every rank. States are divided in other
 ways. A pipeline stage has consecutive layers, and only the last stage has the draft model's.
 
-Decode context parallelism (DCP) divides the tokens of equal heads among ranks. A rank's number among them is in its
-`Part`. Prefill context parallelism (PCP) does not divide KV: each of its ranks has all tokens (`ops/pcp.py`, vLLM 0.32
-and 0.33), unless a DCP group spans them.
+Decode context parallelism (DCP) divides the tokens of equal heads among ranks. The `Part` of each rank contains its
+number among these ranks. Prefill context parallelism (PCP) does not divide KV: each of its ranks has all tokens
+(`ops/pcp.py`, vLLM 0.32 and 0.33), unless a DCP group spans them.
 
 A wrong claim that two ranks have equal KV would give one rank the other's bytes. So kvtier makes the claim only if all
 fields about KV heads in the model's configuration agree. Some models have layers with different numbers of heads.
@@ -122,7 +122,7 @@ def _part(
 
 
 def _kv_heads(config: VllmConfig) -> int | None:
-    """Return the KV heads of every attention layer, drafts included, or None if the configurations leave a doubt."""
+    """Return the number of KV heads that every attention layer has, including draft layers; None if in doubt."""
     model, draft = config.model_config, draft_model(config)
     total = model.get_total_num_kv_heads()
     if model.using_transformers_backend() or type(total) is not int or total < 1:

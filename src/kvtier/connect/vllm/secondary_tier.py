@@ -20,15 +20,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvtier.connect.engine_metrics import StatsReader
-from kvtier.connect.local_files import adapter_versions, note_fingerprint
+from kvtier.connect.model_files import adapter_versions, note_fingerprint
 from kvtier.connect.vllm.checkpoint_reads import doubt_of
 from kvtier.connect.vllm.engine_hooks import WorkerCall, check, on_stack, request_on_stack, watch_calls
 from kvtier.connect.vllm.requests.hints import NO_HINTS, safe_hints
 from kvtier.connect.vllm.requests.keys import EPOCH_BYTES, KeyMaker
 from kvtier.connect.vllm.tiering.async_jobs import Calls
+from kvtier.connect.vllm.tiering.engine_setup import ASK_WORKERS_S, ORIGIN, page_details, setup_of
 from kvtier.connect.vllm.tiering.imports import OffloadingConnectorStats, offload, tiering
 from kvtier.connect.vllm.tiering.metrics import add_to, tiering_metrics
-from kvtier.connect.vllm.tiering.setup import ASK_WORKERS_S, ORIGIN, page_details, setup_of
 from kvtier.connect.vllm.vllm_logging import follow_engine
 from kvtier.connect.vllm.vllm_types import LoraRequest, TransferJob
 from kvtier.errors import ConfigError
@@ -86,7 +86,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         backpressure_detector: vLLM's detector.
         locality: ``LOCAL`` or ``REMOTE``, for events and `kv_load_tiers` of requests.
         enable_kv_events: whether to announce stored blocks, if vLLM's KV events are on.
-        settings: settings of kvtier, by section or flat.
+        settings: settings of kvtier, nested by section or with dotted names.
 
     Raises:
         ConfigError: a setting is wrong, or this release of vLLM is not supported.
@@ -258,7 +258,8 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         return Origin(named.ends.get((group, end - chunk)), max(end // chunk - 1, 0)) if chunk else Origin()
 
     def _object(self, key: bytes, end: int, named: _Named) -> ObjectId:
-        # vLLM's keys have one length, the epoch 0 or 16 bytes, and the content 0 or 32: no two inputs are equal.
+        # All keys of vLLM have the same length, an epoch has 0 or 16 bytes, and a content 0 or 32. So different parts
+        # never give the same input.
         return ObjectId(ChunkKey(hashlib.sha256(_KEY_DOMAIN + self._epoch + named.content(end) + key).digest()))
 
     def get_finished_jobs(self) -> list[Any]:
@@ -316,8 +317,8 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
         self._events.clear()  # vLLM has announced that all blocks are gone
         self._epoch = secrets.token_bytes(EPOCH_BYTES)
         logger.info(
-            "the cache was reset: this engine does not find KV stored before. After a restart it finds that KV again, "
-            "and not the KV stored since the reset"
+            "the cache was reset: this engine no longer finds the KV stored before. After a restart, it finds that KV "
+            "again, but not the KV stored since the reset"
         )
 
     def shutdown(self) -> None:
@@ -347,7 +348,7 @@ class KvtierSecondaryTier(tiering.SecondaryTierManager):
             self._is_off = True
             logger.error(
                 "the weights have changed, or may have (%s): kvtier stores and finds nothing until the engine is "
-                "restarted, because new KV would have the old weights' name",
+                "restarted, because new KV would be stored under the old weights' name",
                 what,
             )
 

@@ -1,7 +1,7 @@
 """Defines the metadata of engine steps. vLLM pickles it and carries it between the scheduler and the workers.
 
-Copies do not travel with steps, because the core sends them to the rank's mover directly. Step metadata carries only
-what must be ordered with the forward: blocks that copies must not touch, and loads that have ended.
+Orders to copy do not travel with steps, because the core sends them to the rank's mover directly. Step metadata carries
+only what must be ordered with the forward: blocks that copies must not touch, and loads that have ended.
 """
 
 from collections.abc import Collection, Mapping
@@ -48,7 +48,7 @@ class StepOrders:
     named: Mapping[int, Collection[Mapping[Path, FileVersion]]] = field(
         default_factory=dict[int, Collection[Mapping[Path, FileVersion]]]
     )
-    """File versions to which the KV of these loads belongs, by adapter number."""
+    """The versions of the adapter files to which the KV of the loads in `ended` belongs, by adapter number."""
     is_empty: bool = False
     """Whether the step computes nothing."""
     is_waiting: bool = False

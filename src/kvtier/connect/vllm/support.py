@@ -22,19 +22,19 @@ DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_sp
 """Methods of speculative decoding whose drafts have no KV."""
 
 DRAFTS_WITH_KV = frozenset({"eagle", "eagle3", "mtp"})
-"""Methods whose draft KV at a position depends on tokens up to the next one (`SpecDecodeBaseProposer`, vLLM 0.32 and
-0.33). Chunk keys cover that token; see `looks_ahead`."""
+"""Methods whose draft KV at a position also depends on the token after that position (`SpecDecodeBaseProposer`, vLLM
+0.32 and 0.33). Chunk keys cover that token; see `looks_ahead`."""
 
 QUANTISATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
-"""Supported KV quantisations. Others store scales separately, and vLLM recomputes some of them at the first
-forward."""
+"""Supported KV quantizations. Others store scales separately, and vLLM recomputes some scales at the first forward."""
 
 BLOCK_TOKENS = 16
-"""A divisor of all block sizes of vLLM's attention backends. The exact size is known only once weights are loaded."""
+"""A divisor of the block sizes of all attention backends of vLLM. The size itself is known only once the weights are
+loaded."""
 
 SHUTDOWN = (
-    "at shutdown vLLM kills its engine at once, and chunks that wait to be written are lost: give the server "
-    "--shutdown-timeout 60, too"
+    "at shutdown vLLM kills its engine at once, and chunks that wait to be written are lost: start the "
+    "server with --shutdown-timeout 60, too"
 )
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
@@ -59,7 +59,8 @@ def check_engine(config: VllmConfig) -> None:
     )
     _refuse_if(
         model.is_encoder_decoder,
-        "encoder-decoder models are not supported: their KV depends on the encoder's input. Serve it without kvtier",
+        "encoder-decoder models are not supported: their KV depends on the encoder's input. Serve the "
+        "model without kvtier",
     )
     _refuse_if(
         model.runner_type != "generate",
@@ -128,7 +129,7 @@ def check_others(others: Iterable[object]) -> None:
 
 
 def check_alone(others: Iterable[object], loss: Loss) -> None:
-    """Refuse a lossy class (`store.loss`) if there are other connectors. Their names for KV do not contain the class.
+    """Refuse a lossy class (`store.loss`) beside other connectors, because their names for KV do not contain the class.
 
     Raises:
         ConfigError: the engine has a lossy class, and there is another connector. The message names it.
@@ -136,10 +137,10 @@ def check_alone(others: Iterable[object], loss: Loss) -> None:
     for name in others:
         if loss != "none":
             raise ConfigError(
-                f"{name} beside kvtier would pass lossy KV on to engines without a class",
+                f"{name} beside kvtier would pass lossy KV on to other engines, whose store.loss is unknown",
                 setting="store.loss",
                 value=loss,
-                allowed="none; or kvtier alone",
+                allowed="none; or any class with kvtier as the only connector",
             )
 
 
@@ -154,9 +155,10 @@ def draft_model(config: VllmConfig) -> ConfigPart | None:
 
 
 def drafted_tokens(config: VllmConfig) -> int:
-    """Return the longest request, in tokens, with which vLLM still runs the draft model for all requests of a step.
+    """Return the maximum length, in tokens, of a request for which vLLM still runs the draft model.
 
-    A step with a longer request leaves the draft KV of all its tokens unwritten (`_input_fits_in_drafter`, vLLM 0.32).
+    A step with a longer request leaves the draft KV of all its requests unwritten (`_input_fits_in_drafter`, vLLM
+    0.32).
     """
     model = draft_model(config)
     if model is None:
@@ -178,7 +180,7 @@ def check_settings(
     """
     if config.store.chunk_tokens % BLOCK_TOKENS:
         raise ConfigError(
-            "fits no block size of vLLM",
+            "does not fit any block size of vLLM",
             setting="store.chunk_tokens",
             value=str(config.store.chunk_tokens),
             origin=(origins or {}).get("store.chunk_tokens", ""),
@@ -215,7 +217,7 @@ def check_role(role: object, write_policy: str) -> None:
 
 
 def transfer_warnings(transfer: ConfigPart, role: str, *, has_shared: bool) -> list[str]:
-    """Return warnings about a configuration that works, one sentence each.
+    """Return warnings about settings that work but are probably not what the user wants.
 
     Args:
         transfer: vLLM's `KVTransferConfig`.
@@ -250,7 +252,7 @@ def check_groups(config: KvCacheConfig) -> None:
         first, *rest = group.layer_names or ["no layer of this pipeline stage"]
         where = f"KV group {number} ({first} and {len(rest)} more layers)"
         is_other = group.host_resident or not group.enable_kv_transfer or role != "DEFAULT"
-        _refuse_if(is_other, f"{where}: role {role} is not supported")
+        _refuse_if(is_other, f"{where}: its role {role}, or its use, is not supported")
 
 
 def specs_of(spec: KvCacheSpec) -> list[KvCacheSpec]:
@@ -261,8 +263,8 @@ def specs_of(spec: KvCacheSpec) -> list[KvCacheSpec]:
 def validity_of(spec: KvCacheSpec, where: str) -> Validity:
     """Return the rule of validity for pages of one kind.
 
-    To resume after n tokens, vLLM's sliding window manager requires the last ``sliding_window - 1`` tokens, because the
-    next token counts, too (`SlidingWindowManager.get_num_skipped_tokens`, vLLM 0.32 and 0.33).
+    To resume after n tokens, vLLM's sliding window manager requires the last ``sliding_window - 1`` of them, because
+    the window includes the next token (`SlidingWindowManager.get_num_skipped_tokens`, vLLM 0.32 and 0.33).
 
     Args:
         spec: the spec of one layer, or of all layers of a group.
@@ -294,7 +296,7 @@ def _mla(spec: KvCacheSpec, where: str) -> Validity:
     role = plain_name(spec.cache_role)
     _refuse_if(
         spec.model_version is not None or role != "SPARSE",
-        f"{where}: MLA with model_version {spec.model_version}, cache_role {role} is not supported. "
+        f"{where}: MLA with model_version {spec.model_version} and cache_role {role} is not supported. "
         "Serve the model without kvtier",
     )
     return _full_attention(spec, where)
@@ -303,7 +305,7 @@ def _mla(spec: KvCacheSpec, where: str) -> Validity:
 def _sliding_window(spec: KvCacheSpec, where: str) -> Validity:
     _check_attention(spec, where)
     tokens = spec.sliding_window - 1 + spec.extra_retained_tokens
-    _refuse_if(tokens < 1, f"{where} has a sliding window of {spec.sliding_window}; allowed: at least 2")
+    _refuse_if(tokens < 1, f"{where} has a sliding window of {spec.sliding_window}; allowed: at least 2 tokens")
     return Window(tokens)
 
 
@@ -313,7 +315,7 @@ def _state(spec: KvCacheSpec, where: str) -> Validity:
         f"{where} keeps recurrent states in mode {spec.mamba_cache_mode!r}, without a state at the end of a "
         "chunk. Turn prefix caching on (--enable-prefix-caching)",
     )
-    drafts = f"{where}: states with speculative decoding are not supported. Turn it off"
+    drafts = f"{where}: recurrent states with speculative decoding are not supported. Turn speculative decoding off"
     _refuse_if(spec.num_speculative_blocks > 0, drafts)
     return State()
 
@@ -322,7 +324,7 @@ def _check_attention(spec: KvCacheSpec, where: str) -> None:
     quantisation = plain_name(spec.kv_quant_mode)
     _refuse_if(
         quantisation not in QUANTISATIONS,
-        f"{where}: KV quantised as {quantisation} is not supported. Use --kv-cache-dtype auto or fp8",
+        f"{where}: KV quantized as {quantisation} is not supported. Use --kv-cache-dtype auto or fp8",
     )
     _refuse_if(
         spec.tokens_per_state != 1,
@@ -359,11 +361,16 @@ def reason_against(request: Request, config: VllmConfig) -> str:
             "the multimodal processor cache (mm_processor_cache_gb)"
         )
     if request.mm_features and config.ec_transfer_config is not None:
-        return "another engine may compute its images or other items, and names them as their clients do"
+        return (
+            "another engine may encode its images or other items, and kvtier cannot check that their identifiers match"
+        )
     return ""
 
 
 def has_content_identifiers(config: VllmConfig) -> bool:
-    """Return whether vLLM identifies multimodal items by content. This requires a vLLM cache (renderers/base.py)."""
+    """Return whether vLLM identifies images and other items by their content.
+
+    It does so only if prefix caching or its multimodal cache is on (renderers/base.py).
+    """
     settings = config.model_config.multimodal_config
     return config.cache_config.enable_prefix_caching or settings is None or settings.mm_processor_cache_gb > 0

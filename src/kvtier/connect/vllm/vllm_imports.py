@@ -33,7 +33,8 @@ spec_kind: Any = kv_cache_interface.get_kv_cache_spec_kind
 
 
 START_S = 300.0
-"""Seconds that a worker waits for another worker at start. Before that, all workers read the same checkpoint."""
+"""Seconds that a worker waits for another worker at start. Workers may arrive far apart, because each has just read the
+checkpoint."""
 
 
 def gathered(own: object) -> list[Any]:

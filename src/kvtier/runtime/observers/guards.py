@@ -39,7 +39,7 @@ def unless_unusable(make: Callable[[], T]) -> T | None:
     try:
         return make()
     except (UnusablePathError, OSError) as error:
-        logger.error("%s; kvtier starts without it", error)  # noqa: TRY400 - no defect, so no traceback
+        logger.error("%s; kvtier starts without this feature", error)  # noqa: TRY400 - no defect, so no traceback
         return None
 
 
@@ -142,7 +142,7 @@ class Guards:
             return otherwise
 
     def failed(self, feature: Feature, error: Exception) -> None:
-        """Record an error of a feature. Code that runs too often for `run` calls this.
+        """Record an error of a feature. Code that runs too often to go through `run` calls this itself.
 
         The observers of a feature that ends are removed.
         """

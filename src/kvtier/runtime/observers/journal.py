@@ -46,7 +46,7 @@ class Planned(NamedTuple):
     compute_s: float
     """Time of computing every token that was not in the engine."""
     best_offer_s: float | None
-    """Shortest time of another load and of computing its rest; None if there was no other."""
+    """Shortest time of any other load, including computing the rest after it; None if there was no other load."""
     ahead_s: float
     """How long the engine was busy with other requests. The times above do not include it."""
     place: str
@@ -103,8 +103,7 @@ class Journal(Observer):
         self, folder: Path, capacity_bytes: int, layouts: Sequence[KvLayout], root: bytes, metrics: Metrics
     ) -> None:
         self._root = root
-        self._payloads = of_all_ranks(layouts, engine_bytes)
-        self._filled = of_all_ranks(layouts, lambda group: 0 if group.copy else engine_bytes(group))
+        self._payloads = of_all_ranks(layouts, lambda group: 0 if group.copy else engine_bytes(group))
         head = {"kind": "journal", "version": VERSION, "began_s": time.time(), "chunk_tokens": layouts[0].chunk_tokens}
         self._file: LineFile[tuple[float, Completion | RequestLine]] = LineFile(
             new_path(folder, STEM),
@@ -147,7 +146,6 @@ class Journal(Observer):
         command = completion.command
         assert isinstance(command, Transfer)
         name = blake2b(command.key, key=self._root, digest_size=NAME_BYTES, salt=command.group.to_bytes(8))
-        sizes = self._payloads if command.direction is Direction.SCATTER else self._filled
         return {
             "seconds": completion.seconds,
             "waited_s": completion.waited_s,
@@ -155,7 +153,7 @@ class Journal(Observer):
             "tier": command.tier,
             "outcome": completion.outcome.value,
             "bytes": completion.size_bytes,
-            "payload_bytes": sizes[command.group] if completion.outcome is Outcome.DONE else 0,
+            "payload_bytes": self._payloads[command.group] if completion.outcome is Outcome.DONE else 0,
             "group": command.group,
             "name": name.hexdigest(),
         }

@@ -53,7 +53,7 @@ class LineFile(Generic[_Item]):
         siblings: glob pattern of other files in the directory.
         setting: name of the setting that requests the file, for messages.
         lines: turns an item into lines with line feeds; called in the file's thread.
-        rest: returns the last lines; called in the file's thread.
+        rest: returns the last lines; called once at the end, in the file's thread.
         first: transforms the first line.
         waiting_max: maximum number of queued items.
         metrics: receives `metric`.
@@ -172,7 +172,7 @@ class LineFile(Generic[_Item]):
         for each in lines:
             line = each if self._written_bytes or self._lines else self._first(each)
             if self._is_full or self._written_bytes + self._lines_bytes + len(line) > self._room_bytes:
-                self._stop("its capacity is reached")
+                self._stop("the file has reached its maximum size")
                 self.lose()
                 continue
             self._lines.append(line)
@@ -187,7 +187,7 @@ class LineFile(Generic[_Item]):
         data = b"".join(lines)
         try:
             if os.write(self._file, data) != len(data):
-                raise OSError(0, "partial write")  # noqa: TRY301 - one place that ends the file
+                raise OSError(0, "only a part of a line was written")  # noqa: TRY301 - one place that ends the file
         except OSError as error:
             self.lose(len(lines))
             self._stop(error.strerror or str(error))
@@ -206,4 +206,4 @@ class LineFile(Generic[_Item]):
     def _stop(self, reason: str) -> None:
         if not self._is_full:
             self._is_full = True
-            logger.warning("writing to %s has stopped: %s; requests are served as before", self.path, reason)
+            logger.warning("kvtier no longer writes to %s: %s; requests are served as before", self.path, reason)

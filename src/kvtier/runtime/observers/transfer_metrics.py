@@ -1,4 +1,4 @@
-"""Maintains the metrics of commands and places."""
+"""Maintains the metrics of commands, of host memory and of the tiers."""
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import get_args
@@ -147,7 +147,7 @@ class TierGauges:
                 self.set_fill(name, max(held) if is_one else sum(held), min(capacity) if is_one else sum(capacity))
 
     def set_fill(self, place: str, held_bytes: int, capacity_bytes: int) -> None:
-        """Set the fill level of a place."""
+        """Set the fill level of `place`: of host memory or of a tier."""
         self._metrics.set(table.HELD_BYTES, held_bytes, place=place)
         self._metrics.set(table.CAPACITY_BYTES, capacity_bytes, place=place)
 
@@ -161,8 +161,8 @@ class TierGauges:
 class Gauges(Observer):
     """Sets the fill level, evictions and written bytes of host memory and each tier.
 
-    Host memory is summed over all ranks, and `layouts` has one layout for each. A copy lies in another rank's slot,
-    so it adds no bytes.
+    Host memory is summed over all ranks, and `layouts` has one layout for each. If a rank's part is a copy, it lies in
+    another rank's slots and adds no bytes.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class DirectoryIndex:
             return now_ns
 
     def spare(self, name: ObjectName, mtime_ns: int) -> bool:
-        """Return True if the file's mtime shows a use unknown here. The use then counts, and `name` is not evicted."""
+        """Return whether the file's mtime shows a use unknown to the index. That use then counts: keep `name`."""
         with self._lock:
             record = self._records.get(name)
             if record is None or mtime_ns <= record.used_ns:

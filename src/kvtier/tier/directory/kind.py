@@ -18,7 +18,7 @@ from kvtier.tier.registry import Problem, TierContext, TierKind
 from kvtier.tier.store_view import StoreView
 
 TRIAL_LOCK_DEADLINE_S = 60.0
-"""This is longer than in an engine, so that a measurement on a busy machine is slow rather than impossible."""
+"""Longest wait for a lock. An engine waits less; a measurement on a busy machine should be slow, not impossible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,7 @@ class ByteCap:
     def reserve(self, charge: int, *, direct_io: bool) -> TempFile | None:
         """Return a temporary file with `charge` bytes reserved, or None if there is no space.
 
-        None in `together` may also mean that no space was found quickly.
+        Within `together`, None may also mean that no space was found quickly.
 
         Raises:
             TierError: the lock is not free.
@@ -183,7 +183,7 @@ class ByteCap:
             self._index.add(name, held.st_size, held.st_mtime_ns, about)
 
     def discard(self, drafts: Iterable[TempFile], error: BaseException | None = None) -> None:
-        """Remove temporary files and release their bytes, now or under the next lock. Raises nothing.
+        """Remove temporary files and release their bytes, now or when the lock is next held. Raises nothing.
 
         The bytes now in use become the cap if `error` is ENOSPC or EDQUOT.
         """
@@ -218,8 +218,8 @@ class ByteCap:
     def _index_foreign_objects(self, charge: int) -> None:
         """Index other processes' objects if a write lacks space and they take much of the cap.
 
-        Otherwise only this process's objects would be evicted. The walk takes no lock, because a use detects changes
-        during it.
+        Otherwise only this process's objects would be evicted. The walk takes no lock: changes during
+        it are detected when an object is used.
         """
         used_bytes = self._cap_file.peek()
         foreign_bytes = used_bytes - self._index.known_bytes
@@ -230,7 +230,7 @@ class ByteCap:
             self._index_files()
 
     def _index_files(self) -> tuple[int, list[bytes]]:
-        """Make the index match the result of a walk. Return the objects' bytes, and the names of files above the cap.
+        """Make the index match the result of a walk. Return the objects' bytes, and the names of oversized files.
 
         Raises:
             OSError: the file system fails, or another thread walks for longer than the deadline.
@@ -250,7 +250,7 @@ class ByteCap:
                     yield file
 
         if not self._walking.acquire(timeout=self._cap_file.deadline_s):
-            raise OSError(errno.EAGAIN, "another thread is walking the store", self._paths.root)
+            raise OSError(errno.EAGAIN, "another thread is listing the store", self._paths.root)
         try:
             self._index.merge(usable())
         finally:
@@ -364,7 +364,7 @@ class ByteCap:
         return draft
 
     def _count(self) -> int:
-        """Return the bytes in use."""
+        """Return the number of bytes in use."""
         used_bytes = self._cap_file.read()
         # A count above the cap comes from a higher cap or is damaged, so it alone is no reason to evict.
         if used_bytes is None or (used_bytes > self._capacity_bytes and self._may_recount()):
@@ -376,14 +376,14 @@ class ByteCap:
         return time.monotonic() >= self._count_again_s
 
     def _recount(self) -> int:
-        """Index and count all files, while none can appear. Return the bytes in use."""
+        """Index and count all files, while none can appear. Return the number of bytes in use."""
         self._temp_files.clear_stale(is_alone=False)
         used_bytes, oversized = self._index_files()
         for name in oversized:  # such as planted sparse files
             self._paths.remove_object(name)
         if oversized:
             logger.warning(
-                "%d files in %s were larger than the cap of %d bytes and were removed, the first: %s",
+                "%d files in %s were larger than the cap of %d bytes and were removed; the first was %s",
                 len(oversized), self._paths.objects, self._capacity_bytes, oversized[0].hex(),
             )  # fmt: skip
         # A file that reserves more than the cap was planted.
@@ -393,7 +393,7 @@ class ByteCap:
         return used_bytes
 
     def _release(self, freed_bytes: int) -> None:
-        """Subtract `freed_bytes` after a file was removed."""
+        """Subtract `freed_bytes` from the count after a file was removed."""
         if freed_bytes == 0:
             return
         used_bytes = self._cap_file.read()

@@ -1,7 +1,7 @@
 """The index snapshot of a directory store, which keeps names, sizes, last uses and parents for fast starts.
 
-It may be stale, with some names gone and others missing. A damaged file or one of another version counts as absent.
-FORMAT.md describes the layout.
+It may be stale: it may list names that no longer exist, and lack others that do. A damaged file or one of another
+version counts as absent. FORMAT.md describes the layout.
 """
 
 import os
@@ -68,7 +68,7 @@ def oldest_first(rows: Iterable[SnapshotRow]) -> Iterator[SnapshotRow]:
 
 
 def pack_snapshot(rows: Iterable[SnapshotRow]) -> memoryview:
-    """Pack the `_ROWS_MAX` most recently used of `rows`, in any order, into the file's bytes, oldest use first."""
+    """Pack `rows`, given in any order, into the file's bytes, oldest use first. Keep the `_ROWS_MAX` last used."""
     newest = _by_use(rows)[-_ROWS_MAX:]
     content = np.empty(_HEADER.size + newest.nbytes, np.uint8)
     body = content[_HEADER.size :]
@@ -89,7 +89,7 @@ def unpack_snapshot(content: bytes | memoryview) -> Iterator[SnapshotRow] | None
 
 
 def save_snapshot(path: str, rows: Iterable[SnapshotRow]) -> None:
-    """Write the snapshot of `rows`, in any order, to `path` atomically, with mode 0600.
+    """Write the snapshot of `rows`, given in any order, to `path` atomically, with mode 0600.
 
     Raises:
         OSError: the file cannot be written; the previous one is unchanged.
@@ -100,7 +100,7 @@ def save_snapshot(path: str, rows: Iterable[SnapshotRow]) -> None:
 def load_snapshot(path: str) -> Iterator[SnapshotRow] | None:
     """Return the rows at `path`, oldest use first.
 
-    None if the file is absent, unreadable, too long, damaged or of another version.
+    Return None if the file is absent, unreadable, too long, damaged or of another version.
     """
     try:
         descriptor, status = open_file(path, os.O_RDONLY)

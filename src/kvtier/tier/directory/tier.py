@@ -31,10 +31,10 @@ from kvtier.tier.base import Read, Write, clear_frames
 from kvtier.tier.directory.index import DirectoryIndex
 from kvtier.tier.directory.ledger_cap import ByteCap
 from kvtier.tier.directory.snapshot import load_snapshot, save_snapshot
+from kvtier.tier.files.base import CLOSE_DEADLINE_S
 from kvtier.tier.files.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.files.directory_marker import STORE_VERSION
-from kvtier.tier.files.file_system_tier import CLOSE_DEADLINE_S
-from kvtier.tier.files.file_tier import FileTier
+from kvtier.tier.files.file_per_object import FileTier
 from kvtier.tier.files.ledger import Ledger
 from kvtier.tier.files.safe_open import MISSING, SuppressErrno, open_file
 from kvtier.tier.files.store_lock import StoreLock
@@ -131,12 +131,12 @@ class DirectoryTier(FileTier):
 
     @property
     def object_count(self) -> int:
-        """Objects in this process's index; other processes may have written more."""
+        """Number of objects in this process's index; other processes may have written more."""
         return len(self._index)
 
     @property
     def evictions(self) -> int:
-        """Objects evicted by this process since it opened the store."""
+        """Number of objects evicted by this process since it opened the store."""
         return self._byte_cap.evictions
 
     def figures(self) -> Figures:
@@ -260,7 +260,7 @@ class DirectoryTier(FileTier):
     def _reserve(
         self, writes: Sequence[Write], answers: list[bool | TierError | None], drafts: dict[int, TempFile]
     ) -> None:
-        """Add temporary files for frames that must be written, and answers for the others, until there is no room."""
+        """Add a temporary file for each frame to write, and an answer for each other frame, until there is no room."""
         for at, write in enumerate(writes):
             try:
                 charge = charge_bytes(write.frame.nbytes)
@@ -290,7 +290,7 @@ class DirectoryTier(FileTier):
     def _giving_up(
         self, draft: TempFile, answers: list[bool | TierError | None], at: int, name: ObjectName
     ) -> Generator[None]:
-        """Discard the temporary file if the `with` block fails, and answer an OSError."""
+        """Discard the temporary file if the `with` block fails. An OSError becomes the answer for its frame."""
         try:
             yield
         except OSError as error:
@@ -363,7 +363,7 @@ class DirectoryTier(FileTier):
         """Write the index snapshot after `delay_s`, or when the tier closes, and release its lock."""
         self._is_closing.wait(delay_s)
         try:
-            if self._store_lock.is_current():  # otherwise the disk is not mounted, and the path leads to another one
+            if self._store_lock.is_current():  # otherwise the disk is not mounted, and the path leads elsewhere
                 save_snapshot(self._paths.snapshot, self._index.rows())
         except OSError as error:
             logger.info(

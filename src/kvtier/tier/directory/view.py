@@ -78,7 +78,7 @@ class DirectoryView:
             yield tier
 
     def purge(self, *, force: bool) -> Purge:
-        """Remove the store. No process can open it meanwhile."""
+        """Remove the store. If a process has it open, remove only its objects if `force` is set, and raise if not."""
         lock = StoreLock(str(self.root / MARKER_NAME), "directory")
         try:
             if lock.acquire(deadline_s=5.0):

@@ -1,6 +1,6 @@
 """Batched reads and writes of the disk tier, with one index lookup and one system call per run of adjacent frames.
 
-Each frame is tried alone after a failed call. So a bad block affects one frame, and the error names it.
+After a failed call, each of its frames is tried alone. So a bad block affects one frame, and the error names it.
 """
 
 from collections.abc import Sequence

@@ -67,7 +67,7 @@ SEGMENT_BYTES_MIN: Final = 4 * BLOCK_BYTES
 """Enough for a header, a frame of one block and two index blocks."""
 
 SEGMENT_BYTES_MAX: Final = BLOCK_BYTES << 32
-"""An entry counts blocks in 32 bits."""
+"""A larger segment would have blocks whose numbers exceed the 32 bits of an entry."""
 
 
 SEGMENTS_WANTED: Final = 64
@@ -98,13 +98,13 @@ def read_header(block: memoryview | bytes) -> Header | str:
         return f"{len(block)} bytes"
     magic, version, _, store_id, generation, segment_bytes, checksum = _HEADER.unpack_from(block)
     if magic != HEADER_MAGIC:
-        return "not begun" if not any(block) else "wrong magic"
+        return "not begun" if not any(block) else "wrong magic number"
     if version != VERSION:
         return other_version(version, VERSION)
     if _checksum(block, _HEADER_CHECKSUM_AT) != checksum:
         return "checksum does not match"
     if not 0 < generation <= GENERATION_MAX or not is_segment_size(segment_bytes):
-        return f"generation {generation} or size {segment_bytes} out of range"
+        return f"generation {generation} or size {segment_bytes} is out of range"
     return Header(store_id, generation, segment_bytes)
 
 
@@ -122,7 +122,7 @@ def is_segment_size(size_bytes: int) -> bool:
 def segment_bytes_for(capacity_bytes: int) -> int:
     """Return the default segment size of a new store."""
     least = min(64 << 20, capacity_bytes // 4)
-    # The size is slightly below an even share, so that file system blocks do not cost a segment.
+    # The size is slightly below an even share, so that the file system's own blocks do not cost a whole segment.
     wanted = min(max(capacity_bytes // SEGMENTS_WANTED, least), 1 << 30) * 1023 // 1024
     return max(wanted // ALIGNMENT * ALIGNMENT, SEGMENT_BYTES_MIN)
 

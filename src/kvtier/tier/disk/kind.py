@@ -19,10 +19,11 @@ from kvtier.tier.registry import Problem, TierContext, TierKind
 from kvtier.tier.store_view import StoreView
 
 TRIAL_LOCK_DEADLINE_S = 60.0
-"""This is longer than in an engine, so that a measurement on a busy machine is slow rather than impossible."""
+"""Longest wait for a lock. An engine waits less; a measurement on a busy machine should be slow, not impossible."""
 
 TRIAL_SEGMENTS = 3
-"""Eviction frees whole segments, and one segment is spare. So a trial takes two more to keep all its objects."""
+"""Segments that a trial has beyond its capacity, so that no object is evicted: one is kept empty, and eviction frees
+whole segments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +78,8 @@ def _open(settings: DiskSettings, context: TierContext) -> Tier:
                 f"room for {tier.frame_bytes_max} bytes; to start with larger ones: {command('purge', tier.root)}",
             )
         raise ConfigError(
-            f"too small: a chunk of {context.layout.chunk_tokens} tokens of this model takes {largest} bytes, but "
-            f"with {ranks} ranks, a segment has room for {tier.frame_bytes_max}",
+            f"is too small: a chunk of {context.layout.chunk_tokens} tokens of this model takes {largest} bytes, but "
+            f"with {ranks} ranks, a segment has room for {tier.frame_bytes_max} bytes",
             setting=f"{settings.label}.capacity_bytes",
             value=str(settings.capacity_bytes),
         )

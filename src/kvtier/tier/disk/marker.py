@@ -84,9 +84,9 @@ def find_marker(root: Path) -> DiskMarker | None:
 
 
 def repair_marker(root: Path) -> list[str]:
-    """Give the disk store at `root` a new marker if its own is missing or damaged. Return sentences about the repair.
+    """Give the disk store at `root` a new marker if its own is missing or damaged. Return what was done, in sentences.
 
-    The newest segment identifies the store. The store is empty without a valid segment.
+    The newest segment identifies the store. If no segment is valid, the store becomes empty.
 
     Raises:
         UnusableStoreError: `root` has foreign files or a marker of another version, or a process has it open.
@@ -97,7 +97,7 @@ def repair_marker(root: Path) -> list[str]:
 
 
 def _recovered(root: Path) -> DiskMarker:
-    """Make a marker from the newest segment. The marker has a segment size that opening replaces if none is valid.
+    """Make a marker from the newest segment. If no segment is valid, opening the store will replace the segment size.
 
     Raises:
         UnusableStoreError: nothing identifies the store, and the directory has foreign files.
@@ -158,10 +158,10 @@ def parse_marker(text: bytes, path: Path) -> DiskMarker:
     if type(version) is int and version != VERSION and is_sound is not False:
         raise UnusableStoreError(f"{path} has {other_version(version, VERSION)}; nothing was changed")
     if not is_sound:
-        raise ValueError("its checksum does not match" if members else "not a JSON object")
+        raise ValueError("its checksum does not match" if members else "it is not a JSON object")
     store_id = bytes.fromhex(members["store_id"])
     if len(store_id) != STORE_ID_BYTES or type(segment_bytes) is not int or not is_segment_size(segment_bytes):
-        raise ValueError("out of range")
+        raise ValueError("a field is out of range")
     return DiskMarker(store_id, segment_bytes, str(members.get("created", "unknown"))[:_CREATED_LENGTH_MAX])
 
 

@@ -66,11 +66,11 @@ class Segment:
         self.next_block = 1
         """First block of the next frame."""
         self.index_blocks = 0
-        """Index blocks written, from the end of the file."""
+        """Number of index blocks written at the end of the file."""
         self.writers = 0
-        """Writes in flight."""
+        """Number of writes in flight."""
         self.pins = 0
-        """Reads, copies and index writes in flight."""
+        """Number of reads, copies and index writes in flight."""
         self.is_leaving = False
         """Whether the segment is being evicted, so that unpinning notifies the pool."""
         flags = (os.O_RDONLY if read_only else os.O_RDWR) | (os.O_DIRECT if direct_io else 0)
@@ -108,7 +108,7 @@ class Segment:
         """Take an extent for a frame of `size_bytes`; return its first block, or None if none fits.
 
         Call this under the lock. The call also reserves index blocks for pending objects, and one for each write in
-        flight. A sync may run between any two writes.
+        flight, because a sync may run between any two writes.
         """
         if not self.has_room(size_bytes):
             return None
@@ -143,7 +143,7 @@ class Segment:
         self.header = header
 
     def read(self, into: memoryview, offset: int) -> int:
-        """Read from `offset` until `into` is full. Return the number of bytes read, lower only for a truncated file.
+        """Read from `offset` until `into` is full. Return the byte count, lower only if the file is truncated.
 
         Raises:
             OSError: the device fails.
@@ -210,7 +210,7 @@ class Segment:
         entries["block"], entries["size_bytes"] = zip(*pending.values(), strict=True)
         blocks = pack_blocks(self.header, stop_number - blocks_for(len(entries)), entries)
         self.flush()
-        # Index blocks grow downwards.
+        # Index blocks grow downward.
         packed = aligned_buffer(len(blocks) * BLOCK_BYTES)
         packed[:] = b"".join(reversed(blocks))
         self._write_file(packed, self.size_bytes - stop_number * BLOCK_BYTES)
@@ -341,4 +341,4 @@ class Segment:
             count = os.pwritev(self._descriptor.fileno(), [frame[done:]], offset + done)
             done += count
             if count == 0 or done % ALIGNMENT:
-                raise OSError(f"{done} of {frame.nbytes} bytes written")
+                raise OSError(f"only {done} of {frame.nbytes} bytes were written")

@@ -122,7 +122,7 @@ class SegmentFiles:
             if is_first:
                 why = (
                     f"{os.strerror(errno.ENOSPC)} for a first segment of {self.segment_bytes} bytes: "
-                    f"{self._free_bytes()} are free, of which disk.reserve_bytes keeps {self._reserve_bytes}"
+                    f"{self._free_bytes()} bytes are free, of which disk.reserve_bytes keeps {self._reserve_bytes}"
                 )
                 raise OSError(errno.ENOSPC, why, self._path)
             return None
@@ -151,7 +151,7 @@ class SegmentFiles:
         return segment
 
     def remove(self, segment: Segment) -> None:
-        """Unlink and close a file. Anything else with its name is kept.
+        """Unlink and close a file. If its name now belongs to another file, that one is kept.
 
         Raises:
             OSError: the unlink fails; nothing changed.
@@ -165,7 +165,8 @@ class SegmentFiles:
     def load(self, store_id: bytes) -> list[Segment]:
         """Load the existing segments with their headers, empty ones first, then by generation.
 
-        Files of another size and names with further hard links are removed. So are the first segments, above the cap.
+        Files of another size or with further hard links are removed. If the rest exceeds the cap, its first files are
+        removed, too.
 
         Raises:
             OSError: the device or the file system fails.
@@ -189,7 +190,7 @@ class SegmentFiles:
                 rejected[reason] += reason not in {"", "not begun"}
                 self._charge(found[-1])
             for reason, times in (+rejected).items():
-                logger.warning("tier %s: %d segments in %s count as empty: %s", self._tier, times, self._path, reason)
+                logger.warning("tier %s: %d segments in %s count as empty (%s)", self._tier, times, self._path, reason)
             found.sort(key=lambda segment: segment.generation)
             while self.used_bytes > self._capacity_bytes:
                 self.remove(found.pop(0))

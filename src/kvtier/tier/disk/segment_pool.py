@@ -24,21 +24,21 @@ import numpy as np
 from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT, align_up
 from kvtier.tier.disk.format import BLOCK_BYTES, GENERATION_MAX, names_in
+from kvtier.tier.disk.object_table import ObjectTable
 from kvtier.tier.disk.segment import Segment
 from kvtier.tier.disk.segment_files import SegmentFiles
-from kvtier.tier.disk.table import ObjectTable
 from kvtier.tier.files.direct import aligned_buffer
 
 logger = logging.getLogger(__name__)
 
 SURVIVOR_SHARE = 0.25
-"""Maximum share of a segment that is copied forward when it is evicted."""
+"""Maximum share of a segment that is copied to the current segment when it is evicted."""
 
 SPARE_SEGMENTS_MIN = 4
 """Pools of at least this many segments keep one empty, so that no write waits for an eviction."""
 
 LEAVE_DEADLINE_S = 1.0
-"""Longest wait for reads from a segment that is to be evicted, before another one is tried."""
+"""Longest wait for reads from a segment that is to be evicted, before another segment is tried."""
 
 _REMOVED_AT_ONCE = 256
 _ROWS_AT_ONCE = 1 << 16
@@ -136,7 +136,7 @@ class Pool:
             return self._table.contains(names)
 
     def everything(self) -> list[tuple[bytes, int]]:
-        """Return the names and frame bytes of all objects. Concurrent changes may be missing."""
+        """Return the names and frame sizes of all objects. Concurrent changes may be missing."""
         listed: list[tuple[bytes, int]] = []
         for start in range(0, self._table.used_rows, _ROWS_AT_ONCE):
             with self._lock:
@@ -155,7 +155,10 @@ class Pool:
         return listed
 
     def locate(self, names: Sequence[bytes], *, is_use: bool = True) -> list[Extent | None]:
-        """Return the pinned extent of each name, and count a use if `is_use`. Call `unpin` after the read."""
+        """Return the extent of each name, or None if it is not stored. Count a use if `is_use`.
+
+        The extents' segments are pinned. Call `unpin` after the read.
+        """
         with self._lock:
             return [self._locate(name, is_use=is_use) for name in names]
 
@@ -181,7 +184,9 @@ class Pool:
             return extents
 
     def take(self, size_bytes: int) -> Extent | None:
-        """Take an extent for a frame, evicting if necessary. Return None if there is none. Then `put` or `abandon` it.
+        """Take an extent for a frame, evicting if necessary. Return None if there is no space.
+
+        The caller must `put` or `abandon` the extent.
 
         Raises:
             OSError: the device or the file system fails.
@@ -193,7 +198,7 @@ class Pool:
             return extents[0]
         with self._turning():
             for _ in range(_TURNS_MAX):
-                if extents := self.take_here([size_bytes]):  # another thread may have started one
+                if extents := self.take_here([size_bytes]):  # another thread may have started a segment
                     return extents[0]
                 if self._table.is_full:
                     if not self._evict_segment():
@@ -218,7 +223,7 @@ class Pool:
                 self._end_write(extent.segment)
 
     def remove(self, name: bytes) -> None:
-        """Delete `name`, also on the device. A copy written meanwhile stays.
+        """Delete `name`, also on the device. A copy that is written during the call stays.
 
         Raises:
             OSError: the device fails; the object may reappear at the next start.
@@ -349,7 +354,7 @@ class Pool:
         return segment
 
     def _evict_segment(self) -> bool:
-        """Evict the oldest segment that is not in use. Return False if there is none."""
+        """Evict the oldest segment that is not in use, or one whose uses end in time. Return False if there is none."""
         with self._lock:
             if not self._full and self._filling is not None:
                 self._full.append(self._filling)
@@ -392,7 +397,7 @@ class Pool:
                 segment.is_leaving = False
 
     def _copy_survivors(self, segment: Segment) -> bool:
-        """Copy forward objects read at least twice as often as the segment's average. Return whether any were copied.
+        """Copy to the current segment the objects read at least twice as often as average. Return whether any were.
 
         Uniformly read objects are not copied, because that would only wear the device.
         """
@@ -414,7 +419,7 @@ class Pool:
             self.unpin([segment])
 
     def _copy(self, row: int, segment: Segment, scratch: memoryview) -> bool:
-        """Copy the object in `row` forward. Return False if it is gone or there is no space."""
+        """Copy the object in `row` to the current segment. Return False if it is gone or there is no space."""
         with self._lock:
             number, block, size_bytes = self._table.place(row)
         extents = self.take_here([size_bytes]) if number == segment.number else []

@@ -21,7 +21,7 @@ FILES = re.compile(rf"\.?{re.escape(STATUS_NAME)}(\.[0-9a-f]+)?")
 
 STATUS_INTERVAL_S = 10.0
 SILENT_S = 60.0
-"""The process of a status older than this is stopped or hangs in its device."""
+"""If a status is older than this, its process has stopped, or waits for a device that hangs."""
 
 FAULT_LENGTH_MAX = 300
 _BYTES_MAX = 4096
@@ -42,7 +42,7 @@ class DiskStatus:
     is_up: bool | None
     """Whether the session uses the tier. False while it backs off after errors, None if unknown."""
     faults: int
-    """I/O errors since the store was opened."""
+    """Number of I/O errors since the store was opened."""
     last_fault: str
     """The last error; "" for none."""
     last_fault_s: float | None
@@ -79,7 +79,7 @@ class StoreHealth:
 
     directory: str
     state: str
-    """``in use``, ``backed off``, ``silent`` (open in a process that writes no status), ``not open``."""
+    """``in use``, ``backed off``, ``silent`` (open in a process that writes no status) or ``not open``."""
     age_s: float | None
     """Age of the status; None without one."""
     amplification: float | None

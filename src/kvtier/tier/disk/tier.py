@@ -29,8 +29,8 @@ from kvtier.tier.disk.segment_files import SegmentFiles
 from kvtier.tier.disk.segment_pool import Counts, Pool
 from kvtier.tier.disk.status import FAULT_LENGTH_MAX, STATUS_INTERVAL_S, DiskStatus, write_status
 from kvtier.tier.disk.write_budget import WriteBudget
+from kvtier.tier.files.base import CLOSE_DEADLINE_S, FileSystemTier
 from kvtier.tier.files.direct import DirectIo, choose_direct
-from kvtier.tier.files.file_system_tier import CLOSE_DEADLINE_S, FileSystemTier
 from kvtier.tier.files.safe_open import check_private, make_root
 from kvtier.tier.files.store_lock import StoreLock
 from kvtier.tier.files.store_root import opening
@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 SEGMENTS_MAX = 4096
-"""A store that exceeds this after a large increase of its capacity is recreated with larger segments, if possible."""
+"""Intended maximum number of segments. A store that would have more, after a large increase of its capacity, is
+recreated with larger segments if possible."""
 
 ROW_SHARE_BYTES = 16 << 10
 ROWS_MIN = 1 << 16
@@ -129,7 +130,7 @@ class DiskTier(FileSystemTier):
 
     @property
     def evictions(self) -> int:
-        """Objects evicted since the start."""
+        """Number of objects evicted since the start."""
         return self._counts.evictions
 
     @property
@@ -191,7 +192,7 @@ class DiskTier(FileSystemTier):
             self._pool.remove(name)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Return the names and frame bytes of all objects."""
+        """Return the names and frame sizes of all objects."""
         with self._operation("scan"):
             return iter([(ObjectName(name), size_bytes) for name, size_bytes in self._pool.everything()])
 
@@ -221,7 +222,9 @@ class DiskTier(FileSystemTier):
         try:
             self._pool.sync()
         except (OSError, TierError) as error:
-            logger.warning("tier %s: the index could not be written, so the last writes are lost: %s", self.name, error)
+            logger.warning(
+                "tier %s: the index could not be written, so the most recent writes are lost: %s", self.name, error
+            )
         self._write_status(is_open=False)
         self._pool.close()
         self._store_lock.release()
@@ -331,8 +334,8 @@ class DiskTier(FileSystemTier):
     def _write_status(self, *, is_open: bool = True) -> None:
         """Write the status file. A failure is only logged."""
         try:
-            # If its disk is not mounted, the path leads to another one. A tool has no cap, and must not replace the
-            # engine's status.
+            # If the store's disk is not mounted, the path leads to another disk. A tool's tier has no cap, and must not
+            # replace the engine's status.
             if self.capacity_bytes < UNBOUNDED_BYTES and self._store_lock.is_current():
                 write_status(self.root, self._current_status(is_open=is_open))
         except OSError as error:
@@ -396,7 +399,7 @@ class DiskTier(FileSystemTier):
 
     @contextmanager
     def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
-        """Run an operation as in the base class. The next one after an OSError checks the store and may reopen it."""
+        """Run an operation as in the base class. After an OSError, the next one first checks or reopens the store."""
         with super()._operation(what, name):
             if self._is_suspect:
                 self._check_store()
@@ -410,5 +413,5 @@ class DiskTier(FileSystemTier):
         return failure
 
     def _told(self, what: str, name: ObjectName, answer: _Answer | OSError) -> _Answer | TierError:
-        """Return the answer for one object of a batch, with a `TierError` for an OSError."""
+        """Return the answer for one object of a batch. An OSError becomes a `TierError`."""
         return self._failed(what, name, answer) if isinstance(answer, OSError) else answer

@@ -8,7 +8,7 @@ SAVED_S = 3600.0
 """Unspent budget accumulates for this long, so an hour's budget may be spent in one burst."""
 
 SCARCE_SHARE = 0.5
-"""Only names that were offered before are written below this fill level."""
+"""Below this fill level of the bucket, only names that were offered before are written."""
 
 REMEMBERED_MAX = 1 << 16
 

@@ -13,8 +13,8 @@ import xxhash
 
 from kvtier.errors import other_version
 from kvtier.tier.files import store_root
+from kvtier.tier.files.fingerprint_notes import NOTE
 from kvtier.tier.files.safe_open import UnusableStoreError
-from kvtier.tier.files.store_notes import NOTE
 from kvtier.tier.files.store_root import RANK, refuse_foreign_files
 
 MARKER_NAME = "kvtier-store.json"
@@ -32,13 +32,13 @@ ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
 BESIDE = re.compile(
     rf"ledger|secret|\.secret\.[0-9a-f]+|index(\.[0-9]+\.[0-9a-f]+)?|{NOTE.pattern}|\.{re.escape(MARKER_NAME)}\.[0-9a-f]+"
 )
-"""Names of the other files in a store's root."""
+"""Names of the files beside the marker in a store's root."""
 _SHARED = re.compile(r"usage|[0-9a-f]{32}")
 _OURS = {
     STORE_VERSION: re.compile(rf"{BESIDE.pattern}|{re.escape(MARKER_NAME)}|objects|drafts|{RANK.pattern}"),
     SHARED_VERSION: re.compile(rf"\.?{re.escape(MARKER_NAME)}(\.[0-9a-f]+)?|{_SHARED.pattern}"),
 }
-"""Names in a store's root, by version."""
+"""All names that kvtier creates in a store's root, by version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def layout_of(root: Path) -> int | None:
 
 
 def repair_marker(root: Path, version: int) -> list[str]:
-    """Give the store at `root` a new marker if its own is missing or damaged. Return sentences about the repair.
+    """Give the store at `root` a new marker if its own is missing or damaged. Return what was done, in sentences.
 
     The objects stay, because each frame contains its own identity.
 

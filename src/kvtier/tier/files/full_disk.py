@@ -62,7 +62,7 @@ class EffectiveCap:
         return self._capacity_bytes
 
     def allows(self, used_bytes: int) -> int:
-        """Return the most bytes that may be in use after a write.
+        """Return how many bytes may be in use at most after a write.
 
         This is the current cap or `used_bytes`, whichever is larger, up to the capacity.
         """

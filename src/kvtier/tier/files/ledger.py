@@ -32,8 +32,8 @@ class Ledger:
         path: the file, created with mode 0600 if missing. Anything else with that name is renamed.
         tier: name of the tier, for errors.
         deadline_s: longest wait for the lock.
-        is_current: returns whether the store around the file is still the one that was opened. A missing file is
-            created again only then. The path leads to another disk if the store's disk is not mounted.
+        is_current: returns whether the store around the file is still the one that was opened. Otherwise a
+            missing file is not created again, because the path leads to another disk if the store's is not mounted.
 
     Raises:
         OSError: the file cannot be opened for writing.
@@ -48,7 +48,7 @@ class Ledger:
         self._descriptor = self._open(makes=True)
         self._last_bytes = 0
         self._written_bytes: int | None = None
-        """The bytes in use as last read or written under the current hold of the lock; None before that."""
+        """Number of bytes in use, as last read or written under the current hold of the lock; None before that."""
 
     @contextmanager
     def locked(self) -> Generator[bool]:
@@ -58,7 +58,7 @@ class Ledger:
             TierError: the lock was not free within the deadline, or the file is gone.
         """
         if not self._threads.acquire(timeout=self.deadline_s):
-            raise TierError(self._tier, f"the cap file was locked by another thread for {self.deadline_s} s")
+            raise TierError(self._tier, f"another thread locked the cap file for {self.deadline_s} s")
         try:
             try:
                 is_replaced = self._take()
@@ -73,21 +73,21 @@ class Ledger:
             self._threads.release()
 
     def read(self) -> int | None:
-        """Return the bytes in use, or None if the file is new or damaged. Call this only under the lock."""
+        """Return the number of bytes in use, or None if the file is new or damaged. Call this only under the lock."""
         self._written_bytes = used_bytes = _unpacked(os.pread(self._descriptor.fileno(), _COUNT.size, 0))
         if used_bytes is not None:
             self._last_bytes = used_bytes
         return used_bytes
 
     def write(self, used_bytes: int) -> None:
-        """Set the bytes in use. Call this only under the lock."""
+        """Set the number of bytes in use. Call this only under the lock."""
         if used_bytes != self._written_bytes:  # a victim and its replacement often have the same size
             self._written_bytes = None
             os.pwrite(self._descriptor.fileno(), _COUNT.pack(_MAGIC, used_bytes, used_bytes ^ _ALL_BITS), 0)
             self._last_bytes = self._written_bytes = used_bytes
 
     def peek(self) -> int:
-        """Return the bytes in use, possibly stale. This never waits."""
+        """Return the number of bytes in use, possibly stale. This never waits."""
         if self._threads.acquire(blocking=False):
             try:
                 if self._descriptor.is_open:
@@ -133,7 +133,7 @@ class Ledger:
         else:
             if status.st_nlink <= 1:
                 return Descriptor(descriptor)
-            os.close(descriptor)  # a hard link may lie outside the store
+            os.close(descriptor)  # the other link may lie outside the store
             if not makes:
                 raise OSError(errno.EMLINK, "has another hard link", self._path)
         set_aside(self._path)
@@ -141,7 +141,7 @@ class Ledger:
 
 
 def read_ledger(path: str) -> int | None:
-    """Read the bytes in use from the cap file `path`. Return None if it is missing or damaged. This takes no lock."""
+    """Read the number of bytes in use from the cap file `path`, without a lock; None if it is missing or damaged."""
     try:
         # The check of the flipped bits detects a torn read.
         return _unpacked(read_file(path, _COUNT.size))

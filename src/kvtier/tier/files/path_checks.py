@@ -45,7 +45,9 @@ def tier_file(tier: TierSettings, key: str) -> bytes:
     except (OSError, ValueError):
         has_form = False
     if not has_form:
-        raise UnusablePathError(f"holds no {pem.lower()} in PEM", setting=f"{tier.label}.{key}", value=repr(str(path)))
+        raise UnusablePathError(
+            f"contains no {pem.lower()} in PEM format", setting=f"{tier.label}.{key}", value=repr(str(path))
+        )
     return content
 
 
@@ -66,8 +68,9 @@ def path_problem(path: Path, nearest: Path) -> str | None:
         subject = path if nearest == path else f"its parent {nearest}"
         return f"{subject} is not a directory"
     if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-        what = "it" if nearest == path else f"it does not exist, and its parent {nearest}"
-        return f"{what} cannot be written by this user"
+        if nearest == path:
+            return "this user cannot write to it"
+        return f"it does not exist, and this user cannot write to its parent {nearest}"
     return None
 
 
@@ -102,7 +105,7 @@ def store_problems(
         return
     usage = disk_usage(nearest)
     if usage.total == 0:
-        yield Problem("error", "path", f"the file system of {nearest} has no space for files")
+        yield Problem("error", "path", f"the file system of {nearest} cannot hold files: its size is 0")
         return
     # An existing store's bytes count as used, and only a scan could tell how many. So its cap may be the whole size.
     room = usage.total if is_store else usage.free

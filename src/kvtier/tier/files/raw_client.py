@@ -115,4 +115,4 @@ class RawSegment:
 def _read(descriptor: int, into: memoryview, offset: int) -> None:
     count = read_part(descriptor, into, offset)
     if count != into.nbytes:
-        raise OSError(None, f"{count} of {into.nbytes} bytes were read")
+        raise OSError(None, f"only {count} of {into.nbytes} bytes were read")

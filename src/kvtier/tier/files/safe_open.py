@@ -64,7 +64,7 @@ class SuppressErrno:
 
 
 class Descriptor:
-    """A long-lived descriptor. It is closed once, at the latest when nothing refers to it any more.
+    """A long-lived descriptor. It is closed once, at the latest when nothing refers to it anymore.
 
     A forked child closes its copy immediately. Otherwise a flock inherited by the child would outlive the parent.
     """
@@ -330,7 +330,7 @@ def check_private(tier: str, root: Path, *, any_owner: bool = False) -> None:
         return
     if status.st_uid != os.geteuid():
         _warned.add(str(root))
-        logger.warning("tier %s: %s belongs to user %d, which may replace cached data", tier, root, status.st_uid)
+        logger.warning("tier %s: %s belongs to user %d, who may replace cached data", tier, root, status.st_uid)
     elif mode & stat.S_IWGRP:
         _warned.add(str(root))
         logger.warning("tier %s: %s has mode %04o: group %d may replace cached data", tier, root, mode, status.st_gid)

@@ -12,7 +12,7 @@ from kvtier.tier.files.safe_open import Descriptor, is_at, open_file
 RETRY_FIRST_S = 0.0001
 RETRY_LONGEST_S = 0.005
 REPAIR_WAIT_S = 1.0
-"""Longest wait for a repair to end, including a repair's wait for another."""
+"""Longest wait for a repair to end, including a repair's wait for another repair."""
 _BUSY = {errno.EWOULDBLOCK, errno.EACCES}
 
 

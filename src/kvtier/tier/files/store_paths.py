@@ -55,7 +55,7 @@ class Paths:
         self.snapshot = os.path.join(root, "index")
         self.temp_files = os.path.join(root, "drafts")
         self.objects = os.path.join(root, objects)
-        """Used in messages; `_open_objects` opens it."""
+        """For messages; the directory is opened with `_open_objects`."""
         self._steps = objects.split("/")
         self._kept = _Kept()
 
@@ -112,7 +112,9 @@ class Paths:
         return directory
 
     def each(self, names: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
-        """Yield the `names` that have a directory, each with its descriptor. Each directory is opened once.
+        """Yield those of `names` whose directory exists, each with that directory's descriptor.
+
+        Each directory is opened once.
 
         Raises:
             OSError: the file system fails, or the store is gone.
@@ -124,7 +126,7 @@ class Paths:
                         yield from ((name, fan) for name in together)
 
     def stat_objects(self, names: Iterable[bytes]) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Yield the `names` that have a regular file, each with its status. Raises as `each` does."""
+        """Yield those of `names` that have a regular file, each with the file's status. Raises as `each` does."""
         for name, fan in self.each(names):
             status = stat_in(fan, name)
             if status is not None:
@@ -204,7 +206,7 @@ class Paths:
             return None if fan is None else stat_in(fan, name)
 
     def may_exist(self, name: bytes) -> bool:
-        """Return whether the object may have a file, with one system call. `stat_object` still finds none for a link.
+        """Return whether anything has the name of the object's file, even a link. This makes one system call.
 
         Raises:
             OSError: the store is gone.
@@ -229,7 +231,7 @@ class Paths:
 
 
 def _step(root: str, directory: int | None, name: str, *, is_made: bool = False, is_listed: bool = False) -> int:
-    """Open `name` in `root` or in `directory`, which is then closed; `is_made` creates it if it is missing."""
+    """Open `name` in `root` or in `directory`, which is then closed; `is_made` creates a missing `name`."""
     try:
         path = os.path.join(root, name)
         if is_made:
@@ -282,7 +284,7 @@ def _prefix(name: bytes) -> str:
 
 
 def _open_fan_in(objects: int, prefix: str, *, is_listed: bool = False) -> int | None:
-    # A listed directory may have vanished since. Elsewhere ESTALE is a fault, because the whole mount may be stale.
+    # A directory found by listing may have vanished since. Elsewhere ESTALE is a fault: the whole mount may be stale.
     with SuppressErrno(VANISHED if is_listed else MISSING):
         return open_directory(prefix, objects, is_listed=is_listed)
     return None
@@ -302,7 +304,7 @@ def stat_in(fan: int, name: bytes) -> os.stat_result | None:
 
 
 def charge_bytes(size_bytes: int) -> int:
-    """Return the bytes that a file of `size_bytes` counts against the cap: whole blocks of 4 KiB, at least one."""
+    """Return how many bytes a file of `size_bytes` counts against the cap: whole blocks of 4 KiB, at least one."""
     return max(align_up(size_bytes), ALIGNMENT)
 
 

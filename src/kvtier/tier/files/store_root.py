@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.keys.secret import SECRET_BYTES, load
+from kvtier.tier.files.fingerprint_notes import NOTE
 from kvtier.tier.files.safe_open import (
     WRONG_KIND,
     UnusableStoreError,
@@ -23,7 +24,6 @@ from kvtier.tier.files.safe_open import (
     set_aside,
 )
 from kvtier.tier.files.store_lock import REPAIR_WAIT_S, lock_file
-from kvtier.tier.files.store_notes import NOTE
 
 MISTAKES = frozenset({
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL,
@@ -59,7 +59,7 @@ def opening(tier: str, root: Path, allowed: str) -> Generator[None]:
         TierError: the storage fails.
     """
     if "\0" in str(root):
-        raise ConfigError(f"root {str(root)!r} cannot be used: it contains a null byte; allowed: a path")
+        raise ConfigError(f"root {str(root)!r} cannot be used: it contains a null byte; allowed: a path without one")
     try:
         yield
     except UnusableStoreError as error:
@@ -68,7 +68,9 @@ def opening(tier: str, root: Path, allowed: str) -> Generator[None]:
         if error.errno == errno.ENAMETOOLONG:
             raise ConfigError(f"root {str(root)!r} cannot be used: {error}; allowed: a shorter path") from error
         if error.errno in MISTAKES:
-            detail = f"root {str(root)!r} cannot be used: {error}; allowed: {allowed}, writable"
+            detail = (
+                f"root {str(root)!r} cannot be used: {error}; allowed: {allowed}; this user must be able to write to it"
+            )
             raise DamagedStoreError(tier, detail) from error
         raise TierError(tier, f"root {str(root)!r} cannot be opened: {error}") from error
 
@@ -187,7 +189,8 @@ def open_marker(
         found = read_marker(path, parse)  # ours or a concurrent process's
     if found is None:
         raise UnusableStoreError(
-            f"root {str(path.parent)!r} lost its marker while it was created; another program may delete files there"
+            f"root {str(path.parent)!r} lost its marker while the store was created; another program may delete files "
+            "there"
         )
     return found
 
@@ -225,7 +228,7 @@ def write_marker(path: Path, content: bytes, *, replaces: bool = False) -> None:
 
 
 def repair_marker(path: Path, read: Callable[[], object], content: Callable[[], bytes]) -> list[str]:
-    """Write the marker at `path` again if it is missing or damaged. Return sentences about the repair.
+    """Write the marker at `path` again if it is missing or damaged. Return what was done, in sentences.
 
     Processes that have the store open share a lock on its directory (`StoreLock`), and repairs exclude each other.
 
@@ -235,8 +238,9 @@ def repair_marker(path: Path, read: Callable[[], object], content: Callable[[], 
         content: makes the bytes of a new marker; raises UnusableStoreError if the directory is not a store's.
 
     Raises:
-        UnusableStoreError: `read` or `content` raised it, or a process has the store open.
-        OSError: it cannot be read or written.
+        UnusableStoreError: `read` or `content` raised this error, or a running process has the store open or repairs
+            it.
+        OSError: the marker cannot be read or written.
     """
     if _is_valid(read):
         return []
@@ -260,7 +264,7 @@ def _is_valid(read: Callable[[], object]) -> bool:
 
 
 def mend_secret(path: Path) -> list[str]:
-    """Rename anything but a secret at the path of an automatic secret. Return sentences about the repair.
+    """Rename the file at the path of a store's own secret unless it is a secret. Return what was done, in sentences.
 
     A secret whose mode prevents its use stays, because its owner may still restrict it.
 

@@ -28,7 +28,7 @@ from kvtier.tier.files.safe_open import (
 from kvtier.tier.files.store_paths import Closing, Paths
 
 NAMES = re.compile(r"[0-9a-f]{16}(-[0-9]{1,20}-[0-9]{1,15}|\.lock)|probe_[0-9a-f]{16}")
-"""Names of files that a store creates in its drafts directory. Other files stay. Earlier versions made the locks."""
+"""Names of files that a store creates in its drafts directory. Others stay. Earlier versions made lock files."""
 
 TEMP_AGE_S = 900
 
@@ -95,7 +95,7 @@ class TempFiles:
         return 0
 
     def clear_stale(self, *, is_alone: bool) -> int:
-        """Remove temporary files of dead writers. Return the bytes that they had reserved.
+        """Remove temporary files of dead writers. Return how many bytes they had reserved.
 
         Args:
             is_alone: whether no other process has the store open, and this one writes nothing.
@@ -127,7 +127,7 @@ class TempFiles:
 
 
 def reserved(path: str) -> list[int]:
-    """Return the bytes that each temporary file of any owner reserves in the directory `path`.
+    """Return how many bytes each temporary file in the directory `path` reserves, whoever its owner is.
 
     Raises:
         OSError: the directory cannot be read.
@@ -159,5 +159,5 @@ def _names_at(path: str) -> Generator[tuple[int, dict[str, float]]]:
 
 
 def _reserved_by(name: str) -> int:
-    """Return the bytes that a temporary file's name reserves, in whole blocks whoever chose the name."""
+    """Return how many bytes a temporary file's name reserves, rounded up to whole blocks."""
     return align_up(int(name.rpartition("-")[2])) if "-" in name else 0

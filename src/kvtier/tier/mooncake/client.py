@@ -19,7 +19,7 @@ import numpy as np
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.deadline_calls import DeadlineCalls, connected, remaining_s
-from kvtier.tier.mooncake.sockets import shut_out
+from kvtier.tier.mooncake.socket_filter import shut_out
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +47,14 @@ OK, BAD_SIZE, NOT_READY, ABSENT, NOT_TAKEN, NO_MASTER = 0, -600, -703, -704, -80
 QUOTA_USED, NO_TENANT = -1700, -1701
 """Answer codes of the library."""
 LOST = range(QUOTA_USED + 1, NO_MASTER + 1)
-"""Answer codes of the library for a master that did not answer."""
+"""Answer codes of the library that mean that the master did not answer."""
 
 _MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
 _opening = threading.Lock()
 _in_use: list[tuple[object, object]] = []
-"""Engines and stores whose threads are running. A forked child has none of these threads."""
+"""The library's transfer engines and stores whose threads are running. A forked child has none of these threads."""
 _idle: dict[tuple[str, ...], list[tuple[Any, list[int]]]] = {}
-"""Engines of closed clients and their ports, by address, protocol and devices. The next client takes one of them.
+"""Transfer engines of closed clients, with their ports, by address, protocol and devices. The next client takes one.
 
 An engine is never freed, because its destructor stops all Python threads for most of a second.
 """
@@ -118,7 +118,7 @@ class MooncakeClient:
         self._memory: list[tuple[int, int]] = []
         """Address and bytes of memory that is registered until `close`."""
         self._users: Counter[tuple[int, int]] = Counter()
-        """Number of running calls that use any further memory, by address and bytes."""
+        """Number of running calls that use other registered memory, by its address and bytes."""
         self._lock = threading.Lock()
         with _opening:  # so that each client finds its own sockets
             self._place = (local_address or here, protocol, devices)
@@ -134,7 +134,7 @@ class MooncakeClient:
             _silence(library.__file__)
         if code:
             self._keep_engine()
-            raise TierError(tier, f"{self._master} does not answer as a Mooncake master ({code})")
+            raise TierError(tier, f"{self._master} does not answer as a Mooncake master (code {code})")
         _in_use.append((self.engine, self.store))
         self._calls = DeadlineCalls(tier, f"the master {self._master}")
 
@@ -155,7 +155,7 @@ class MooncakeClient:
         """
         codes: list[int] = self.ask(lambda store: store.batch_is_exist(list(keys)), deadline_s)
         if len(codes) != len(keys) or any(code < 0 for code in codes):
-            raise TierError(self._tier, f"the master {self._master} does not answer ({min(codes, default=0)})")
+            raise TierError(self._tier, f"the master {self._master} does not answer (code {min(codes, default=0)})")
         return [code == 1 for code in codes]
 
     def copies(self, keys: Sequence[str], deadline_s: float) -> dict[str, list[Copy]]:
@@ -224,10 +224,10 @@ class MooncakeClient:
 
     def _register(self, address: int, size_bytes: int) -> None:
         if code := self.store.register_buffer(address, size_bytes):
-            raise TierError(self._tier, f"{size_bytes} bytes of memory cannot be registered ({code})")
+            raise TierError(self._tier, f"{size_bytes} bytes of memory cannot be registered (code {code})")
 
     def close(self) -> bool:
-        """End the connection when nothing uses it any more. Return whether that happened in time."""
+        """End the connection when nothing uses it anymore. Return whether that happened in time."""
         if not self._calls.close(CLOSE_DEADLINE_S):
             return False  # a call that hangs still uses the store
         for address, _ in self._memory:
@@ -269,7 +269,7 @@ class MooncakeClient:
         except OSError as error:
             raise TierError(self._tier, f"the client's sockets cannot be shut: {error.strerror}") from None
         if code:
-            raise TierError(self._tier, f"Mooncake's {protocol} transport cannot be started ({code})")
+            raise TierError(self._tier, f"Mooncake's {protocol} transport cannot be started (code {code})")
         if len(ports) < 2:
             logger.warning("tier %s: Mooncake's client listens on all addresses of this machine", self._tier)
         return engine, ports
@@ -278,7 +278,7 @@ class MooncakeClient:
 def _keep_in_child() -> None:
     """Keep the library's destructors from running: without its threads, which a child lacks, they hang or crash.
 
-    Functions of `on_exit` run in reverse order, and before C++ destructors.
+    Functions given to `on_exit` run in reverse order, and before C++ destructors.
     """
     for each in _in_use:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
@@ -316,9 +316,9 @@ def _addresses(tier: str, master: tuple[str, int]) -> tuple[str, str]:
         is_master = bool(here)
     except OSError as error:
         why = error.strerror or str(error)
-        raise TierError(tier, f"no Mooncake master at {place}: {why}") from None
+        raise TierError(tier, f"there is no Mooncake master at {place}: {why}") from None
     if not is_master:
-        raise TierError(tier, f"no Mooncake master at {place}: another program answers there")
+        raise TierError(tier, f"there is no Mooncake master at {place}: another program answers there")
     return here, f"[{there}]:{master[1]}" if ":" in there else f"{there}:{master[1]}"
 
 

@@ -107,7 +107,7 @@ def _raw(settings: MooncakeSettings, context: TierContext) -> RawClient:
 
 
 def _inspect(settings: MooncakeSettings) -> Sequence[StoreView]:
-    raise ConfigError(f"{settings.label}: a Mooncake store cannot list its objects; its master's metrics count them")
+    raise ConfigError(f"{settings.label}: a Mooncake store cannot list its objects; see the metrics of its master")
 
 
 KIND = TierKind(

@@ -42,7 +42,7 @@ class RawMooncake:
 
     def _check(self, code: int) -> None:
         if code != OK:
-            raise OSError(None, f"Mooncake answered {code}")
+            raise OSError(None, f"Mooncake answered with code {code}")
 
     def _place(self, view: memoryview) -> int:
         place = address_of(view)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.tier.mooncake.client import LANES, Copy
-from kvtier.tier.mooncake.sockets import NodeError, data_port
+from kvtier.tier.mooncake.socket_filter import NodeError, data_port
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ CONTACT_DEADLINE_S = 1.0
 SILENT_S = 10.0
 """A node that failed is left alone for this long."""
 MET_S = 1.0
-"""A node that gave a sign of life is not asked for another one for this long."""
+"""A node that gave a sign of life is not asked for another sign for this long."""
 POLL_S, POLL_MAX_S = 30e-6, 500e-6
 NODES_MAX = 4096
 

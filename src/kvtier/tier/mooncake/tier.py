@@ -40,7 +40,7 @@ CORES_PER_WRITE = 4
 
 NO_PLACE = -200
 _REFUSALS = {
-    NO_PLACE: "no room",
+    NO_PLACE: "no node has room",
     NOT_TAKEN: "a node does not accept its copy",
     NOT_READY: "other writes take too long",
     QUOTA_USED: "the quota of its tenant (tenant_id) has no room",
@@ -58,7 +58,7 @@ class MooncakeTier(Tier):
         model: 16 bytes that identify the model (`keys.secret.model_id`).
         name: the tier's name in metrics and errors.
         deadline_s: longest time of a read or delete. A write that has waited half of it for other writes is dropped.
-        probe_deadline_s: longest time of a `contains`.
+        probe_deadline_s: longest time of a `contains` call.
         memory: host memory that most objects are read into and written from.
 
     Raises:
@@ -102,7 +102,7 @@ class MooncakeTier(Tier):
             raise
 
     def figures(self) -> Figures:
-        """Return the bytes written by this process."""
+        """Return figures that contain only the number of bytes written by this process."""
         return Figures(write_bytes={"frames": self._written_bytes})
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
@@ -125,7 +125,8 @@ class MooncakeTier(Tier):
 
         All frames are read at the same time, each from the first copy that can be read.
 
-        An object that is only on silent nodes is absent. The read fails if a node answers but does not send the object.
+        An object that is only on silent nodes counts as absent. The read fails if a node answers but does not send the
+        object.
         """
         with self._guard:
             end_s = time.monotonic() + self._deadline_s
@@ -164,7 +165,7 @@ class MooncakeTier(Tier):
             key = self._root + name.hex()
             code: int = self._client.ask(lambda store: store.remove(key, True), self._deadline_s)
             if code not in {OK, ABSENT, NOT_READY}:  # an object that is being written is not stored yet
-                raise TierError(self.name, f"cannot delete ({code})")
+                raise TierError(self.name, f"cannot delete an object (code {code})")
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Return nothing, because the master lists no objects."""
@@ -185,10 +186,10 @@ class MooncakeTier(Tier):
     def _found(self, want: Want | None) -> int | TierError | None:
         if want is None or want.is_done:
             return want and want.size_bytes
-        return TierError(self.name, f"cannot read: {want.failure}") if want.failure else None
+        return TierError(self.name, f"cannot read an object: {want.failure}") if want.failure else None
 
     def _put(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
-        """Put `LANES` objects at a time. Stop after a node or the master refuses some: the next would wait as long."""
+        """Put `LANES` objects at a time. Stop if a node or the master refuses some, as the next would wait as long."""
         end_s, codes = time.monotonic() + self._deadline_s, list[int]()
         if self._may_write.acquire(timeout=self._deadline_s / 2):
             try:
@@ -204,9 +205,12 @@ class MooncakeTier(Tier):
 
     def _answer(self, code: int) -> bool | TierError:
         if code in LOST:
-            return TierError(self.name, f"cannot write: the master does not answer ({code})")
+            return TierError(self.name, f"cannot write: the master does not answer (code {code})")
         if code != OK:
-            self.refusals.refused(f"{_REFUSALS.get(code, code)}", LANES if code in {NOT_TAKEN, NOT_READY} else 1)
+            self.refusals.refused(
+                _REFUSALS.get(code, f"Mooncake answered with code {code}"),
+                LANES if code in {NOT_TAKEN, NOT_READY} else 1,
+            )
         return code == OK
 
 

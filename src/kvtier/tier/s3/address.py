@@ -13,7 +13,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
 class Credentials(NamedTuple):
-    """Explicit keys. The client's chain is used if they are empty (environment, web identity, container, machine)."""
+    """Explicit keys. If they are empty, the client gets keys from the environment, web identity or machine."""
 
     access_key_id: PrivateText = PrivateText()
     secret_access_key: PrivateText = PrivateText()
@@ -61,13 +61,15 @@ def check_endpoint(endpoint: str, setting: str = "endpoint", *, allow_http: bool
         parts = urlsplit(endpoint)
         is_plain = bool(parts.hostname) and parts.port != 0
     except ValueError:
-        raise ConfigError("not a URL", **fields) from None
+        raise ConfigError("is not a URL", **fields) from None
     if parts.username is not None or parts.password is not None:
         raise ConfigError(
-            "has a user name or password; name them in the tier's own settings", setting=setting, value="(hidden)"
+            "contains a user name or password; put them in the tier's own settings", setting=setting, value="(hidden)"
         )
     beyond = parts.path.rstrip("/") or parts.query or parts.fragment
     if parts.scheme not in {"http", "https"} or not is_plain or beyond or not _HOST.fullmatch(parts.netloc):
         raise ConfigError(**fields)
     if parts.scheme == "http" and not allow_http:
-        raise ConfigError("has no TLS", **fields | {"allowed": "https://, or set allow_http = true"})
+        raise ConfigError(
+            "does not use TLS", **fields | {"allowed": "an https:// URL, or this one with allow_http = true"}
+        )

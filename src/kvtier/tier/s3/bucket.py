@@ -23,8 +23,8 @@ MARKER = b"kvtier objects, format 1\n"
 
 STALL_SHARE = 0.2
 STALL_S_MIN = 1.0
-"""A read has stalled after `STALL_SHARE` of the deadline without a byte, but not before `STALL_S_MIN` or half of the
-deadline. A store with slow disks may take that long for its first byte, whatever the deadline."""
+"""A read has stalled if no byte arrives for `STALL_SHARE` of the deadline, or for `STALL_S_MIN` if that is longer, but
+at most for half of the deadline. A store with slow disks may need `STALL_S_MIN` for its first byte."""
 
 _FORMAT = re.compile(rb"kvtier objects, format \d+\n?")
 KEY_ID = re.compile(r"[0-9a-f]{32}")
@@ -37,8 +37,8 @@ class Bucket(NamedTuple):
     lookups: S3Store
     """A client whose requests end at the probe's deadline."""
     reads: S3Store
-    """A client whose requests end when no byte arrives. Writes do not use it, because they receive no byte until
-    all of theirs are sent."""
+    """A client whose requests end when no byte arrives for a while. Writes do not use it, because they receive no byte
+    until they have sent all of theirs."""
     prefix: str
     """Prefix of all keys, empty or with a slash at its end."""
     place: str
@@ -154,11 +154,12 @@ def read_marker(store: S3Store, key: str) -> bytes | None:
 def flaw(found: bytes) -> str:
     """Describe the flaw of a marker that is not `MARKER`, and how to repair it."""
     if _FORMAT.fullmatch(found):
-        return f"is of another version of kvtier ({found!r}); if you use none, remove the object and start again"
+        what = "if no engine uses that version, remove the object and start again"
+        return f"is of another version of kvtier ({found!r}); {what}"
     what = "it is damaged, another program uses this prefix, or the server does not speak S3"
     return (
-        f"has {found[:40]!r} and not {MARKER!r}: {what}. If it is damaged, remove the object: the next start writes it "
-        "again"
+        f"contains {found[:40]!r} instead of {MARKER!r}: {what}. If it is damaged, remove the object: the next start "
+        "writes it again"
     )
 
 

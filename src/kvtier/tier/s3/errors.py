@@ -16,7 +16,7 @@ _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _IO_ERROR = re.compile(r'message: "([^"\n]{1,120})"')
 _CERTIFICATE = re.compile(r"InvalidCertificate\((?:\s*Other\(\s*OtherError\()?\s*(\w{1,40})|peer certificate")
 _METADATA = ("/latest/api/token", "/latest/meta-data", "//169.254.")
-"""Parts of requests for the credentials of a machine or container."""
+"""Parts of the URLs at which a machine or container gets its credentials."""
 _PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
 """HTTP statuses worth a retry. 409 means that two conditional writes of one name collided."""
 INSUFFICIENT_STORAGE = 507
@@ -25,11 +25,11 @@ _HINTS = {
     "NoSuchBucket": "create the bucket, or correct the URL",
     "InvalidAccessKeyId": "the access key is unknown there",
     "SignatureDoesNotMatch": "the secret access key is wrong",
-    "AccessDenied": "the credentials need GetObject, PutObject and DeleteObject there, and ListBucket: without it S3 "
-    "refuses requests for absent objects",
+    "AccessDenied": "the credentials need GetObject, PutObject and DeleteObject there, and ListBucket: without the "
+    "last, S3 refuses requests for absent objects",
     "NoCredentials": "set access_key_id and secret_access_key, or a profile",
-    "Certificate": "set ca_file to the authority that signed it. A self-signed one is its own authority; it must be "
-    "made with basicConstraints=CA:FALSE, and for the endpoint's name",
+    "Certificate": "set ca_file to the certificate of the authority that signed it. A self-signed certificate is its "
+    "own authority; it must be made with basicConstraints=CA:FALSE, and for the endpoint's name",
     "Protocol": "check the endpoint's scheme and port",
     "Answer": "this is not an S3 server",
     "Region": "set the bucket's region",
@@ -66,17 +66,19 @@ def refusal_of(error: BaseException) -> Refusal:
         number, name = int(status[1]), code[1] if code else ""
         return Refusal(f"HTTP {number} {name}".strip(), number, name, number in _PASSING)
     if any(part in text for part in _METADATA):
-        cause = "no credentials in the settings, the environment or the machine's metadata"
+        cause = "there are no credentials in the settings, the environment or the machine's metadata"
         return Refusal(cause, 0, "NoCredentials", is_passing=False)
     if (found := _CERTIFICATE.search(text)) is not None:
-        cause = f"the server's certificate is not trusted ({found[1] or 'no reason'})"
+        cause = f"the server's certificate is not trusted ({found[1] or 'without a reason'})"
         return Refusal(cause, 0, "Certificate", is_passing=False)
     if "InvalidContentType" in text or "Parse(" in text or "InvalidMessage" in text:
-        return Refusal("the server does not speak HTTP, or TLS where it should", 0, "Protocol", is_passing=False)
+        return Refusal(
+            "the server does not speak HTTP, or does not use TLS as the endpoint says", 0, "Protocol", is_passing=False
+        )
     if "NotPartial" in text or "Header(" in text or "Metadata {" in text:
         return Refusal("its answer lacks fields that S3 sends", 0, "Answer", is_passing=False)
     if "redirect" in text.lower():
-        return Refusal("redirected, as for a wrong region", 0, "Region", is_passing=False)
+        return Refusal("the server redirects the request, as it does for a wrong region", 0, "Region", is_passing=False)
     io_error = _IO_ERROR.search(text)
     if io_error is not None:
         return Refusal(io_error[1], 0, "", is_passing=True)
@@ -96,7 +98,7 @@ def pause_s(refusal: Refusal, attempts: int) -> float | None:
 
 
 def hint(refusal: Refusal) -> str:
-    """Return the fix for a refusal at the start."""
+    """Return advice on how to fix the cause of a refusal."""
     if refusal.status == 403 and not refusal.code:  # an answer to HEAD has no body
         return _HINTS["AccessDenied"]
     if refusal.status == 407:

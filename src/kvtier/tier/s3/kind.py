@@ -92,9 +92,9 @@ def profile_credentials(path: Path, profile: str, *, any_owner: bool = False) ->
         key, secret = PrivateText(section["aws_access_key_id"]), PrivateText(section["aws_secret_access_key"])
         return Credentials(key, secret, PrivateText(section.get("aws_session_token", "")))
     except KeyError as error:
-        raise UnusablePathError(f"{_WHAT} {path}: no {error.args[0]} for profile {profile!r}") from None
+        raise UnusablePathError(f"{_WHAT} {path} has no {error.args[0]} for profile {profile!r}") from None
     except (configparser.Error, UnicodeError):  # their texts contain lines of the file
-        raise UnusablePathError(f"{_WHAT} {path}: not in the format of AWS's credentials file") from None
+        raise UnusablePathError(f"{_WHAT} {path} does not have the format of AWS's credentials file") from None
 
 
 def _credentials(settings: S3Settings) -> Credentials:
@@ -145,7 +145,8 @@ def _open(settings: S3Settings, context: TierContext) -> Tier:
 def _discard(settings: S3Settings, context: TierContext) -> None:
     """Delete the model's objects, and the marker if nothing else is below the key id.
 
-    A node that uses the key id but has stored nothing yet works without the marker. The next one writes it again.
+    A node that uses the key id but has stored nothing yet works without the marker. The next node to start writes it
+    again.
     """
     from kvtier.tier.s3.bucket import MARKER_NAME, pages
 

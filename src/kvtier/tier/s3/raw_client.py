@@ -31,7 +31,7 @@ class RawBucket:
             np.copyto(target[count : count + len(part)], np.frombuffer(part, np.uint8))
             count += len(part)
         if count != into.nbytes:
-            raise OSError(None, f"{count} of {into.nbytes} bytes arrived")
+            raise OSError(None, f"only {count} of {into.nbytes} bytes arrived")
 
     def has(self, name: ObjectName) -> bool:
         """Return whether the object exists, with one request."""

@@ -42,7 +42,7 @@ FIRST_WAIT_S = 60.0
 CLOSE_DEADLINE_S = 10.0
 
 _OBJECT = re.compile(r"[0-9a-f]{32}/(?:[0-9a-f]{64}|clock/[0-9a-f]{16})")
-"""An object below the key id, or an empty one that earlier versions of kvtier wrote."""
+"""Matches the key of an object below the key id, or of an empty object that earlier versions of kvtier wrote."""
 _RECORD = re.compile(rb"([0-9]{1,18})\n")
 
 
@@ -85,7 +85,7 @@ class S3Sweeper:
         self._thread.join(CLOSE_DEADLINE_S)
 
     def sweep(self) -> None:
-        """List all objects and delete the oldest if they exceed the cap. Write the record unless they still exceed it.
+        """List all objects and delete the oldest if they exceed the cap. Then write the record, unless they still do.
 
         Raises:
             TimeoutError: the sweep took longer than `SWEEP_DEADLINE_S`, or the tier is closing.

@@ -26,7 +26,7 @@ from obstore.exceptions import AlreadyExistsError
 
 from kvtier.errors import DamagedStoreError, NoRoomError, TierError, UnusablePathError
 from kvtier.tier.base import About, OneByOneTier, within
-from kvtier.tier.loan import Loan
+from kvtier.tier.buffer_loans import Loan
 from kvtier.tier.operation_guard import OperationGuard
 from kvtier.tier.s3.bucket import KEY_ID, MARKER, MARKER_NAME, Bucket, flaw, is_there, pages, read_marker
 from kvtier.tier.s3.errors import NO_ANSWER, Refusal, hint, pause_s, refusal_of
@@ -62,7 +62,7 @@ class S3Tier(OneByOneTier):
         model: 16 bytes that identify the model (`keys.secret.model_id`).
         name: the tier's name in metrics and errors.
         deadline_s: longest time of an operation with all its attempts.
-        probe_deadline_s: longest time of a `contains`.
+        probe_deadline_s: longest time of a `contains` call.
         capacity_bytes: cap of all objects of the secret; the oldest are deleted. 0 means no cap and no listing.
         sweep_interval_s: how often the objects are listed for the cap, by all nodes together.
 
@@ -123,7 +123,7 @@ class S3Tier(OneByOneTier):
             return []
 
     def read_one(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
-        """Read with two copies: from the client to bytes, and from there to the buffer."""
+        """Read one object of `read_many`. Its bytes are copied twice: out of the client, and then to the buffer."""
         with self._guard:
             key, view = self._key(name), into.cast("B")
             if view.nbytes == 0:
@@ -131,7 +131,7 @@ class S3Tier(OneByOneTier):
             return self._attempt("read", lambda: self._fetch(key, view, offset))
 
     def write_one(self, name: ObjectName, frame: memoryview, about: About) -> bool:
-        """Write a frame; False if it is larger than `PUT_BYTES_MAX`."""
+        """Write a frame. Return False if it is larger than `PUT_BYTES_MAX`."""
         del about
         # After a failed request, the client's connection may still read from the frame for a moment.
         with self._guard, Loan([frame], self.name) as (view,):
@@ -150,7 +150,7 @@ class S3Tier(OneByOneTier):
             self._attempt("delete", lambda: obstore.delete(self._store, key))
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Yield the names and frame bytes of this model and secret, in pages of a thousand."""
+        """Yield the names and frame sizes of this model and secret, in pages of a thousand."""
         with self._guard:
             return ((name, row["size"]) for name, row in self._listed(pages(self._store, self._root, 1000)))
 
@@ -214,7 +214,7 @@ class S3Tier(OneByOneTier):
         start, end = found.range
         wanted = end - start
         if start != offset or wanted > view.nbytes:
-            raise TierError(self.name, f"the server sent bytes {start} to {end}, not from {offset}")
+            raise TierError(self.name, f"the server sent bytes {start} to {end} instead of those from {offset}")
         target, count = np.frombuffer(view, np.uint8), 0
         for part in found.stream(PART_BYTES):
             after = count + len(part)
@@ -223,7 +223,7 @@ class S3Tier(OneByOneTier):
             np.copyto(target[count:after], np.frombuffer(part, np.uint8))
             count = after
         if count != wanted:
-            raise TierError(self.name, f"object {key[-64:][:12]}: {count} of {wanted} bytes arrived")
+            raise TierError(self.name, f"object {key[-64:][:12]}: only {count} of {wanted} bytes arrived")
         return count
 
     def _put(self, key: str, view: memoryview) -> bool:
@@ -237,7 +237,9 @@ class S3Tier(OneByOneTier):
                 if refusal_of(error).status != 501:
                     raise
                 logger.info(
-                    "tier %s: %s has no conditional writes; each write looks first", self.name, self._bucket.place
+                    "tier %s: %s has no conditional writes, so kvtier looks for each object before it writes it",
+                    self.name,
+                    self._bucket.place,
                 )
                 self._is_conditional = False
             else:
@@ -260,7 +262,7 @@ class S3Tier(OneByOneTier):
                         yield ObjectName(bytes.fromhex(last)), row
 
     def _attempt(self, what: str, act: Callable[[], _T], deadline_s: float | None = None) -> _T:
-        """Call `act` until it succeeds, as often as the deadline permits."""
+        """Call `act` until it succeeds. Raise if another attempt would be useless or start too late."""
         last_start_s = time.monotonic() + (deadline_s or self._deadline_s) / 2
         made = stalls = 0
         while True:

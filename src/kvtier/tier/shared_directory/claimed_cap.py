@@ -35,7 +35,7 @@ TAKE_WAIT_S = 0.5
 TICK_S = 5.0
 """Interval at which uses are published and the claim of an idle writer is lowered."""
 RETRY_S = 1.0
-"""Minimum time before the next round, after one that found no room or failed."""
+"""Minimum time between a round of the keeper that failed or found no room and the next round."""
 CLAIM_EXPIRES_S = 3600.0
 """A sweep removes claims not renewed for this long. A writer starts a new claim after half this time."""
 SWEEP_EVERY_S = 3600.0
@@ -95,7 +95,7 @@ class SharedCap:
         self.clock_offset_ns = 0
         """The store's clock minus this machine's."""
         self.evictions = 0
-        """Objects evicted by this process."""
+        """Number of objects evicted by this process."""
         self.used_bytes = 0
         """Upper bound of the store's bytes, over all nodes, at the last round."""
         self._thread = threading.Thread(target=self._keep, name=f"kvtier {tier} keeper", daemon=True)
@@ -143,7 +143,7 @@ class SharedCap:
             self._written += charge
 
     def used(self, name: ObjectName, mtime_ns: int) -> None:
-        """Record that `name` was read, and publish the use if the mtime is old."""
+        """Record that `name` was read, and queue the use for publication if the mtime is old."""
         if time.time_ns() + self.clock_offset_ns - mtime_ns < TOUCH_AFTER_NS:
             return
         with self._changed:
@@ -190,7 +190,12 @@ class SharedCap:
                 self._not_before_s = time.monotonic() + RETRY_S
                 if self._failed != str(error):
                     self._failed = str(error)
-                    logger.info("tier %s: the claim cannot be raised; stores are dropped: %s", self._tier, error)
+                    logger.info(
+                        "tier %s: its keeper thread failed, so writes beyond the space already reserved are skipped "
+                        "until a retry succeeds: %s",
+                        self._tier,
+                        error,
+                    )
             finally:
                 with self._changed:
                     self._ended = self._begun

@@ -1,8 +1,8 @@
 """The claims of a shared directory, in which each writer declares the bytes it may have written, without a lock.
 
-A claim file contains two counts of one writer (one open store) since it was opened. `written` is the bytes of finished
-writes, and `claimed` the most that it may have written. A sweep walks the store. It records the bytes that it found,
-with `written` of every claim from before the walk. So, at any time, the store holds at most
+A claim file contains two counts of one writer (one open store) since it was opened. `written` counts the bytes of
+finished writes, and `claimed` is the most that it may have written. A sweep walks the store. It records the bytes that
+it found, with `written` of every claim from before the walk. So, at any time, the store holds at most
 
     bytes of the record + sum over claims of (claimed - written at the record)
 
@@ -62,7 +62,7 @@ class Declared(NamedTuple):
     claims: Mapping[str, Claim]
 
     def bound(self, owner: str = "", claimed: int = 0) -> int | None:
-        """Return the most bytes that the store may hold if `owner` claims `claimed` bytes, or None without a record."""
+        """Return how many bytes the store may hold if `owner` claims `claimed` bytes, or None without a record."""
         if self.record is None:
             return None
         totals = {name: claim.claimed for name, claim in self.claims.items()}
@@ -137,7 +137,7 @@ class Claims:
     def _write(self, name: str, fields: dict[str, Any]) -> None:
         self._drafts += 1
         draft = f"draft_{self.owner}_{self._drafts}"
-        os.lstat(self._marker)  # if its file system is not mounted, the path leads to this machine's drive
+        os.lstat(self._marker)  # if the store's file system is not mounted, the path leads to this machine's drive
         make_directory(self._path, replace=True)
         with directory_at(self._path) as directory:
             write_file(name, draft, pack_json(fields), directory)

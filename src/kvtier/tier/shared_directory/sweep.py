@@ -79,8 +79,8 @@ class Sweep:
         self._is_stopping = is_stopping
         self._used_bytes: int = 0
         self._removed_drafts: int = 0
-        # Each object takes 48 bytes for mtime, charge and name. `_roots` has the position of the first one below each
-        # root.
+        # Each object takes 48 bytes for mtime, charge and name. `_roots` has the position of the first object below
+        # each root.
         self._mtimes: array[int] = array("q")
         self._charges: array[int] = array("q")
         self._names = bytearray()

@@ -1,6 +1,6 @@
 """Keeps one file per object in a directory that many nodes share, on a network file system. Operations take no lock.
 
-root/kvtier-store.json                       marker, of another version than a store of one machine
+root/kvtier-store.json                       marker, whose version differs from that of a store of one machine
 root/usage/                                  claims and the record of the last sweep, see `claims`
 root/<key id>/<model id>/<2 hex>/<64 hex>    one object; temporary files lie in the same directory
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from kvtier.tier.base import About, Figures, OneByOneTier, within
 from kvtier.tier.files.direct import DirectIo, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.files.directory_marker import SHARED_VERSION
-from kvtier.tier.files.file_tier import FileTier
+from kvtier.tier.files.file_per_object import FileTier
 from kvtier.tier.files.full_disk import is_full_error
 from kvtier.tier.files.safe_open import VANISHED, SuppressErrno, directory_at, open_file, rename_file
 from kvtier.tier.files.store_paths import charge_bytes, stat_in, walk
@@ -42,7 +42,7 @@ class SharedDirectoryTier(FileTier, OneByOneTier):
         key_id: 16 bytes that identify the secret (`keys.secret.key_id`).
         model: 16 bytes that identify the model (`keys.secret.model_id`).
         capacity_bytes: cap for the objects of all key ids and models and for temporary files, each rounded up to
-            4 KiB. The lowest cap holds if nodes have different ones. `claims` describes its precision.
+            4 KiB. The lowest cap holds if nodes have different ones. `claims` describes how precisely it is kept.
         name: the tier's name in metrics and errors.
         direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
         wait_s: how long a write waits for room before it is dropped.
@@ -73,7 +73,8 @@ class SharedDirectoryTier(FileTier, OneByOneTier):
         with self._opening(SHARED_VERSION):
             if is_on_drive(self.root):
                 logger.warning(
-                    "tier %s: %s is on a drive of this machine, which other nodes do not see; is it mounted?",
+                    "tier %s: %s is on a drive of this machine, which other nodes do not see; is the file system "
+                    "mounted?",
                     name,
                     self.root,
                 )

@@ -14,8 +14,8 @@ from kvtier.tier.base import RawClient, Tier
 from kvtier.tier.files.path_checks import tier_file
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
 from kvtier.tier.store_view import ScannedTier
+from kvtier.tier.valkey.connection import Access
 from kvtier.tier.valkey.servers import parse_addresses
-from kvtier.tier.valkey.wire import Access
 
 if TYPE_CHECKING:
     from kvtier.tier.valkey.tier import ValkeyTier
@@ -106,7 +106,7 @@ def _password_in(path: Path, *, any_owner: bool) -> PrivateText:
     text = content.decode(errors="replace").rstrip("\r\n")
     if not text or not text.isprintable() or "\ufffd" in text:
         allowed = f"one line of up to {PASSWORD_BYTES_MAX} bytes in UTF-8"
-        raise UnusablePathError(f"Valkey password file {path}: allowed: {allowed}")
+        raise UnusablePathError(f"Valkey password file {path} must contain {allowed}")
     return PrivateText(text)
 
 

@@ -14,8 +14,8 @@ from struct import Struct
 
 import xxhash
 
-from kvtier.tier.valkey.requests import Request, Transaction
-from kvtier.tier.valkey.wire import Buffer, Reader, RefusedError, Reply, command
+from kvtier.tier.valkey.connection import Buffer, Reader, RefusedError, Reply, command
+from kvtier.tier.valkey.pipeline import Request, Transaction
 
 PART_BYTES = (1 << 19) - 4096
 """Bytes of a frame in one value. The value fits an allocation of 512 KiB with this header and the server's own."""
@@ -53,7 +53,7 @@ def header_request(slot: int, key: bytes) -> Request:
 
 
 def frame_bytes(answer: Reply) -> int | None:
-    """Return the frame's length from a header, or None if it is absent or foreign."""
+    """Return the frame's length from `answer`, or None if that is not a header that kvtier wrote."""
     if not isinstance(answer, bytes) or len(answer) != HEADER.size:
         return None
     magic, _, length = HEADER.unpack(answer)
@@ -68,7 +68,7 @@ def removal(slot: int, key: bytes, length: int) -> Request:
 def write_request(slot: int, key: bytes, frame: memoryview, lifetime: bytes) -> Request:
     """Make a request that writes `frame`. Its answer is None if the object is one value and already exists.
 
-    Several values replace existing parts, which may be left over from an evicted object with other bytes.
+    A frame of several values replaces existing parts, which may be left over from an evicted object with other bytes.
 
     Args:
         slot: slot of the object.
@@ -93,7 +93,9 @@ def write_request(slot: int, key: bytes, frame: memoryview, lifetime: bytes) -> 
 
 
 class ValuePart(Request):
-    """Loads those bytes of one value that belong to `into`. The answer is 1, None if absent, or b"torn".
+    """Loads those bytes of one value that belong to `into`.
+
+    The answer is 1 if they were loaded, None if the value does not exist, and b"torn" if it is not the expected one.
 
     Args:
         slot: slot of the key.
@@ -143,7 +145,9 @@ class ValuePart(Request):
 
 
 class Front(ValuePart):
-    """Loads only the front of an object's first value. The answer is as in `ValuePart`, but b"torn" if absent.
+    """Loads only the front of an object's first value.
+
+    The answer is as in `ValuePart`, except that it is b"torn", not None, if the value does not exist.
 
     Args:
         slot: slot of the key.
@@ -188,7 +192,7 @@ class Loading:
         return is_read and self._whole() is None and any(part.answer is not None for part in self.parts)
 
     def again(self) -> "Loading":
-        """Return the same loading for another attempt."""
+        """Return a new loading of the same bytes, for another attempt."""
         return Loading(self.slot, self.key, self._into, self._offset, self._lifetime)
 
     def is_like(self, other: "Loading") -> bool:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvtier.errors import ConfigError, install_hint
-from kvtier.tier.valkey.wire import Access, Node
+from kvtier.tier.valkey.connection import Access, Node
 from kvtier.types import ObjectName
 
 try:

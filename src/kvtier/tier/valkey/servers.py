@@ -1,8 +1,8 @@
 """The servers of a Valkey store, with the slots that each has, their connections and their failures.
 
 A store is one server or a cluster. A cluster's slots are read when it is opened, and again when a server reports a
-moved slot or fails. They are read at most a few times a second. A server that failed is left alone for a moment. Only
-one operation at a time then waits for it; the others that need it fail immediately.
+moved slot or fails. They are read at most a few times a second. A server that failed is left alone for a moment. After
+that, only one operation at a time waits for it, and others that need it fail immediately, until it has answered.
 """
 
 import re
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvtier.errors import ConfigError, TierError, UnusablePathError
-from kvtier.tier.valkey.wire import (
+from kvtier.tier.valkey.connection import (
     MANY_CLIENTS,
     Access,
     BrokenWireError,
@@ -72,7 +72,7 @@ def parse_addresses(text: str, setting: str = "addresses") -> tuple[Node, ...]:
             )
         found.append(Node(match["v6"] or match["host"], int(match["port"] or DEFAULT_PORT)))
     if len(found) > ADDRESSES_MAX:
-        raise ConfigError(f"{len(found)} of them", setting=setting, allowed=f"at most {ADDRESSES_MAX}")
+        raise ConfigError(f"there are {len(found)} servers", setting=setting, allowed=f"at most {ADDRESSES_MAX}")
     return tuple(dict.fromkeys(found))
 
 
@@ -188,7 +188,7 @@ class Servers:
         return bool(self._down_until)
 
     def refresh(self, end_s: float) -> None:
-        """Read the slots again, unless another thread does or did so a moment ago. Failures change nothing."""
+        """Read the slots again, unless another thread is doing so or just did. Failures change nothing."""
         if not self.is_cluster or time.monotonic() - self._refreshed_s < REFRESH_INTERVAL_S:
             return
         if not self._refreshing.acquire(blocking=False):
@@ -273,35 +273,35 @@ class Servers:
 def _slot_rows(reply: Reply, asked: Node) -> dict[tuple[int, int], Node]:
     """Read the master of each range (first slot, last slot) from the reply of CLUSTER SLOTS."""
     if not isinstance(reply, list) or not 0 < len(reply) <= SLOTS:
-        raise NonsenseError("no list of slots")
+        raise NonsenseError("it did not send a list of slots")
     found: dict[tuple[int, int], Node] = {}
     for row in reply:
         match row:
             case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if 0 <= first <= last < SLOTS:
                 found[first, last] = _named(printable(host or b""), port, asked)
             case _:
-                raise NonsenseError("a malformed row of slots")
+                raise NonsenseError("it sent a malformed row of slots")
     return found
 
 
 def _named(host: str, port: int, asked: Node) -> Node:
-    """Return the server that `asked` named, at the host of `asked` if it named none."""
+    """Return the server that `asked` named by `host` and `port`. An empty `host` or ``?`` means the host of `asked`."""
     if not 0 < port < 65536:
-        raise NonsenseError(f"a server with the port {port}")
+        raise NonsenseError(f"it named a server with the port {port}")
     return Node(asked.host if host in ("", "?") else host, port)
 
 
 def _mistake(error: Exception) -> str:
     """Return the mistake in the settings that `error` shows at the start, or an empty string if it shows none."""
     if isinstance(error, NonsenseError):
-        return f": {error}; this is not a Valkey server, or it speaks TLS"
+        return f": {error}; it is not a Valkey server, or it speaks TLS"
     if isinstance(error, RefusedError) and error.code in _WRONG_ACCESS and error.text != MANY_CLIENTS:
         return f" refuses: {error.text}: {_HINTS.get(error.code, 'check the settings of the tier')}"
     if isinstance(error, ssl.SSLCertVerificationError):
         why = error.verify_message
-        return f": the server's certificate is not trusted ({why}): set ca_file to the authority's"
+        return f": the server's certificate is not trusted ({why}): set ca_file to the certificate of its authority"
     if isinstance(error, ssl.SSLError):
-        why = error.reason or "no reason"
+        why = error.reason or "without a reason"
         return f": the TLS handshake failed ({why}): check tls, the port and the client's certificate"
     return ""
 

@@ -1,7 +1,7 @@
 """Keeps frames in a Valkey or Redis server, or in a cluster of them, that several nodes use.
 
 An object has the key ``PREFIX/KEY ID/MODEL ID/{NAME}``. The braces put all of its parts into one slot of a cluster.
-`valkey.parts` defines its values, `valkey.requests` repeats requests, and `valkey.servers` handles servers that fail.
+`valkey.parts` defines its values, `valkey.pipeline` repeats requests, and `valkey.servers` handles servers that fail.
 """
 
 import logging
@@ -15,6 +15,7 @@ from contextlib import suppress
 from kvtier.errors import TierError
 from kvtier.tier.base import Read, Tier, Write
 from kvtier.tier.operation_guard import OperationGuard
+from kvtier.tier.valkey.connection import Access, BrokenWireError, RefusedError, cause_of, command
 from kvtier.tier.valkey.parts import (
     FRAME_BYTES_MAX,
     PART_BYTES,
@@ -25,9 +26,8 @@ from kvtier.tier.valkey.parts import (
     removal,
     write_request,
 )
-from kvtier.tier.valkey.requests import MOVING, Request, Requests, Transaction
+from kvtier.tier.valkey.pipeline import MOVING, Request, Requests, Transaction
 from kvtier.tier.valkey.servers import ServerDownError, Servers, parse_addresses, slot_of
-from kvtier.tier.valkey.wire import Access, BrokenWireError, RefusedError, cause_of, command
 from kvtier.types import Figures, ObjectName
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class ValkeyTier(Tier):
         access: user, password and TLS.
         lifetime_s: how long an object lives after its last use; 0 means without limit.
         deadline_s: longest time of an operation with all its attempts.
-        probe_deadline_s: longest time of a `contains`.
+        probe_deadline_s: longest time of a `contains` call.
         is_user: whether the store is used and not only inspected. Inspection renews no lifetime.
 
     Raises:
@@ -101,11 +101,11 @@ class ValkeyTier(Tier):
             raise
 
     def figures(self) -> Figures:
-        """Return the bytes written by this process."""
+        """Return figures that contain only the number of bytes written by this process."""
         return Figures(write_bytes={"frames": self._written_bytes})
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Return for each name whether its first part exists, with one concurrent pipeline per server.
+        """Return for each name whether its first part exists. All servers are asked at once, each in one pipeline.
 
         Names on a failed server of a cluster count as absent while another server answers.
         """
@@ -141,9 +141,10 @@ class ValkeyTier(Tier):
             return answers
 
     def peek_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """Read like `read_many`, but without counting as a use.
+        """Read the starts of frames, without counting as a use.
 
-        This reads only the wanted bytes of the first part, in one round trip, and renews no lifetime.
+        This reads only the wanted bytes of the first part, in one round trip, and renews no lifetime. If a read has an
+        offset or goes beyond the first part, the whole batch is read with `read_many` instead.
         """
         if any(each.offset or not 0 < each.into.nbytes <= PART_BYTES for each in reads):
             return self.read_many(reads)
@@ -161,7 +162,7 @@ class ValkeyTier(Tier):
 
         This takes one round trip, or two if an object has several parts.
 
-        The result is False if a server has no memory, or the slot is moving.
+        The result is False if a server has no memory, the slot is moving, or the frame exceeds `FRAME_BYTES_MAX`.
         """
         with self._guard:
             answers: list[bool | TierError] = [False] * len(writes)
@@ -185,7 +186,7 @@ class ValkeyTier(Tier):
             return answers
 
     def delete(self, name: ObjectName) -> None:
-        """Delete `name` and all of its parts, if it exists. Only the first part is known if its header is unreadable.
+        """Delete `name` and all of its parts, if it exists. If its header is unreadable, delete only the first part.
 
         The other parts are not an object without the first, and the next write of the name replaces them.
         """
@@ -199,12 +200,12 @@ class ValkeyTier(Tier):
             self._run([removal(slot, key, frame_bytes(header.answer) or 0)], "delete", end_s)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Yield the names and frame bytes of this model and secret, in pages, one server after the other."""
+        """Yield the names and frame sizes of this model and secret, in pages, one server after the other."""
         with self._guard:
             return self._scan()
 
     def discard(self) -> None:
-        """Remove everything of this model and secret.
+        """Remove everything stored for this model and secret, and their entry in the registry.
 
         Raises:
             TierError: a server does not answer.
@@ -257,7 +258,7 @@ class ValkeyTier(Tier):
         return TierError(self.name, f"cannot {what}: {request.failure or f'refused: {request.answer}'}")
 
     def _problem(self, request: Request, what: str) -> TierError | None:
-        """Return why `request` failed, or None if it did not or its object is a miss for now.
+        """Return why `request` failed, or None if it did not fail or its object is a miss for now.
 
         An object is a miss while its slot moves, and while its server is down but another one answers.
         """
@@ -304,7 +305,7 @@ class ValkeyTier(Tier):
                     case [bytes() as cursor, list() as found]:
                         yield [each for each in found if isinstance(each, bytes)]
                     case _:
-                        raise TierError(self.name, f"cannot list: {node} answers {str(reply)[:100]}")
+                        raise TierError(self.name, f"cannot list the objects: {node} answers {str(reply)[:100]}")
                 if cursor == b"0":
                     break
 

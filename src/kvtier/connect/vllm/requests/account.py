@@ -13,8 +13,9 @@ from kvtier.runtime.observers.journal import Planned, RequestLine
 from kvtier.types import LoadDone, Lookup, Place
 
 _RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
-"""Suffix that vLLM appends to every id, so that no two open requests have the same id. With its deprecated variable
-`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION` vLLM appends none, and an id with this ending loses it."""
+"""Suffix that vLLM appends to every id, so that no two open requests have the same id. With the deprecated variable
+`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION` vLLM appends none, and a client's id that happens to end like this loses its
+end."""
 _CHILD = re.compile(r"^\d+_(?=(?:chat)?cmpl-)")
 """Prefix that vLLM adds to the id of one of several samples."""
 _COMPLETION = re.compile(r"^cmpl-(.+)-\d+$", re.DOTALL)
@@ -87,10 +88,13 @@ class RequestAccount:
         self.wanted_tokens += tokens
 
     def load_ended(self, done: LoadDone, seconds: float, places: Sequence[Place], sizes: Sequence[int]) -> None:
-        """Record that a load ended after `seconds`. `sizes` are the bytes of an object of each group on all ranks."""
+        """Record that a load ended after `seconds`. `sizes` has an object's bytes in each group, over all ranks."""
         self.load_s += seconds
         if done.was_cut:
-            self.shortfall = ("cut", f"the load was cut after {seconds:.3g} s: computing was faster by then")
+            self.shortfall = (
+                "cut",
+                f"the load was cut after {seconds:.3g} s, because computing the rest was faster by then",
+            )
         elif done.tokens < done.wanted_tokens:
             self.shortfall = (
                 "failed",

@@ -37,7 +37,7 @@ from kvtier.connect.vllm.vllm_types import Request
 from kvtier.types import NextTurn
 
 ACTION_TYPE, ACTION_VERSION = "kvtier.hints", "1"
-"""Action of an envelope whose payload kvtier reads. Only the part of its version before the dot counts."""
+"""Type and version of the actions whose payload kvtier reads. Of a version, only the part before the dot counts."""
 
 ENVELOPE = "kv_hint"
 
@@ -62,7 +62,7 @@ def _number(what: str, kind: type[float], most: float = math.inf) -> _Rule:
     return what, lambda it: isinstance(it, kind) and not isinstance(it, bool) and 0 <= it <= most
 
 
-_SECONDS = _number("seconds, 0 to 1e9", cast("type[float]", int | float), _SECONDS_MAX)
+_SECONDS = _number("a number of seconds, 0 to 1e9", cast("type[float]", int | float), _SECONDS_MAX)
 _TOKENS = _number("a number of tokens, 0 or more", int)
 _SWITCH: _Rule = ("true, false", lambda it: isinstance(it, bool))
 _RULES: dict[str, _Rule] = {
@@ -150,7 +150,7 @@ def request_hints(request: Request) -> tuple[RequestHints, list[HintProblem]]:
         return OPTED_OUT._replace(max_load_tokens=max_load_tokens), [HintProblem(*it) for it in texts.items()]
     named = "session" in kept
     if "next_turn" in given and "session" not in given:
-        wrong["next_turn"] = "only together with session or session_id"
+        wrong["next_turn"] = "a value together with session or session_id"
     hints = RequestHints(
         _scoped_name(request.cache_salt or "", kept["session"]) if named else None,
         NextTurn(kept["next_turn"]) if named and "next_turn" in kept else None,
@@ -204,14 +204,16 @@ def _fields(request: Request) -> tuple[dict[str, object], str]:
     fields: dict[str, object] = {}
     params, doubt = params_of(request), ""
     if (given := cast("object", request.kv_transfer_params)) is not None and given is not params:
-        doubt = f"kv_transfer_params is of type {type(given).__name__}; allowed: a table"
+        doubt = f"kv_transfer_params is of type {type(given).__name__}; allowed: a JSON object"
     if given is None and _BEAM.search(request.request_id):
         doubt = "vLLM passes no hints on to the requests of a beam search"
     said = [(name, params[name]) for name in HINTS if name in params]
     for name, kind, _, payload in _actions(request):
         said += [(field, value) for field, value in (payload or {}).items() if field in HINTS]
         if payload is None and (not isinstance(kind, str) or kind == ACTION_TYPE):
-            doubt = f"{name} cannot be read; allowed: {_ACTIONS_MAX} actions, as {ACTION_TYPE} {ACTION_VERSION}"
+            doubt = (
+                f"{name} cannot be read; allowed: up to {_ACTIONS_MAX} actions, such as {ACTION_TYPE} {ACTION_VERSION}"
+            )
     for name, value in said:
         if _opts_out(name, value):
             fields[name] = value

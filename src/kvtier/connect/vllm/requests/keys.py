@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kvtier.connect.local_files import adapter_files, local_folder
+from kvtier.connect.model_files import adapter_files, local_folder
 from kvtier.connect.vllm.checkpoint_reads import AdapterRead
 from kvtier.connect.vllm.requests.hints import opts_out
 from kvtier.connect.vllm.requests.multimodal_items import Items
@@ -45,8 +45,8 @@ VERSIONS_MAX = 8
 """Maximum number of earlier versions of an adapter's files, with equal content, to remember."""
 
 OLD_ITEMS = (
-    "the weights have changed, or may have, and vLLM may have kept its images or other items as other weights encoded "
-    "them; call reset_encoder_cache()"
+    "the weights have changed, or may have, and vLLM may still have images or other items of the request that other "
+    "weights encoded; call reset_encoder_cache()"
 )
 
 REASONS_MAX = 100
@@ -91,8 +91,8 @@ class KeyMaker:
         self.adapters = Adapters(config.lora_config, replaced)
         self._items = Items(doubted)
         self._epochs: tuple[bytes, dict[str, bytes]] = (b"", {})
-        """Epochs of all requests, and of those with cleared salts. The tuple is replaced and never changed, because
-        other threads read it."""
+        """The epoch of all requests, and a second one for each cleared salt. The tuple is replaced and never changed,
+        because other threads read it."""
         self._epochs_lock = threading.Lock()
         """Guards changes, so that one of two concurrent changes does not undo the other."""
         self._last_reset = (self._epochs, b"")
@@ -100,8 +100,7 @@ class KeyMaker:
         self._nap: tuple[tuple[bytes, dict[str, bytes]], bytes] | None = None
         """The epochs before a reset that was part of vLLM's sleep, and the epoch that it started."""
         self.weights = b""
-        """Name of weights that differ from those at the start, or after the last unknown change; empty if they do not
-        differ."""
+        """Name of the present weights; empty if they are those of the start, or those after the last unknown change."""
         self.are_weights_private = False
         """Whether no other engine gives these weights the same name."""
         self.has_old_items = False
@@ -117,7 +116,7 @@ class KeyMaker:
         return self._made(request, lambda: self._chain(self._extras(request)))
 
     def extras(self, request: Request) -> list[Extra] | None:
-        """Return what else determines a request's KV; None if it cannot be cached. Log each reason once."""
+        """Return what determines a request's KV besides tokens; None if it cannot be cached. Log each reason once."""
         return self._made(request, lambda: self._extras(request))
 
     def _made(self, request: Request, make: Callable[[], T]) -> T | None:
@@ -173,7 +172,10 @@ class KeyMaker:
             self._nap = (before, epoch)
 
     def awake(self) -> None:
-        """Undo the reset of vLLM's sleep, unless another followed. The weights' name distinguishes other KV."""
+        """Undo the reset that was part of vLLM's sleep, unless another reset followed it.
+
+        KV of other weights still has other keys, because these contain the weights' name.
+        """
         with self._epochs_lock:
             if self._nap is not None and self._nap[1] == self._epochs[0]:
                 epoch, salts = self._nap[0]
@@ -182,7 +184,7 @@ class KeyMaker:
 
     @property
     def own(self) -> tuple[bool, set[str]]:
-        """Whether other engines have other keys for all requests, and the salts for which they do."""
+        """Whether other engines have other keys for all requests, and the salts whose requests have others there."""
         epoch, salts = self._epochs
         return bool(epoch or self._unknown) or self.are_weights_private, set(salts)
 
@@ -279,7 +281,7 @@ class Adapters:
         """
         found = [it.identity for it in list(self._known.values()) if it.name == name]
         if name and not found:
-            raise NotCacheableError(f"no request has used an adapter of the name {name[:40]!r}")
+            raise NotCacheableError(f"no request has used an adapter named {name[:40]!r}")
         return found[-1] if name else None
 
     def named(self, number: int) -> tuple[Mapping[Path, FileVersion], ...]:
@@ -292,7 +294,7 @@ class Adapters:
         doubted: set[int] = set()
         for number in {it.number for it in reads}:
             versions, *others = (it.versions for it in reads if it.number == number)
-            # An adapter that could not be identified yet must stay as it was read before.
+            # An adapter that kvtier has not identified yet must be read in the versions of its previous read.
             named = self.named(number) or (self._read.get(number, versions),)
             self._read[number] = versions if all(it == versions for it in others) else {}
             self._read.move_to_end(number)
@@ -303,7 +305,7 @@ class Adapters:
         return doubted
 
     def identify(self, adapter: LoraRequest) -> bytes:
-        """Return everything that determines an adapter's effect on KV.
+        """Return an adapter's identity: bytes that cover everything that determines its effect on KV.
 
         Raises:
             NotCacheableError: the adapter cannot be identified. The message says why.
@@ -317,7 +319,7 @@ class Adapters:
                 raise NotCacheableError(f"the files of adapter {name!r} are not at {path}")
             versions = file_versions(adapter_files(folder))
             if all(path.name != "adapter_config.json" for path in versions):
-                raise NotCacheableError(f"{folder}, of adapter {name!r}, holds no adapter_config.json")
+                raise NotCacheableError(f"{folder}, of adapter {name!r}, contains no adapter_config.json")
             if known is None or not is_same or versions not in known.versions:
                 known = self._digested(adapter, folder, known, versions)
         except (OSError, ConfigError) as error:
@@ -327,13 +329,17 @@ class Adapters:
             self._read.move_to_end(number)
             if self._read[number] not in known.versions:
                 self.mixed.add(number)
-                raise NotCacheableError(f"vLLM has loaded other files of adapter {name!r} than kvtier has identified")
+                raise NotCacheableError(f"vLLM has not loaded the files of adapter {name!r} that kvtier has identified")
         return known.identity
 
     def _digested(
         self, adapter: LoraRequest, folder: Path, known: _Adapter | None, versions: Mapping[Path, FileVersion]
     ) -> _Adapter:
-        """Return the adapter with its files as they are now."""
+        """Digest an adapter's files as they are now, and return its new entry.
+
+        Raises:
+            NotCacheableError: the files have changed, and vLLM was not asked to reload the adapter.
+        """
         name, number = adapter.lora_name, adapter.lora_int_id
         changed = NotCacheableError(f"the files of adapter {name!r} have changed since kvtier identified them")
         if known is not None and versions == known.other and not adapter.load_inplace:

@@ -5,8 +5,8 @@ hashes. A tier evicts by itself, and other engines evict from a shared tier. So 
 published chunks are still there. `docs/internals/routing.md` says what routers read from an event.
 
 With the setting `events.token_ids`, sealed objects contain the tokens of their chunk and everything else that enters
-its blocks' hashes. After a start, a tier's newest objects are recalled. They are published under the hashes that vLLM
-would compute.
+its blocks' hashes. After a start, these are recalled (read back) from a tier's newest objects. The chunks are published
+under the hashes that vLLM would compute.
 """
 
 import json
@@ -63,7 +63,7 @@ Extras = tuple[Any, ...] | None
 def is_plain(value: object, depth: int = EXTRAS_DEPTH_MAX) -> bool:
     """Return whether vLLM can hash and publish `value`. One bad value would lose all events of a step.
 
-    Extras contain what clients sent, and a sealed object's extras what any engine of the tenant wrote.
+    A request's extras come from its client. Those in a sealed object may come from any engine of the tenant.
     """
     if isinstance(value, str):
         # A lone surrogate cannot be encoded as UTF-8.
@@ -87,7 +87,7 @@ class Source(NamedTuple):
 
 
 class ChunkBlocks(NamedTuple):
-    """Blocks of one chunk in vLLM."""
+    """The vLLM blocks of one chunk."""
 
     hashes: Sequence[Any]
     parent: Any
@@ -113,7 +113,7 @@ class BlockEvent(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Chunk:
     blocks: ChunkBlocks | None = None
-    """None until a request with this chunk arrives. Nothing is published before that."""
+    """None until a request with this chunk arrives, or the chunk is recalled. Nothing is published before that."""
     places: set[str] = field(default_factory=set[str])
     """Host memory and tiers that have the chunk."""
 
@@ -126,7 +126,8 @@ class Events(Observer):
         block_tokens: tokens per block of its vLLM group.
         hash_tokens: tokens per block hash of vLLM, a divisor of `block_tokens`.
         tiers: the tiers that are published.
-        extras_of: returns what enters the hash of a request's block (first token, end) in addition to tokens.
+        extras_of: returns what enters the hash of a block besides its tokens. It gets the request, the block's first
+            token and the token after its last.
         hash_of: returns vLLM's hash of a block from its parent's hash (None without one), its tokens and its extras.
         repeat_s: seconds after which everything is published again, for routers that started later; 0 for never.
         clock: monotonic seconds.
@@ -230,12 +231,12 @@ class Events(Observer):
         return tuple((key, self._group) for key in keys[start:stop] if self._is_listed(key, tier))
 
     def text_of(self, key: ChunkKey) -> bytes:
-        """Return token ids and extras of a chunk, for sealed objects; see `ChunkTexts`.
+        """Return a chunk's token ids and extras, to be sealed in its object (`ChunkTexts`); empty if they are unknown.
 
         Extras are JSON: those that every block starts with, then further ones by block; empty if there are none.
         """
         chunk = self._chunks.get(key)
-        # If a block has several hashes, the extras are the block's, not those of single hashes.
+        # If a block has several hashes, each needs its own extras, but only those of the whole block are known.
         if chunk is None or chunk.blocks is None or self._has_cleared or self._step > 1:
             return b""
         extras = b""
@@ -312,7 +313,7 @@ class Events(Observer):
             self._forget(next(iter(self._chunks)))
 
     def clear(self, salt: str) -> None:
-        """Withdraw all chunks of prompts with this `cache_salt`, or of those without a salt if it is empty."""
+        """Withdraw all chunks of prompts with this `cache_salt`, or of prompts without one if `salt` is empty."""
         self._forget_texts()
         known = [(chunk.blocks, key) for key, chunk in self._chunks.items() if chunk.blocks is not None]
         gone: set[Any] = set()
@@ -334,7 +335,10 @@ class Events(Observer):
         return bool(self._moved or self._recalled or self._events or self._repeats or is_due)
 
     def _recall(self, record: ChunkRecord, tier: str) -> None:
-        """Publish a chunk whose parent is known. Requests may not find it after keys have changed."""
+        """Publish a recalled chunk if its parent is known.
+
+        After keys have changed, an unknown chunk is left out, because requests may not find it.
+        """
         known = self._chunks.get(record.key)
         if not self._has_cleared and (known is None or known.blocks is None):
             parent = None if record.parent is None else self._chunks.get(record.parent)
@@ -371,7 +375,7 @@ class Events(Observer):
             if not self._has_skipped:
                 self._has_skipped = True
                 logger.warning(
-                    "the extras of a recalled chunk have an unknown form: %r; they are left out (logged once)", error
+                    "the extra keys of a recalled chunk have an unknown form and are left out: %r (logged once)", error
                 )
             return None
         return ChunkBlocks(hashes, first, tokens, extras, None if name is None else (None, name), record.depth)

@@ -2,8 +2,8 @@
 
 vLLM's identifier of an item is a digest of its content, or a name from the client (a `uuid`). Nothing in a request says
 which, because a client may also send what looks like a digest. vLLM keeps what it computes from an item under the
-item's identifier, and may reuse that for other data. So an item is no longer cached once its identifier has stood for
-different or unknown data.
+item's identifier, so another item with the same identifier may get that result. kvtier therefore stops caching requests
+that contain an item once its identifier has stood for different or unknown data.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ IDENTIFIERS_MAX = 1 << 16
 """Maximum number of identifiers remembered, more than the items in vLLM's own caches. Each takes about 300 bytes."""
 
 _DIGEST = "_kvtier_digest"
-"""Attribute of data that have been digested. vLLM passes the same object for each request with a cached item."""
+"""Attribute in which an item's data keep their digest. vLLM passes the same object for each request with a cached item.
+"""
 
 _UNKNOWN = b""
 
@@ -44,7 +45,7 @@ class Items:
     def __init__(self, doubted: Callable[[str], None]) -> None:
         self._doubted = doubted
         self._contents: OrderedDict[bytes, bytes] = OrderedDict()
-        """Digest of the data, by digest of the identifier. `_UNKNOWN` if in doubt."""
+        """The digest of an item's data, by the digest of its identifier; `_UNKNOWN` if the data are in doubt."""
         self._left_bytes = 0
         """Bytes of data that may still be digested for the current request."""
 
@@ -65,7 +66,9 @@ class Items:
                 self._doubted(item.identifier)
             if known != digest or not digest:
                 called = f"an item of the request, called {short(item.identifier)},"
-                reasons.append(f"{called} {reason or 'had other data before, and vLLM may reuse what it computed'}")
+                reasons.append(
+                    f"{called} {reason or 'had other data before, and vLLM may reuse what it computed from them'}"
+                )
             digests.append(digest)
         while len(self._contents) > IDENTIFIERS_MAX:
             self._contents.popitem(last=False)
@@ -79,11 +82,14 @@ class Items:
             return known, ""
         try:
             if "address" in data and "monotonic_id" in data:
-                return _UNKNOWN, "has its data in shared memory; allowed: mm_processor_cache_type = 'lru'"
+                return _UNKNOWN, "has its data in shared memory; set mm_processor_cache_type to 'lru'"
             leaves = list(_leaves("", {name: element.data for name, element in data.items()}))
             self._left_bytes -= (size := sum(memoryview(leaf[3]).nbytes for leaf in leaves))
             if self._left_bytes < 0:
-                return _UNKNOWN, f"has {size} bytes of data; allowed: {ITEM_BYTES_MAX} for all items of a request"
+                return (
+                    _UNKNOWN,
+                    f"has {size} bytes of data; allowed: at most {ITEM_BYTES_MAX} for all items of a request",
+                )
             digest = digest_tensors(leaves).digest
             setattr(data, _DIGEST, digest)
         except (AttributeError, ConfigError, MemoryError, RuntimeError, TypeError, ValueError) as error:

@@ -1,14 +1,14 @@
 """Reports what happens to requests to the optional observers: journal, recorder, history and KV events.
 
-Each observer has its own guard (`runtime.observers.guards`). An error in an observer loses the record or ends the
-feature, and is not raised.
+Each observer has its own guard (`runtime.observers.guards`). After an error in an observer, the record is lost or the
+feature ends, but the error is not raised.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvtier.connect.vllm.requests.history import RequestHistory
 from kvtier.connect.vllm.requests.kv_events import BlockEvent, Events
+from kvtier.connect.vllm.requests.miss_reasons import RequestHistory
 from kvtier.connect.vllm.requests.tracked import TrackedRequest
 from kvtier.core.planner import LoadPlan, Planner
 from kvtier.runtime.observers.guards import Feature
@@ -139,7 +139,7 @@ class RequestEvents:
         """
         if self._events is None:
             return []
-        if is_off or self._session.fault_record.failure:
+        if is_off or self._session.health_record.failure:
             self._events.reset()
         events = self._events
         found = self._guards.run(Feature.EVENTS, lambda: list(map(form, events.take())), otherwise=[])

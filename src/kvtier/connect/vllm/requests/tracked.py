@@ -62,7 +62,7 @@ class TrackedRequest:
     windows: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
     """Chunks of each window group that are cached or were handed to the session."""
     announced_tokens: int = 0
-    """Leading tokens that another engine has announced."""
+    """Leading tokens that another engine has announced; 0 if the request need not wait for them any more."""
     published_tokens: int = 0
     """Leading tokens that are cached or were handed to the session, up to a boundary where a request can resume."""
     junction_tokens: int = 0
@@ -70,7 +70,8 @@ class TrackedRequest:
     offers: list[StateOffer] = field(default_factory=list[StateOffer])
     """States past `handed_tokens` that vLLM offers. Their blocks are pinned."""
     cap_tokens: int | None = None
-    """Tokens before a hole that a load found. A tier may list a bad object for some time after a read."""
+    """Maximum number of tokens to load after a load that failed in part: those before the first missing chunk, or 0.
+    It is needed because a tier may list a bad object for some time after a read."""
     drafted_tokens: int = sys.maxsize
     """Leading tokens that no step has computed without the draft model."""
     attempts: int = 0
@@ -80,9 +81,9 @@ class TrackedRequest:
     outdated: PrefixMatch | None = None
     """A match made before a cache reset. The load that it leads to is void."""
     load: RequestId | None = None
-    """The open load."""
+    """Id of the open load."""
     loaded_s: float | None = None
-    """Time when its load ended, on a clock that stops while the engine computes."""
+    """Time when the last load ended, on a clock that stops while the engine computes."""
     arrived_s: float = field(default_factory=time.monotonic)
     account: RequestAccount = field(default_factory=RequestAccount)
     """What the journal and the history say about the request."""
@@ -121,7 +122,7 @@ class TrackedRequest:
         if self._prefix is None or self._prefix[0] != tokens:
             known = self.request.all_token_ids
             if len(known) < self.keys.tokens:
-                raise ValueError(f"{self.name} has {len(known)} tokens, and had {self.keys.tokens}")
+                raise ValueError(f"request {self.name} has {len(known)} tokens, but had {self.keys.tokens} before")
             self.keys.extend(list(known[self.keys.tokens :]))
             self._prefix = (tokens, self.keys.prefix(tokens))
         return self._prefix[1]

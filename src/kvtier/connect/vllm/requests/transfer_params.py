@@ -3,8 +3,10 @@
     do_remote_decode     asks a prefill engine to announce in its response what it has stored
     kvtier.tokens        the announcement, in the request to the decode engine: leading tokens that another engine has
                          stored or is storing
-    kvtier.loss          in a response of an engine with a lossy class: class of the stored KV that it may have used
-    kvtier.loaded_tokens with `loss`: tokens that kvtier loaded for it. vLLM's own cache may have more, loaded earlier
+    kvtier.loss          in a response of an engine with a lossy class: class of the stored KV that the request may have
+                         used
+    kvtier.loaded_tokens with `loss`: tokens that kvtier loaded for the request. vLLM's own cache may have had more that
+                         were loaded earlier
     (hints)              what `hints.request_hints` reads
 
 Hints and announcements never affect correctness, because loads use the request's own keys. Invalid ones are ignored.
@@ -41,13 +43,13 @@ from kvtier.types import Priority, RequestId
 logger = logging.getLogger(__name__)
 
 ANNOUNCEMENT = "kvtier"
-"""Field of `kv_transfer_params`."""
+"""Field of `kv_transfer_params` with an announcement."""
 
 _FIELDS = frozenset({*HINTS, "do_remote_decode", "do_remote_prefill", ANNOUNCEMENT, ENVELOPE})
 
 
 def announced_tokens(request: Request) -> tuple[int, str]:
-    """Return how many leading tokens another engine has announced, and why that is invalid, or ``""``."""
+    """Return how many leading tokens another engine has announced, and why the announcement is invalid, or ``""``."""
     announcement = params_of(request).get(ANNOUNCEMENT)
     if announcement is None:
         return 0, ""
@@ -64,12 +66,12 @@ def unknown_fields(request: Request) -> str:
     """Return a sentence about fields of `kv_transfer_params` or actions of `kv_hints` that are unknown, or ``""``."""
     found = sorted(str(name) for name, value in params_of(request).items() if name not in _FIELDS and value is not None)
     if found:
-        return f"kv_transfer_params has {short(found)}; known: {', '.join(sorted(_FIELDS))}"
+        return f"kv_transfer_params has the unknown fields {short(found)}; known: {', '.join(sorted(_FIELDS))}"
     return unknown_hints(request)
 
 
 def wants_announcement(request: Request) -> bool:
-    """Return whether another engine continues the request, by the convention of vLLM's proxies."""
+    """Return whether another engine will continue the request, as vLLM's proxies say with `do_remote_decode`."""
     return params_of(request).get("do_remote_decode") is True
 
 
@@ -89,15 +91,15 @@ class Announces(Enum):
 
 
 class TransferParams:
-    """Reads the hints and announcements of one engine's requests, and writes those of its responses.
+    """Reads the hints and announcements in one engine's requests, and writes the announcements in its responses.
 
     Args:
         session: receives hints of requests that have ended.
         announces: which responses announce what was stored.
-        is_alone: False if another connector passes KV between engines. That connector then loads requests with
-            `do_remote_prefill`, and nothing is announced or waited for.
+        is_alone: False if another connector passes KV between engines. That connector then loads the KV of requests
+            with `do_remote_prefill`. kvtier announces nothing, and waits for nothing that is announced.
         allows_high_priority: whether requests may retain KV with a high priority.
-        loss: the engine's class. If it is not ``none``, each response contains `loss_of` its request.
+        loss: the engine's class. If it is not ``none``, each response contains the class that `loss_of` returns.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class TransferParams:
         announced, lie = announced_tokens(request)
         who, outcome = "a request that opts out", "nothing of it is stored"
         if not hints.opt_out:
-            who, outcome = f"request {request.request_id}", "ignored"
+            who, outcome = f"request {request.request_id}", "this is ignored"
             unknown = unknown_fields(request) if self._is_alone else ""
             problems += [HintProblem("tokens", lie), HintProblem("unknown", unknown)]
         if hints.priority == "high" and not self._allows_high_priority:
@@ -144,7 +146,7 @@ class TransferParams:
         return hints, announced if self._is_alone else 0
 
     def is_ours(self, request: Request) -> bool:
-        """Return whether kvtier loads the request, and not another connector.
+        """Return whether kvtier, and not another connector, loads KV for the request.
 
         By the convention of vLLM's proxies, `do_remote_prefill` means that another engine has computed the prompt and
         no load has started.
@@ -172,7 +174,7 @@ class TransferParams:
         """Return the part of a response for another engine, or None. Arguments are as in `response`."""
         request = tracked.request
         is_asked = self._announces is Announces.ALWAYS or wants_announcement(request)
-        if tracked.hints.opt_out and is_asked:  # nothing is announced, and the proxy passes this on
+        if tracked.hints.opt_out and is_asked:  # the proxy passes this on, so the next engine stores nothing either
             return {"store": False}
         if tracked.hints.opt_out or not is_asked or not is_found or self._announces is Announces.NEVER:
             return None

@@ -1,7 +1,7 @@
 """Handles vLLM's own prefix cache, and what prevents its reset: blocks of requests that wait for loads.
 
-vLLM resets its cache only while no block is in use. It can first preempt running requests. It cannot preempt a request
-that waits for a load, or whose load has ended but that could not start yet. These requests exist only with a connector.
+vLLM resets its cache only while no block is in use. It can first preempt running requests. But it cannot preempt a
+request that waits for a load, or whose load has ended and which could not start yet. Only a connector causes these.
 So kvtier restarts them before each reset. Blocks to which a copy may still write stay with their request until vLLM has
 the load's report. The reset counts these blocks as free, because no other request can find or get them.
 """
@@ -29,9 +29,10 @@ class EngineCache:
 
     Args:
         scheduler: vLLM's scheduler.
-        is_alone: whether all loads, and all finished requests that still have blocks, belong to kvtier.
-        has_prefix_caching: whether other requests find loaded blocks in the cache.
-        protects_prefixes: whether to look up what the cache has for waiting requests (`PrefixProtection`).
+        is_alone: whether all loads, and all finished requests that still have blocks, belong to kvtier, because there
+            is no other connector.
+        has_prefix_caching: whether requests find the blocks that others have loaded.
+        protects_prefixes: whether to look up what vLLM's cache has for waiting requests (`PrefixProtection`).
         guarded: wraps a callback so that it cannot raise into vLLM.
 
     Raises:
@@ -51,7 +52,7 @@ class EngineCache:
         if missing:
             raise ConfigError(
                 f"{type(scheduler).__qualname__} has no {', '.join(missing)}: kvtier could not keep vLLM's own prefix "
-                "cache correct across a reset; allowed: vLLM's schedulers (--scheduler-cls)"
+                "cache correct across a reset; use one of vLLM's schedulers (--scheduler-cls)"
             )
         self._scheduler = scheduler
         self._is_alone, self.has_prefix_caching = is_alone, has_prefix_caching
@@ -87,8 +88,8 @@ class EngineCache:
     def reported(self, names: Iterable[str]) -> None:
         """Free the blocks of requests that start anew, now that vLLM gets the reports of their loads.
 
-        vLLM frees these blocks only when it reaches the request. But it stops at a request for which it has no blocks,
-        and later requests may hold the blocks for that request.
+        vLLM itself frees these blocks only when it reaches the request in its queue. But it stops at the first request
+        for which it has too few blocks, and requests behind that one may hold the missing blocks.
         """
         for request in [it for name in names if (it := self._scheduler.requests.get(name)) is not None]:
             if self._starts_anew(request) and not request.is_finished():

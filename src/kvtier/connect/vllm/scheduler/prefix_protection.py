@@ -22,10 +22,11 @@ that, vLLM's order stays."""
 FREE_MAX = 4096
 """Maximum number of free blocks searched for those that no waiting request needs."""
 LOOKED_UP_MAX = 1024
-"""Maximum number of prompt blocks looked up in one step, at about 4 microseconds each. A longer prompt is looked up
-alone."""
+"""Maximum number of prompt blocks looked up in one step, at about 4 microseconds each. The last prompt of a step may
+exceed it."""
 NEEDED_MAX = 1 << 16
-"""Maximum number of blocks remembered, counted once per request. Beyond that, a request counts as needing nothing."""
+"""Maximum number of blocks remembered, counted once for each request that needs them. Beyond that, a request counts as
+needing nothing."""
 
 
 class PrefixProtection:
@@ -83,7 +84,7 @@ class PrefixProtection:
         self._done_for = None
 
     def make_room(self, tracked: TrackedRequest, tokens: int) -> None:
-        """Order the free list before vLLM allocates blocks for `tokens` of a request."""
+        """Order the free list before vLLM allocates blocks for `tokens` tokens of a request."""
         if self._resident is None or self._done_for == tracked.id or len(self._waiting) < 2:
             return
         count = self._geometry.blocks(tokens)

@@ -25,8 +25,8 @@ from kvtier.connect.vllm.requests.kv_events import BlockEvent
 from kvtier.connect.vllm.requests.request_events import RequestEvents
 from kvtier.connect.vllm.requests.tracked import TrackedRequest
 from kvtier.connect.vllm.requests.transfer_params import TransferParams
+from kvtier.connect.vllm.scheduler.cache_invalidation import Invalidation
 from kvtier.connect.vllm.scheduler.engine_cache import EngineCache
-from kvtier.connect.vllm.scheduler.invalidation import Invalidation
 from kvtier.connect.vllm.scheduler.loads import Loads, OpenLoad
 from kvtier.connect.vllm.scheduler.lookups import Lookups
 from kvtier.connect.vllm.scheduler.prefix_protection import PrefixProtection
@@ -62,7 +62,7 @@ class Scheduler:
         params: what requests pass to kvtier.
         log: observes the requests.
         stores: False for a decode engine that only loads.
-        drafted_tokens: a step with a longer request leaves draft KV unwritten; see `support.drafted_tokens`.
+        drafted_tokens: maximum length of the requests of a step that writes draft KV; see `support.drafted_tokens`.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Scheduler:
             if not ends_by_itself(error):
                 raise
             tracked.keys = None
-            logger.warning("request %s is not cached any more: %r", tracked.name, error)
+            logger.warning("request %s is no longer cached: %r", tracked.name, error)
             return None
 
     def finished(self, request: Request, tables: BlockTables) -> dict[str, Any] | None:
@@ -194,7 +194,7 @@ class Scheduler:
         return tracked.match.external_tokens
 
     def _mark_cached(self, tracked: TrackedRequest, tokens: int, resident_tokens: int) -> None:
-        """Do not store these tokens, or vLLM's own tokens if these may lack draft KV."""
+        """Record that the leading `tokens` need not be stored, nor vLLM's own tokens if these may lack draft KV."""
         size = self._geometry.chunk_tokens
         whole = -(-resident_tokens // size) * size if self.invalidation.has_undrafted else 0
         self._selection.mark_cached(tracked, max(whole, tokens - tokens % size))
@@ -402,7 +402,7 @@ class Scheduler:
             tracked.cap_tokens = 0 if is_last else min((chunk for _, chunk in done.failed), default=0) * size
 
     def _idle_s(self, at_s: float) -> float:
-        """Return the time of a clock that stops while the engine computes. An overlapping load adds no latency."""
+        """Convert a time to a clock that stops while the engine computes, because a load adds no latency meanwhile."""
         return at_s - self._step_timer.computed_s(at_s)
 
     # ---- other -----------------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ class Scheduler:
         return self._log.has_news or bool(self.invalidation.wishes) or self._stores.has_pins
 
     def take_events(self, form: Callable[[BlockEvent], Any], *, is_off: bool = False) -> list[Any] | None:
-        """Do the requested clears, then return KV events for routers (`RequestEvents.take_events`)."""
+        """Renew keys that a clear has made invalid, then return KV events (`RequestEvents.take_events`)."""
         if not is_off:
             self.invalidation.clear_wished()
         return self._log.take_events(form, is_off=is_off)

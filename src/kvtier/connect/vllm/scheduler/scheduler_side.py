@@ -13,9 +13,9 @@ from kvtier.connect.vllm import support
 from kvtier.connect.vllm.engine_hooks import WorkerCall, decoder
 from kvtier.connect.vllm.engine_setup import EngineSetup
 from kvtier.connect.vllm.geometry import Geometry, TableLayout
-from kvtier.connect.vllm.requests.history import RequestHistory
 from kvtier.connect.vllm.requests.keys import KeyMaker
 from kvtier.connect.vllm.requests.kv_events import STORAGE, Events, Extras, Source
+from kvtier.connect.vllm.requests.miss_reasons import RequestHistory
 from kvtier.connect.vllm.requests.request_events import RequestEvents
 from kvtier.connect.vllm.requests.transfer_params import Announces, TransferParams
 from kvtier.connect.vllm.scheduler.engine_cache import EngineCache
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerSide:
-    """The core and the scheduler, in the scheduler's process. It connects to the workers, which are already up.
+    """kvtier's core and `Scheduler`, in the process of vLLM's scheduler. It connects to the workers, which are up.
 
     Args:
         setup: settings and identity of the engine.
@@ -87,7 +87,7 @@ class SchedulerSide:
         if setup.identity.is_private:
             logger.warning("KV is kept in host memory only: %s", setup.identity.detail)
         if config.store.token_shares and not geometry.shares:
-            logger.warning("store.token_shares has no effect: only a model whose KV is all latents (MLA) has shares")
+            logger.warning("store.token_shares has no effect: only a model with MLA in all layers has token shares")
         self._close_deadline_s = config.limits.close_deadline_s
         ranks = connect(handshakes)
         self._ranks = ranks.executor
@@ -168,7 +168,7 @@ class SchedulerSide:
         return self.stats.hurry() or self.scheduler.has_news
 
     def hit_sources(self, request: Request, tokens: int) -> dict[str, int]:
-        """Count the `tokens` of a load by the kind of place that they require, under vLLM's names."""
+        """Return how many of a load's `tokens` require each kind of place, by vLLM's name of the kind."""
         return self._session.guards.run(
             Feature.METRICS,
             lambda: hit_sources(self.scheduler.requests[request.request_id], tokens, self._hit_sources),
@@ -180,7 +180,7 @@ class SchedulerSide:
 
     @contextmanager
     def around(self, call: WorkerCall) -> Generator[None]:
-        """Run before and after a call that vLLM makes to its workers (`engine_hooks.watch_calls`)."""
+        """Do what a call of vLLM to its workers requires before and after it (`engine_hooks.watch_calls`)."""
         if call.method == "add_lora" and call.args:
             self._keys.loaded(call.args[0])
             yield
@@ -200,8 +200,8 @@ class SchedulerSide:
         if self.calls.was_reset():
             return True
         logger.info(
-            "the cache was reset: this engine does not find KV stored before. After a restart it finds that KV again, "
-            "and not the KV stored since the reset. To delete KV for good, run `kvtier inspect purge`"
+            "the cache was reset: this engine no longer finds the KV stored before. After a restart, it finds that KV "
+            "again, but not the KV stored since the reset. To delete KV for good, run `kvtier inspect purge`"
         )
         return True
 
@@ -227,11 +227,11 @@ class SchedulerSide:
         )
 
     def _clear(self, salt: str | None) -> None:
-        """Make everything cached now unreachable, or only the KV of requests with this salt (``""`` for none)."""
+        """Make unreachable what is cached: everything if `salt` is None, else the KV of requests with this salt."""
         if salt is None:
             self._keys.new_epoch()
         elif not self._keys.clear_salt(salt):
-            raise ControlError("too many salts were cleared one by one; clear all")
+            raise ControlError("too many salts were cleared one by one; clear the whole cache instead (all = true)")
         self.scheduler.invalidation.clear(salt)
         logger.info("the cache was cleared%s by a control call", "" if salt is None else " for one salt")
 
@@ -248,7 +248,10 @@ def _events(
     extras_of: Callable[[Request, int, int], Extras],
     hash_of: Callable[[Any, tuple[int, ...], Extras], Any],
 ) -> tuple[TableLayout | None, Events | None]:
-    """Return the KV events of the first history group, and its vLLM group, if vLLM's configuration enables them."""
+    """Return the vLLM group whose KV events are published, the first with full attention, and its events.
+
+    Return (None, None) if vLLM's configuration disables KV events, or there is no such group.
+    """
     wanted, config = setup.vllm_config.kv_events_config, setup.config
     if wanted is None or not wanted.enable_kv_cache_events:
         return None, None

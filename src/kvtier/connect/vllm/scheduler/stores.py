@@ -22,10 +22,11 @@ class StoreSelection:
 
     History groups store every chunk. Window groups store the chunks that a request requires to resume at a likely
     boundary. Likely boundaries are the end of each step, and the point where another prompt diverged (in vLLM's own
-    cache or in kvtier). kvtier would have to store the whole text to serve every boundary, in models where five of six
-    layers have a window. So the first request with a shared system prompt stores its history. The second request finds
-    that history without a window at the end, and stores the window. The third request can load both. State groups store
-    states that vLLM offers, chosen by the same reasoning (`CacheConfig.prefix_cache_retention_interval`).
+    cache or in kvtier). To serve every boundary, kvtier would have to store all KV of the window layers, in some models
+    five of six layers. So the first request with a shared system prompt stores its history. The second request finds
+    that history without a window at its end, and stores the window. The third request can load both. State groups store
+    the states that vLLM offers. vLLM chooses them by the same reasoning
+    (`CacheConfig.prefix_cache_retention_interval`).
 
     A prompt of whole chunks is looked up without its last chunk, so the boundary before the last chunk is likely, too.
 

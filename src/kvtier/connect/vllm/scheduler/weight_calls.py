@@ -50,7 +50,7 @@ class WeightCalls:
         ask: calls a method of `WorkerSide`, by name, in all workers, and returns their answers.
         scheduler: the scheduler, whose loads and stores stop and resume.
         keys: makes the keys, which contain the name of the weights.
-        can_keep: whether sleep level 2 may keep all weights (`sleep_preserve_parameter_names`), apart from adapters.
+        can_keep: whether sleep level 2 may keep all weights (`sleep_preserve_parameter_names`); False with adapters.
         lends_host: the session whose host memory is given back while vLLM sleeps. None if it is kept.
     """
 
@@ -71,7 +71,8 @@ class WeightCalls:
         self._asleep: frozenset[str] = frozenset()
         """The parts that sleep."""
         self._first: bytes | None = None
-        """Digest of the weights before the first known change since the last unknown one; empty if not known."""
+        """Digest of the weights before the first known change since the last unknown one; empty if there is no digest.
+        None before a known change."""
         self._is_changing = False
         """Whether a known change has started and not ended, or the weights were discarded."""
         self._is_fenced = False
@@ -81,7 +82,11 @@ class WeightCalls:
 
     @contextmanager
     def around(self, call: WorkerCall) -> Generator[None]:
-        """Stop before `call`, and continue after it if the engine can. kvtier's own errors are raised."""
+        """Stop loads and stores before a `call` that changes the weights or puts the engine to sleep.
+
+        Resume them after the call that leaves the engine awake and the weights complete. An unknown call stops them
+        until a cache reset. Errors in kvtier's own code propagate to the caller.
+        """
         name, asleep = call.method, self._asleep
         if not call.is_plain or not (name in CHANGES or name in SLEEPS or name == "wake_up"):
             self._invalidation.weights_change(f"{name}()")
@@ -116,7 +121,7 @@ class WeightCalls:
         self._doubt_items()
 
     def encoder_was_reset(self) -> None:
-        """Trust vLLM's encoded images and other items from now on, because the present weights compute them."""
+        """Trust vLLM's encoded images and other items from now on, because only the present weights encode them."""
         self._invalidation.is_encoder_empty = True
         self._keys.has_old_items = False
 
@@ -157,14 +162,15 @@ class WeightCalls:
         self._is_host_free = lender.emptied(lambda: kept.extend(self._ask("free_host")), DRAIN_S)
         if not self._is_host_free:
             logger.warning(
-                "host memory is kept while vLLM sleeps: objects in it were still being written after %g s", DRAIN_S
+                "kvtier keeps its host memory while vLLM sleeps: objects in it were still being written after %g s",
+                DRAIN_S,
             )
         shared, locked = max((it[0] for it in kept), default=0), sum(it[1] for it in kept)
         if (shared or locked) and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%d bytes of host memory that ranks share, and %d bytes that may still be page-locked, stay while vLLM "
-                "sleeps (logged once)",
+                "while vLLM sleeps, kvtier keeps %d bytes of host memory that ranks share, and %d bytes that may still "
+                "be page-locked (logged once)",
                 *(shared, locked),
             )
 
@@ -216,7 +222,7 @@ class WeightCalls:
             self._invalidation.mixes_weights()
             self._doubt_items()
         logger.info(
-            "the weights are %s; KV stored with the previous weights %s",
+            "the weights are now %s; KV stored with the previous weights %s",
             "those of the start" if not self._keys.weights else (digest or b"").hex()[:16] or "not identified",
             "can be loaded" if self._keys.weights == before else "is not used",
         )

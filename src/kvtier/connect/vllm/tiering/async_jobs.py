@@ -1,11 +1,11 @@
 """Calls an object store in threads, for a scheduler that must not wait: lookups, and jobs that store or load.
 
 lookups  The scheduler asks for each key of a waiting request in each step, until it has the answer. A thread
-         looks up all keys of a step together. An answer is valid until its request ends. Only an object that failed to
-         load becomes a miss, because the scheduler would otherwise load it repeatedly.
+         looks up all keys of a step together. An answer is valid until its request ends, with one exception: an object
+         that failed to load becomes a miss, because the scheduler would otherwise load it repeatedly.
 jobs     The scheduler reuses a job's memory as soon as it has the job's result. `ObjectStore` copies in the thread that
          calls it and never after the call, so a result exists only after the last access. Every job ends by its
-         deadline, because every job before it does. So does every lookup.
+         deadline, even if it waits for a thread, because the jobs before it end by theirs. So does every lookup.
 """
 
 import time
@@ -34,7 +34,8 @@ START_S = 10.0
 """Seconds that a thread waits for the others to start."""
 
 CANCEL_S = 0.05
-"""Seconds between attempts to cancel calls until none is left. Storing an object takes two calls."""
+"""Seconds between attempts to cancel calls until none is left. One attempt may not suffice, because storing an object
+takes two calls."""
 
 COPIES_S = 30.0
 """Maximum seconds to wait for memory-to-memory copies once everything else is canceled."""
@@ -153,7 +154,7 @@ class Calls:
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
     def submit(self, job: TransferJob, items: Sequence[ObjectBytes], until_s: float) -> None:
-        """Queue a job. It fails immediately without items or a store, or if too many jobs wait.
+        """Queue a job. It fails immediately if there are no items or no store, or if too many jobs wait.
 
         Args:
             job: vLLM's job.

@@ -71,14 +71,14 @@ class BlockCopier:
         self._ended = threading.Condition()
 
     def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
-        """Start to copy vLLM's blocks into `payload`. Return None if the copy is already complete.
+        """Start to copy vLLM's blocks into `payload`. Return the copy's fence, or None if it is already complete.
 
         Raises:
             RevokedError: the request was revoked, before or during the copy.
             ValueError: the group is unknown, the address invalid, or the payload too small.
         """
         if SKIP in blocks:
-            raise ValueError(f"a chunk with missing blocks cannot be stored, got {blocks}")
+            raise ValueError(f"a chunk with missing blocks cannot be stored, got the blocks {blocks}")
         ids = self._checked(group, blocks, payload)
         return self._run(_Running(request, is_scatter=False), lambda: self._copy.gather(group, ids, payload))
 
@@ -93,7 +93,7 @@ class BlockCopier:
         return self._run(_Running(request, is_scatter=True), lambda: self._copy.scatter(group, ids, payload))
 
     def note_step(self) -> None:
-        """Order all later copies after the step that the calling thread has launched. On a CPU it has already ended."""
+        """Order all later copies after the step that the calling thread has launched. On a CPU the step has ended."""
         if isinstance(self._copy, CudaPageCopy):
             self._copy.note_step()
 

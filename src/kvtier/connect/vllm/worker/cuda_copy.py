@@ -131,7 +131,10 @@ class CudaPageCopy:
 
 
 def _pieces(near: torch.Tensor, stack: Stack) -> Iterator[tuple[torch.Tensor, slice]]:
-    """Yield each part of a stack in the buffer and its position in a payload. Only padding causes several parts."""
+    """Yield the contiguous parts of a stack: each part in the buffer, and its position in a payload.
+
+    There are several parts only if the payload has padding between the layers.
+    """
     layers = near.view(near.shape[0], -1)
     layer_bytes = layers.shape[1]
     if layer_bytes == stack.step or len(layers) == 1:

@@ -141,7 +141,9 @@ def _pages(name: str, tensor: object, table: TableLayout, start: tuple[int, int]
     parts, rest = divmod(tensor.shape[0], block_count)
     if rest or (tensor.stride(3) != 1 and tensor.shape[3] > 1):
         shape, stride = list(tensor.shape), list(tensor.stride())
-        raise UnsupportedModelError(f"layer {name}: KV of shape {shape} and strides {stride} for {block_count} blocks")
+        raise UnsupportedModelError(
+            f"layer {name}: KV of shape {shape} and strides {stride} is not {block_count} blocks"
+        )
     sizes = [parts, *tensor.shape[1:3], tensor.shape[3] * width]
     strides = [tensor.stride(0) * width, tensor.stride(1) * width, tensor.stride(2) * width, 1]
     shift = int(tensor.storage_offset()) * width - start[0]
@@ -154,8 +156,8 @@ def _pages(name: str, tensor: object, table: TableLayout, start: tuple[int, int]
     pieces, first = _merged(sizes, strides), start[0] + shift
     if table.row_bytes and len(pieces) > 1:
         raise UnsupportedModelError(
-            f"layer {name}: a page is in pieces {pieces} of (number, stride), so its tokens cannot be dealt out. Set "
-            "store.token_shares = 0"
+            f"layer {name}: a page consists of the pieces (number, stride) {pieces}, so its tokens cannot be divided "
+            "into shares. Set store.token_shares = 0"
         )
     if table.pieces > 1:
         pieces = [(table.page_bytes // table.row_bytes, table.pieces * table.row_bytes), (table.row_bytes, 1)]
@@ -201,7 +203,7 @@ def _merged(sizes: list[int], strides: list[int]) -> list[tuple[int, int]]:
 
 SIDE_BY_SIDE = frozenset({"FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION"})
 """Backends whose pages hold a key and then its value, for each head and token (`do_kv_cache_update`, vLLM 0.32 and
-0.33). Backends on CPUs pack their pages."""
+0.33). Backends for CPUs arrange their pages in other ways."""
 
 
 def _backend(layer: Layer) -> str:

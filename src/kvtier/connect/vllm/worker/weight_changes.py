@@ -40,7 +40,7 @@ WITHOUT_WEIGHTS = (
 
 
 def digest_of(models: Iterable[Any], others: Collection[int] = ()) -> bytes | None:
-    """Return a digest of every tensor and number that models compute with, or None if one cannot be read.
+    """Return one digest of all tensors and numbers with which the models compute, or None if any cannot be read.
 
     It covers parameters, buffers, and what vLLM derived from them when it loaded them. Derived values may be
     attributes, or parts of objects that are not modules, such as an attention implementation.
@@ -125,7 +125,9 @@ def _pieces(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, str, tuple[i
 
 
 class WeightSample:
-    """The address and some bytes of each parameter of some models. Only one thread uses it, except for `load_weights`.
+    """The address and some bytes of each parameter of some models.
+
+    Only one thread uses it, but any thread may call a model's `load_weights`.
 
     Args:
         models: each a `torch.nn.Module`.
@@ -154,7 +156,7 @@ class WeightSample:
             elif not self._changed and (found := self._moved() or self._rewritten()):
                 self._changed = found
         except Exception as error:  # noqa: BLE001 - whatever fails, the engine continues without kvtier
-            self._changed = f"a look at them failed: {error!r}"
+            self._changed = f"comparing them failed: {error!r}"
         if self._changed:
             self._compared = []  # drop the samples, which keep the memory of replaced parameters
         return self._changed

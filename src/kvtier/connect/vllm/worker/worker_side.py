@@ -5,14 +5,14 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from kvtier.connect.local_files import note_fingerprint
+from kvtier.connect.model_files import note_fingerprint
 from kvtier.connect.vllm import engine_hooks, support
 from kvtier.connect.vllm.checkpoint_reads import AdaptersRead
 from kvtier.connect.vllm.engine_setup import EngineSetup
 from kvtier.connect.vllm.rank_parts import parts_of_rank
 from kvtier.connect.vllm.worker import weight_changes
 from kvtier.connect.vllm.worker.copier import open_copier
-from kvtier.connect.vllm.worker.worker import FENCE_WAIT_S, Worker, no_look
+from kvtier.connect.vllm.worker.worker_step import FENCE_WAIT_S, Worker, no_look
 from kvtier.device.page_lock import cuda_page_lock
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer
@@ -27,7 +27,7 @@ LEAVE_S = 4.0
 
 
 class WorkerSide:
-    """A rank and its worker, in a worker's process, on vLLM's KV memory.
+    """What kvtier runs in a vLLM worker's process, on its KV memory: a rank, which copies, and a `Worker`.
 
     Args:
         setup: settings and identity of the engine.
@@ -49,7 +49,7 @@ class WorkerSide:
                 setup.vllm_config, setup.kv_cache_config, setup.geometry, setup.rank, setup.first_layers
             )
             layout = copier.pages.layout.with_parts(parts)
-            layout, _ = in_class(config, layout, setup.identity.fingerprint.digest)  # which decides the size of slots
+            layout, _ = in_class(config, layout, setup.identity.fingerprint.digest)  # the class decides a slot's size
         except BaseException:
             exchange(None)  # the other workers wait for this one
             raise
@@ -83,7 +83,7 @@ class WorkerSide:
         self.layout = self._rank.counted
         self.server = RankServer(self._rank, self.worker.receive)
 
-    # ---- calls of all workers by the scheduler side, between two steps -----------------------------------------------
+    # ---- called by the scheduler side in all workers, between two steps ----------------------------------------------
 
     def sleep(self) -> None:
         """Stop copying KV and looking at weights, because vLLM is about to free their memory.
@@ -101,9 +101,9 @@ class WorkerSide:
         self.worker.is_asleep = False
 
     def digest_weights(self) -> bytes | None:
-        """Return a digest of the weights, or None if there is none. Later looks compare with these weights.
+        """Return a digest of the weights. Later looks compare with these weights.
 
-        There is no digest if the weights cannot be read or have random names (`vllm.weights_names`).
+        Return None if the weights cannot be read or have random names (`vllm.weights_names`).
         """
         self.worker.look_anew()
         try:
@@ -113,11 +113,14 @@ class WorkerSide:
             return None
 
     def digest_unchanged(self) -> bytes | None:
-        """Return a digest of the weights, or None if they have changed since the start."""
+        """Return a digest of the weights, or None if they have changed since the start or the last reset."""
         return None if self.worker.look_now() else self.digest_weights()
 
     def free_host(self) -> tuple[int, int]:
-        """Give host memory back and return the bytes that stay (`Arena.free`). It must contain no objects."""
+        """Give host memory, which must contain no objects, back to the system.
+
+        Return how many shared bytes and how many page-locked bytes stay (`Arena.free`).
+        """
         return self._rank.arena.free()
 
     def take_host(self) -> None:
@@ -133,13 +136,13 @@ class WorkerSide:
 
 
 def look_at_weights(*, has_moving_experts: bool) -> tuple[list[Any], Callable[..., str]]:
-    """Return the model of the worker whose method is running, its draft model, and a `WeightSample.look` at them."""
+    """Return the models of the worker whose method is running, drafts included, and `WeightSample.look` for them."""
     try:
         model, draft = engine_hooks.on_stack("get_model")(), engine_hooks.on_stack("get_draft_model")()
         models = [model] if draft is None else [model, draft]
         return models, weight_changes.WeightSample(*models, has_moving_experts=has_moving_experts).look
     except Exception as error:  # noqa: BLE001 - vLLM's models are many, and the engine must start
         logger.warning(
-            "kvtier cannot look at the model's weights (%r): it notices only changes made by calling vLLM", error
+            "kvtier cannot inspect the model's weights (%r), so it notices only changes made by calling vLLM", error
         )
     return [], no_look

@@ -11,7 +11,7 @@ from kvtier.errors import ConfigError
 
 
 def installed_version(*distributions: str) -> str | None:
-    """Return the version of the first installed package among these; None if none is installed."""
+    """Return the version of the first of these packages that is installed; None if none is."""
     for name in distributions:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)

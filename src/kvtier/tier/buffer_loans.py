@@ -1,7 +1,7 @@
 """Memory that a tier uses during one call.
 
 A tier may give up on a read while one of its threads or libraries still writes to the buffer. The memory belongs to the
-call until nothing refers to the buffer any more, however the call has ended.
+call until nothing refers to the buffer anymore, however the call has ended.
 """
 
 import gc
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Loan:
-    """Views of `memory` for one call of a tier. This context manager ends when nothing uses the views any more.
+    """Views of `memory` for one call of a tier. This context manager ends when nothing uses the views anymore.
 
     Each view has an owner object, which slices, casts and arrays of the view keep alive in any thread. A view that is
     not in use raises ValueError after the call. Addresses in native code are invisible, so a tier that uses them must
@@ -52,14 +52,14 @@ class Loan:
         return self.views
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Wait, without a deadline, until nothing uses the views. Otherwise a late write would hit the next owner."""
+        """Wait, without a deadline, until nothing uses the views. Otherwise a late write would damage later data."""
         if error is not None:
             clear_frames(error)
         if not self.is_over():
             self._wait()
 
     def is_over(self) -> bool:
-        """Release the views. Return whether nothing uses the memory any more."""
+        """Release the views. Return whether nothing uses the memory anymore."""
         is_over = True
         for view in self.views:
             try:

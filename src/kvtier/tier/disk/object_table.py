@@ -4,7 +4,7 @@ A row describes one object: its segment, first block, size and hits, in 13 bytes
 per name. Neither contains objects that Python's garbage collector visits. The table has no lock, because its owner
 has one.
 
-Virtual memory is reserved for `rows_max`; the system allocates pages as rows are used.
+Virtual memory is reserved for `rows_max` rows; the system allocates pages as rows are used.
 """
 
 from array import array
@@ -48,7 +48,7 @@ class ObjectTable:
 
     @property
     def is_full(self) -> bool:
-        """Whether the table is full."""
+        """Whether no row is free."""
         return len(self) >= self.rows_max
 
     @property
@@ -136,9 +136,9 @@ class ObjectTable:
         return self._hits[rows]
 
     def sizes(self, rows: Rows) -> npt.NDArray[np.uint32]:
-        """Return the bytes of each of `rows`."""
+        """Return the size in bytes of the object in each of `rows`."""
         return self._sizes[rows]
 
     def items(self, start: int, stop: int) -> list[tuple[bytes, int]]:
-        """Return the names and bytes of the objects in rows `start` to `stop`, exclusive."""
+        """Return the names and sizes in bytes of the objects in rows `start` to `stop`, exclusive."""
         return [(name, self._size_at[row]) for row, name in enumerate(self._names[start:stop], start) if name]

@@ -49,7 +49,10 @@ def configured_secret(config: Config) -> Secret | None:
 
 
 def found_secret(config: Config) -> tuple[Secret | None, str]:
-    """Return the configured secret, if any, and why its file provides none. A start calls this once."""
+    """Return the configured secret or None, and the reason if its file provides none (else ``""``).
+
+    A start calls this once.
+    """
     try:
         return configured_secret(config), ""
     except (ConfigError, OSError) as error:
@@ -63,8 +66,8 @@ def store_secret(config: Config, down: Collection[str], given: Secret | None, fl
         config: the settings.
         down: names of the tiers that are not open.
         given: the configured secret, from `found_secret`.
-        flaw: why its file provides none, from `found_secret`. The secret is then temporary, and the caller must not let
-            any tier use it.
+        flaw: why the file of the configured secret provides none, from `found_secret`. The secret is then temporary,
+            and the caller must not let any tier use it.
 
     Raises:
         TierError: the tier that holds the secret is required and failed, or there is a flaw and a tier is required.
@@ -143,7 +146,10 @@ def within(deadline_s: float, act: Callable[[], Answer], thread: str) -> Answer:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Return whether the directory or storage failed, as opening the tier also reports; False for an invalid file."""
+    """Return whether the directory or the storage has failed, which opening the tier also reports.
+
+    False means that the file itself is invalid.
+    """
     if not isinstance(error, ConfigError) or isinstance(error, UnusableStoreError):
         return True
     cause = error.__cause__

@@ -45,7 +45,7 @@ class CopierWorld(ABC):
 
     @abstractmethod
     def fill(self, group: int, blocks: tuple[int, ...], layers: list[bytes]) -> None:
-        """Write the bytes of an address without the copier."""
+        """Write `layers` to an address without using the copier."""
 
     @abstractmethod
     def everything(self) -> bytes:
@@ -78,7 +78,7 @@ class CopierContract:
             for blocks in world.chunks(number):
                 _gather(world, number, blocks, payload)
                 assert payload == _payload(group, world.read(number, blocks))
-        assert world.everything() == before, "gather only reads the engine's memory"
+        assert world.everything() == before, "gather has changed the engine's memory"
 
     def test_scatter_gives_the_engine_each_layer(self) -> None:
         """Each layer arrives at the engine's address. Other threads may read the slot at the same time."""
@@ -91,7 +91,7 @@ class CopierContract:
                 before = bytes(payload)
                 _scatter(world, number, blocks, payload)
                 assert world.read(number, blocks) == layers
-                assert payload == before, "scatter only reads the payload"
+                assert payload == before, "scatter has changed the payload"
 
     def test_scatter_touches_no_other_block(self) -> None:
         """Other blocks may belong to other requests. Restoring the named blocks restores all memory."""

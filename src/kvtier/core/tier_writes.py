@@ -5,6 +5,8 @@ This module starts no transfers. `transfer_scheduler` asks it for one object at 
 An object from the engine goes to every tier. Once a persistent tier has it, slower tiers get it by relay from there, so
 their pending writes no longer take host memory. An object that a load brought from a slower tier is written to the
 faster ones at its second use.
+
+An object that only passes through host memory, on its way to or from a tier (`staging_core`), is a passing object.
 """
 
 from collections import OrderedDict, deque
@@ -37,7 +39,9 @@ PROMOTED_MAX = 1 << 16
 """Maximum number of objects from slower tiers whose first use is remembered after they have left host memory."""
 
 PUBLISHED_PART = 4
-"""If other engines wait for stores, one slot in this many may hold an object that waits for a remote tier."""
+"""If other engines wait for this one's stores, one host slot in this many may hold an object that waits to be written
+to a remote tier.
+"""
 
 RELAYS_MAX = 1 << 14
 """Maximum number of objects that wait to be relayed to one tier. Beyond that, the oldest are dropped."""
@@ -53,12 +57,12 @@ class WriteQueue:
     queued: OrderedDict[HostEntry, None] = field(default_factory=OrderedDict[HostEntry, None])
     """Objects in host memory whose write is QUEUED, oldest first."""
     relays: OrderedDict[Item, tuple[HostEntry, str]] = field(default_factory=OrderedDict[Item, tuple[HostEntry, str]])
-    """Objects that a faster tier holds, with that tier's name. They take no host memory."""
+    """Objects to be relayed, each with the name of the faster tier that holds it. They take no host memory."""
     staged: deque[HostEntry] = field(default_factory=deque[HostEntry])
     """Relayed objects in the staging area, ready to be written."""
 
 
-class PendingWrites:
+class TierWrites:
     """Marks and queues pending writes. An object stays in host memory until they end or are dropped or relayed."""
 
     def __init__(self, host: HostMemory, tiers: TierStates, limits: Limits, output: Output) -> None:
@@ -70,7 +74,7 @@ class PendingWrites:
         self._first_uses = limits.selective_uses if limits.write_policy is WritePolicy.SELECTIVE else 1
         order = list(tiers.by_name)
         self._from = {name: dict.fromkeys(order[number:], CLOSED) for number, name in enumerate(order)}
-        """For each tier, the tier itself and all slower ones, which require no write of an object loaded from it."""
+        """For each tier, that tier and all slower ones: they need no write of an object that was loaded from it."""
         self._promoted: OrderedDict[Item, None] = OrderedDict()
         self.queues = {it.name: WriteQueue() for it in tiers.all}
         """The queue of each tier."""
@@ -78,7 +82,7 @@ class PendingWrites:
         """Passing objects of each group that have only queued writes and no put that waits for them, oldest first."""
 
     def use(self, entry: HostEntry, now_s: float, conversation: str | None) -> None:
-        """Count a use by a request of `conversation`, which may make writes pending."""
+        """Count a use of the object by a request of `conversation`. The use may make writes pending."""
         self._host.touch(entry, conversation)
         if entry.residency is READY:
             self.mark_pending(entry, now_s)
@@ -139,7 +143,7 @@ class PendingWrites:
             self.mark_pending(entry, now_s)
 
     def flush(self, now_s: float) -> None:
-        """Queue every pending write, including the writes that tiers missed."""
+        """Queue every pending write, including the writes that tiers missed while they were down."""
         for entries in self._host.entries:
             for entry in entries.values():
                 if entry.residency is READY:
@@ -164,7 +168,10 @@ class PendingWrites:
     # ---- the next write of a tier ----------------------------------------------------------------------------------
 
     def next_write(self, tier_state: TierState, now_s: float) -> HostEntry | None:
-        """Take the next queued object and pin it. If the tier cannot be written, drop its queued writes."""
+        """Take the next object that is queued for the tier, and pin it. Return None if no write may start now.
+
+        If the tier accepts no writes, all writes that are queued for it are dropped.
+        """
         queued = self.queues[tier_state.name].queued
         if tier_state.breakers[DEMOTE].trial:  # the rest waits for the result of a trial
             return None
@@ -238,7 +245,10 @@ class PendingWrites:
         return staged, faster
 
     def _drop_stranded(self, queue: WriteQueue, now_s: float) -> None:
-        """Drop leading relays of objects that left host memory and cannot be staged or read. They delay others."""
+        """Drop the first relays of `queue` whose objects have left host memory and cannot be staged or read.
+
+        They would delay the relays behind them.
+        """
         while queue.relays:
             item, (_, source) = next(iter(queue.relays.items()))
             can_stage = self._host.staging_slots[item[1]] and not self._tiers.by_name[source].is_left_alone(item, now_s)
@@ -258,7 +268,7 @@ class PendingWrites:
         self._host.unstage(entry, change)
 
     def lost(self, item: Item, tier: str) -> None:
-        """Record that `tier` has no good copy. The next use or flush of an object in host memory may write it again."""
+        """Record that `tier` has no good copy. If host memory has one, its next use or flush may write it again."""
         entry = self._host.entry(*item)
         if entry is not None and entry.writes.get(tier) is CLOSED:
             self._host.write_becomes(entry, tier, UNDECIDED)
@@ -266,7 +276,10 @@ class PendingWrites:
     def ended(
         self, entry: HostEntry, tier_state: TierState, now_s: float, *, is_done: bool, is_late: bool, is_fault: bool
     ) -> None:
-        """Record the end of a write. If it reached a persistent tier, relay the object to slower tiers from there."""
+        """Record the end of a write. If a persistent tier now has the object, slower tiers get it from there by relay.
+
+        Writes to slower tiers that have already begun go on.
+        """
         self._output.counters.demotions_dropped += not is_done
         if is_done:
             tier_state.remember((entry.key, entry.group), now_s, is_present=True)
@@ -288,7 +301,7 @@ class PendingWrites:
         self._host.unpin(entry)
 
     def _note_in_tier(self, entry: HostEntry, tier_state: TierState, *, is_done: bool) -> None:
-        """Record that a tier has a passing object, unless its copy is suspect: tiers do not overwrite a copy."""
+        """Record that a tier has a passing object, unless the copy may be bad: a tier does not overwrite a bad copy."""
         if is_done and not tier_state.is_suspect((entry.key, entry.group)):
             entry.is_in_tier = True
             keeper = self._tiers.by_name.get(entry.kept_by)
@@ -302,7 +315,7 @@ class PendingWrites:
             self._can_wait[entry.group][entry] = None
 
     def relay_missed(self, entry: HostEntry) -> None:
-        """Queue relays of a passing object that leaves, from its keeper to the slower tiers that missed it."""
+        """Queue relays of a passing object that leaves, from the tier that keeps it to slower tiers that missed it."""
         if entry.kept_by and not (entry.pins or entry.pending):
             for slower in self._tiers.all[self._tiers.by_name[entry.kept_by].number + 1 :]:
                 if slower.name not in entry.writes:
@@ -330,14 +343,17 @@ class PendingWrites:
     # ---- slots -----------------------------------------------------------------------------------------------------
 
     def slot_for_store(self, group: int, wanted: int) -> int | None:
-        """Take a free slot of `group`, or return None. The caller could use `wanted` slots."""
+        """Take a slot of `group`, or return None.
+
+        Under write-back, if no slot is free, the next victims are written, so that up to `wanted` slots become free.
+        """
         slot = self._host.take_slot(group)
         if slot is None and (self._relay_one(group) if self._host.stages_only else self._write_victims(group, wanted)):
             slot = self._host.take_slot(group)  # an object that is LEAVING no longer protects its parents
         return slot
 
     def slot_for_load(self, group: int, wanted: int) -> int | None:
-        """Take a free slot of `group`, or return None. Except under write-back, this may drop a pending write."""
+        """Take a slot of `group`, or return None. Except under write-back, a pending write may be dropped for it."""
         slot = self._host.take_slot(group, is_read=True)
         if slot is not None:
             return slot
@@ -364,9 +380,9 @@ class PendingWrites:
         return False
 
     def _owes_faster(self, entry: HostEntry) -> bool:
-        """Return whether a tier faster than the keeper has yet to get an object of a put.
+        """Return whether a tier faster than the one that keeps an object of a put has yet to get it.
 
-        No relay would bring it there.
+        No relay would bring it there, because relays go only to slower tiers.
         """
         keeper = self._tiers.by_name.get(entry.kept_by)
         if keeper is None or entry.origin != HOST:

@@ -1,4 +1,4 @@
-"""Handles local files for all engines: models, adapters, and notes next to stores."""
+"""Handles local files for all engines: models, adapters, and the notes in stores."""
 
 import fcntl
 import importlib
@@ -17,8 +17,8 @@ from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint, digest_of_class, ingredients
 from kvtier.keys.secret import model_id
 from kvtier.keys.weights import FileVersion, WeightsDigest, checkpoint_files, digest_files, file_versions, home_cache
-from kvtier.runtime.secret_source import configured_secret
-from kvtier.tier.files import store_notes as notes
+from kvtier.runtime.store_secret import configured_secret
+from kvtier.tier.files import fingerprint_notes as notes
 from kvtier.tier.registry import is_sealed, kind_of
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _TURN_STEP_S = 0.2
 
 
 def local_folder(name: str, revision: str | None, cache_dir: str | None) -> Path | None:
-    """Return a model's or adapter's folder: the path `name`, or its entry in the local hub cache; None if neither."""
+    """Return where a model or adapter is: at the path `name`, else in the local hub cache; None if in neither."""
     # Checking a path fails if it is too long, in an unknown user's home, or on a file system that has disappeared.
     with suppress(OSError, RuntimeError):
         place = Path(name).expanduser()
@@ -69,7 +69,7 @@ def checkpoint_digest(folder: Path, *, is_code_trusted: bool = False) -> Weights
 def checkpoint_versions(folder: Path | None, *, is_code_trusted: bool = False) -> dict[Path, FileVersion]:
     """Return the version of each checkpoint file that an engine may read and that affects the model's output.
 
-    These are the weights and their indexes, all settings (``*.json``, including those of the model and quantisation),
+    These are the weights and their indexes, all settings (``*.json``, including those of the model and quantization),
     and trusted code. Without a folder the result is empty. Call this before and after the engine loads the model.
     Update the second result with `WeightsDigest.versions`, and pass both to `changed_file`.
     """
@@ -107,15 +107,18 @@ def adapter_versions(name: str) -> dict[Path, FileVersion]:
 
 
 def private(config: Config) -> Config:
-    """Return the settings without tiers that are shared or outlive the engine. Only this engine can identify its KV."""
+    """Return the settings without tiers that are shared or outlive the engine.
+
+    They are for an engine whose KV no other engine, and no later one, could identify.
+    """
     kept = [it for it in config.tiers if not (kind_of(it).persists or kind_of(it).is_shared(it))]
     return replace(config, tiers=tuple(kept))
 
 
 def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
-    """Write the fingerprint's ingredients next to each store, so that people and the doctor can find differences.
+    """Write the fingerprint's ingredients into each store, so that people and `kvtier doctor` can find differences.
 
-    A store that seals gets no note. The note is named after the model id, which `kvtier inspect` shows and the paths
+    An encrypted store gets no note. The note is named after the model id, which `kvtier inspect` shows and the paths
     of shared stores contain.
 
     The work runs in its own thread, because a file system may hang. A path that does not exist yet gets its note at
@@ -126,8 +129,8 @@ def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
     def run() -> None:
         try:
             model = model_id(configured_secret(config), digest_of_class(fingerprint.digest, loss))
-        except ConfigError as error:  # the file was damaged after the tiers had opened
-            logger.debug("the fingerprint's note cannot be named: %s", error)
+        except ConfigError as error:  # the secret's file was damaged after the tiers had opened
+            logger.debug("the note about the fingerprint cannot be written, because its name is unknown: %s", error)
             return
         content = {"model": model.hex(), "of": ingredients(fingerprint, loss)}
         for tier in config.tiers:
@@ -137,14 +140,14 @@ def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
                 if folder is not None and not any(it.level == "error" for it in kind_of(tier).check(tier)):
                     notes.write(folder, model, content)
             except OSError as error:
-                logger.debug("the fingerprint's note cannot be written to %s: %s", folder, error)
+                logger.debug("the note about the fingerprint cannot be written to %s: %s", folder, error)
 
     threading.Thread(target=run, name="kvtier note", daemon=True).start()
 
 
 @contextmanager
 def _in_turn(cache_file: Path | None) -> Generator[None]:
-    """Lock out other processes on this machine. The first process computes the digest, and the others find it."""
+    """Let one process on this machine digest at a time. The others then find its digests in the cache file."""
     if cache_file is None:
         yield
         return
@@ -153,7 +156,11 @@ def _in_turn(cache_file: Path | None) -> Generator[None]:
             lock = opened.enter_context(cache_file.with_suffix(".lock").open("ab"))
             _lock(lock.fileno(), time.monotonic() + TURN_S)
         except OSError as error:  # another user's folder, or a file system without locks
-            logger.debug("processes of this machine do not take turns at digesting: %s", error)
+            logger.debug(
+                "processes of this machine digest the weights at the same time, because they cannot lock each other "
+                "out: %s",
+                error,
+            )
         yield
 
 

@@ -1,8 +1,8 @@
 """Decides whether to write an object raw or coded: whichever should be faster to read back.
 
-An object is coded if its read saves more than `WRITE_WEIGHT` times the time that its write loses. A write counts less,
-because no request waits for it. The read must also become `GAIN_MIN` times faster. The choice then stands until coded
-objects are slower to read.
+An object is coded if coding saves its read more than `WRITE_WEIGHT` times the time that it costs its write. A write
+counts less, because no request waits for it. The read must also become `GAIN_MIN` times faster. The choice then stands
+until coded objects are slower to read than raw ones.
 
 All measurements take place during normal work. A tier's own reads and writes measure its link; one section of every
 `EVERY`th object written measures the codec. Objects are written raw until both are measured.
@@ -11,8 +11,9 @@ Reading threads share the link and decode in parallel, so decoding is partly hid
 queue with one link gives the expected time (Reiser and Lavenberg, JACM 1980).
 
 Decoding threads slow each other down, and the engine slows them down too. So a load decodes more slowly than a single
-section on an idle machine. Reads of coded objects measure this slowdown; it is assumed to be the number of threads
-until then. One object in `TRIED_EVERY` is coded to measure the slowdown if only this assumption favours raw.
+section on an idle machine. Reads of coded objects measure this slowdown. Before the first of them, it is assumed to be
+the number of reading threads. If objects are written raw only because of this assumption, one in `TRIED_EVERY` is coded
+to measure the slowdown.
 """
 
 import math
@@ -35,7 +36,7 @@ from kvtier.types import ObjectName
 EVERY = 16
 """Number of objects of a group written between two decisions."""
 GAIN_MIN = 1.05
-"""A group switches to coded if coded objects are this much faster to read, and back once they are slower."""
+"""A group switches to coded objects if they are faster to read by this factor, and back once they are slower."""
 WRITE_WEIGHT = 0.25
 WEIGHT = 0.25
 """Weight of the newest measurement in each geometric mean."""
@@ -74,7 +75,8 @@ class LinkMeter:
         """Time `call(batch)`.
 
         Returns:
-            The answers, the seconds of the call, the seconds since another call ended, and the calls at its start.
+            The answers; the duration of the call in seconds; the part of it after the last end of another call; and
+            the number of calls in progress at its start, including this one.
         """
         self._on_link.append(None)
         on_link, start_s = len(self._on_link), time.perf_counter()
@@ -99,7 +101,10 @@ class LinkMeter:
 
 @dataclass(slots=True)
 class GroupState:
-    """Measurements of a group's objects. Times are seconds per raw byte in one thread."""
+    """Measurements of a group's objects. Times are seconds per raw byte in one thread.
+
+    To open an object is to verify and decode it after its read.
+    """
 
     ratio: float = 0.0
     """Stored bytes of a coded object, divided by its raw bytes; 0 if not measured."""
@@ -114,7 +119,7 @@ class GroupState:
     """Time to open a coded object that was read, divided by `quiet_s`; 0 if not measured."""
     written: int = 0
     is_coded: bool | None = None
-    """None until the link has been measured."""
+    """Whether objects are written coded; None until the link has been measured."""
     is_tried: bool = False
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
-from kvtier.connect.programs import installed_version
+from kvtier.connect.installed_programs import installed_version
 from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, KvError
 
@@ -24,7 +24,7 @@ CONNECTOR: Mapping[str, object] = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-"""``--kv-transfer-config`` without kvtier's settings."""
+"""The value of ``--kv-transfer-config``, without kvtier's own settings."""
 
 
 def installed() -> str | None:
@@ -40,11 +40,13 @@ def check_release() -> str:
     """
     version = installed()
     if version is None:
-        raise ConfigError(f"vLLM is not installed (looked for {' and '.join(DISTRIBUTIONS)}); allowed: {_allowed()}")
+        raise ConfigError(
+            f"vLLM is not installed (kvtier looked for {' and '.join(DISTRIBUTIONS)}); allowed: vLLM {_allowed()}"
+        )
     if release_of(version) not in SUPPORTED or "dev" in version:
         raise ConfigError(
-            f"vLLM {version} is not supported by this release of kvtier; allowed: {_allowed()}. Another release may "
-            "store KV in another layout, and kvtier would read wrong bytes"
+            f"vLLM {version} is not supported by this release of kvtier; allowed: vLLM {_allowed()}. Another release "
+            "may store KV in another layout, and kvtier would read wrong bytes"
         )
     return version
 
@@ -80,11 +82,11 @@ def engine_config(arguments: Sequence[str]) -> VllmConfig:
         except KvError:  # from the connector, which vLLM imports
             raise
         except Exception as error:  # any error of vLLM or its dependencies
-            raise ConfigError(f"vLLM does not start with these arguments here: {error}") from error
+            raise ConfigError(f"vLLM does not start with these arguments on this machine: {error}") from error
 
 
 def _refuse(message: str) -> NoReturn:
-    raise ConfigError(f"vLLM does not take these arguments: {message}")
+    raise ConfigError(f"vLLM does not accept these arguments: {message}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`attach` and `Attachment` give `generate` a cache that outlives the process. See `docs/transformers.md`.
+"""Gives `generate` a cache that outlives the process (`attach`, `Attachment`). See `docs/transformers.md`.
 
 A call reads the options and the padding, and computes the chunk keys of each row. It then looks up and loads the known
 prefix. The library generates from there, and new chunks are stored. Only the store continues after the call.
@@ -45,9 +45,9 @@ from kvtier.types import NextTurn, Place, Prefix
 logger = logging.getLogger(__name__)
 
 _HANDOVER_DEADLINE_S = 5.0
-"""Seconds that a call waits for copies of its chunks before it returns its cache."""
+"""Maximum seconds that a call waits for copies of its chunks before it returns its cache."""
 _REOPEN_DEADLINE_S = 5.0
-"""Seconds that a changed model waits for pending writes of its previous session."""
+"""Maximum seconds that a changed model waits for pending writes of its previous session."""
 _LOGGED_MAX = 100
 _REPLACED = {"input_ids", "attention_mask", "past_key_values", "stopping_criteria"}
 """Arguments that a cached call replaces."""
@@ -137,7 +137,7 @@ class Attachment:
         self._lock = threading.RLock()
         self._numbers = itertools.count()
         self._earlier = StoreCounts()
-        """Counts of closed sessions, plus the chunks dropped because of `held_calls`."""
+        """Counts of closed sessions, plus the objects dropped because of `held_calls`."""
         self._logged: set[str] = set()
         self._ended = ""
         """Why calls do not use the cache; empty while the cache is open."""
@@ -163,14 +163,14 @@ class Attachment:
                 it.
             generation_config: see `model.generate`.
             session: name of the conversation, for `expects`; a list if there are several rows. A recorded trace
-                contains another name for it.
+                contains only a digest of it.
             store: False keeps tokens, keys and names of the call out of tiers, host memory, traces and logs. `session`
                 then has no effect. The call may still restore KV that others stored. Any value except True counts as
                 False.
             return_report: whether to return (output, `CallReport`). `last` has the report in either case.
             arguments: see `model.generate`.
 
-        An error inside kvtier never makes the call fail. The call is then computed without the cache, like a call that
+        An error inside kvtier never makes the call fail. The model then computes without the cache, as in a call that
         the cache cannot serve. `CallReport.uncached_reason` gives the reason.
         """
         with self._lock:
@@ -251,7 +251,10 @@ class Attachment:
         return self._current().session
 
     def flush(self, deadline_s: float = 30.0) -> bool:
-        """Wait until all stores are copied to host memory. Return False if the deadline passes first."""
+        """Wait until all KV that is being stored has been copied to host memory or dropped.
+
+        Return False if the deadline passes first.
+        """
         with self._lock:
             return self._opened is None or self._opened.requests.wait_for_stores(deadline_s)
 
@@ -339,7 +342,7 @@ class Attachment:
         call = self._guarded(lambda: self._prepare(inputs, given, arguments, names, opts_out=opts_out))
         if isinstance(call, str):
             if not opts_out:  # a reason may contain an argument of the call
-                self._log_once(call, "generated without the cache: %s (logged once)")
+                self._log_once(call, "a call did not use the cache: %s (logged once)")
             return self._generate_uncached(call, clock, inputs, given, arguments)
         opened, columns = self._current(), call.prompt.input_ids.shape[1]
         rows = [row.request for row in call.rows]
@@ -422,7 +425,7 @@ class Attachment:
             return prompt
         names, problem = conversation_names(session, len(prompt.padding))
         if problem:
-            self._log_once(problem, "%s; ignored (logged once)")
+            self._log_once(problem, "%s; it is ignored (logged once)")
         opened = self._refreshed()
         recorder, chunk_tokens = None if opts_out else opened.recorder, opened.layout.chunk_tokens
         call = Call.begun(next(self._numbers), prompt, opened.root, chunk_tokens, names, recorder)
@@ -458,7 +461,7 @@ class Attachment:
         arguments = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": 0}
         call = self._prepare(input_ids, None, arguments, session)
         if isinstance(call, str):
-            self._log_once(call, "not stored: %s (logged once)")
+            self._log_once(call, "the KV of a call was not stored: %s (logged once)")
             return 0
         opened, tokens = self._current(), min(cache.get_seq_length(), input_ids.shape[1])
         spans = recorded_spans(opened.shape, cache, cache.get_seq_length())
@@ -470,13 +473,13 @@ class Attachment:
     def _begin_stores(
         self, opened: ModelSession, call: Call, new: Sequence[tuple[Prefix, list[Place]]], spans: Spans
     ) -> int:
-        """Start storing the new places of each row, and return their number."""
+        """Start storing the new places of each row. Return how many were passed on; 0 if too many calls are open."""
         opened.requests.poll()
         is_full = opened.requests.storing_calls >= self._held_calls
         if is_full:
             self._log_once(
-                f"{self._held_calls} calls hold their tensors for stores",
-                "%s (held_calls), so a further call was not stored (logged once)",
+                f"{self._held_calls} calls are still being stored",
+                "%s (held_calls), so the KV of another call was not stored (logged once)",
             )
         count = 0
         for number, (row, (prefix, places)) in enumerate(zip(call.rows, new, strict=True)):

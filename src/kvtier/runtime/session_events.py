@@ -40,7 +40,7 @@ class SessionEvents:
         metrics: counts ended loads and stores.
         guards: guard the metrics, and collect lines for the log.
         clock: returns seconds.
-        loss: the engine's class.
+        loss: how lossy the engine's stored KV may be (`store.loss`).
     """
 
     def __init__(
@@ -155,5 +155,7 @@ class SessionEvents:
             return
         if not self._has_dropped:
             self._has_dropped = True
-            text = "the engine has not polled %d events; kvtier drops the oldest, which end no load or store"
+            text = (
+                "the engine has not polled %d events; kvtier drops the oldest of those that do not end a load or store"
+            )
             self._guards.lines.append(LogLine(logging.WARNING, text, (EVENTS_MAX,)))

@@ -23,11 +23,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvtier.errors import TierError
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.tier.base import About, Read, Tier, Write, clear_frames
-from kvtier.tier.loan import Loan
+from kvtier.tier.buffer_loans import Loan
 from kvtier.types import NextTurn, ObjectName
 
 MakeTier = Callable[[int], Tier]
-"""Returns an empty tier with a capacity in bytes."""
+"""Returns an empty tier with the given capacity in bytes."""
 
 BLOCK_BYTES = 4096
 ROOMY_BYTES = 64 << 20
@@ -45,7 +45,7 @@ def object_name(number: int) -> ObjectName:
 
 
 def frame_of(number: int, byte_count: int = 2 * BLOCK_BYTES) -> memoryview:
-    """Return page-aligned pseudo-random bytes that `number` seeds."""
+    """Return page-aligned pseudo-random bytes. `number` is the seed."""
     buffer = memoryview(mmap.mmap(-1, max(byte_count, 1)))[:byte_count]
     buffer[:] = random.Random(number).randbytes(byte_count)
     return buffer
@@ -97,7 +97,8 @@ class TierContract:
     """Whether `scan` finds the objects. If the store cannot list them, `scan` yields nothing."""
 
     reads_past_deletes = True
-    """Whether a read that races with a delete returns the object's bytes or None. If not, the frame's check fails."""
+    """Whether a read that races with a delete returns either the object's bytes or None. If not, it may return other
+    bytes, and readers detect this by the frame's checksums."""
 
     @pytest.fixture
     def make(self, make_tier: MakeTier) -> MakeTier:
@@ -110,7 +111,7 @@ class TierContract:
         return make(ROOMY_BYTES)
 
     def stalled(self, tier: Tier) -> AbstractContextManager[Callable[[], None]]:  # noqa: ARG002 - for subclasses
-        """Let the storage answer no read of `tier` until the yielded function is called.
+        """Make the storage of `tier` answer no read until the yielded function is called.
 
         Override this hook if you can, and let `make_tier` give the tier a deadline below `give_up_s`.
         """
@@ -118,7 +119,7 @@ class TierContract:
 
     @contextmanager
     def failing(self, tier: Tier) -> Generator[Callable[[], None]]:  # noqa: ARG002 - for subclasses
-        """Let the library below `tier` report an error for each read.
+        """Make the library that `tier` uses report an error for each read.
 
         The library keeps the buffers, and writes to them when the yielded function is called. Override this hook
         unless the library is `os.preadv`.
@@ -157,7 +158,7 @@ class TierContract:
             assert figures.used_bytes <= figures.capacity_bytes
 
     def test_absent_is_none_and_no_error(self, tier: Tier) -> None:
-        """A miss is a return value."""
+        """A miss is a return value, not an error."""
         assert tier.contains([object_name(1)]) == [False]
         assert tier.contains([]) == []
         assert tier.read(object_name(1), empty_frame(BLOCK_BYTES)) is None
@@ -256,7 +257,7 @@ class TierContract:
                 assert count is not None
                 assert count == expected.nbytes, (offset, wanted)
                 assert into[:count] == expected, (offset, wanted)
-                assert into[count:] == bytes(wanted - count), "wrote past the bytes that it reported as read"
+                assert into[count:] == bytes(wanted - count), "the tier wrote past the bytes that it reported as read"
 
     def test_reads_into_and_writes_from_unaligned_memory(self, tier: Tier) -> None:
         """Slots are page-aligned, but other buffers may not be."""
@@ -526,7 +527,7 @@ class TierMachine(RuleBasedStateMachine):
             assert kept is None or self.may_forget
             self.model.pop(object_name(number), None)
         else:
-            assert kept is not None, "returned bytes of a name that was not written"
+            assert kept is not None, "the tier returned bytes of a name that was not written"
             expected = kept[offset * BLOCK_BYTES :][: into.nbytes]
             assert (count, bytes(into[:count])) == (len(expected), expected)
 

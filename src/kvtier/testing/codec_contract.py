@@ -19,7 +19,7 @@ _FORMS: dict[Element, tuple[str, int]] = {"fp32": ("<f4", 0), "bf16": ("<f4", 2)
 
 
 class CodecContract:
-    """A codec is lossless and declares that. Damaged input never makes it write outside its buffer.
+    """A codec is lossless, and its `is_exact` says so. Damaged input never makes it write outside its buffer.
 
     Test your codec with::
 
@@ -38,10 +38,10 @@ class CodecContract:
         assert codec.name
         assert codec.name == codec.name.lower().strip()
         assert 0 <= codec.id < 1 << 32
-        assert codec.is_exact is True, "a codec that does not restore every byte is refused"
+        assert codec.is_exact is True, "kvtier refuses a codec that does not restore every byte"
 
     def test_another_instance_decodes(self) -> None:
-        """Another process can decode sections that this one encoded. A codec has no arguments and no state."""
+        """Another process can decode sections that this one encoded. The constructor needs no arguments."""
         codec = self.make()
         for element in ELEMENT_BYTES:
             for raw in _samples(element):
@@ -101,7 +101,7 @@ class CodecContract:
                 for _ in range(150):
                     damaged = bytearray(stored)
                     for _ in range(draw.randrange(1, 4)):
-                        # Damage every other sample near the front, where the lengths are.
+                        # About half of the damaged bytes are near the front, where the lengths are.
                         damaged[draw.randrange(draw.choice((min(24, len(damaged)), len(damaged))))] = draw.randrange(
                             256
                         )
@@ -130,7 +130,7 @@ class LossyCodecContract:
         raise NotImplementedError
 
     def test_says_that_it_is_lossy(self) -> None:
-        """Engines without a class never use it."""
+        """Engines without a lossy class never use a lossy codec."""
         assert self.make().is_exact is False
 
     def test_keeps_its_bound_in_any_arrangement(self) -> None:
@@ -149,7 +149,9 @@ class LossyCodecContract:
                 stored = room[:used].toreadonly()
                 decoded = memoryview(_decoded(type(codec)(), stored, len(raw), cut, at=1))
                 assert not codec.error(memoryview(raw), stored, decoded, cut), cut
-                assert codec.error(memoryview(_kv(cut, seed=2)), stored, decoded, cut), "other numbers are within it"
+                assert codec.error(memoryview(_kv(cut, seed=2)), stored, decoded, cut), (
+                    "the codec reports no error for other numbers"
+                )
 
     def test_coding_again_ten_times_adds_a_hundredth_of_the_error_at_most(self) -> None:
         """Frames move between tiers, and turns are stored again. Tokens of any size keep their scales."""

@@ -5,9 +5,9 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvtier.tier.files.base import CLOSE_DEADLINE_S, FileSystemTier
 from kvtier.tier.files.direct import DirectIo, choose_direct
 from kvtier.tier.files.directory_marker import ALLOWED, open_store
-from kvtier.tier.files.file_system_tier import CLOSE_DEADLINE_S, FileSystemTier
 from kvtier.tier.files.safe_open import check_private, directory_at
 from kvtier.tier.files.store_paths import Paths, walk
 from kvtier.tier.files.store_root import opening
@@ -34,7 +34,7 @@ class FileTier(FileSystemTier):
         self._paths = Paths(str(self.root), objects)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Return the names and frame bytes of all files in the objects' directory, whoever wrote them."""
+        """Return the names and frame sizes of all files in the objects' directory, whoever wrote them."""
         with self._operation("scan"):
             return iter([(ObjectName(found.name), found.size_bytes) for found in walk(self._paths)])
 

@@ -87,7 +87,7 @@ def _own_sockets() -> Generator[socket.socket]:
         if not stat.S_ISSOCK(os.fstat(copy).st_mode):  # another file has taken the number of a closed socket
             os.close(copy)
             continue
-        # Created as non-blocking, the object leaves the socket's mode alone, whatever the default time-out is.
+        # Created as non-blocking, the object leaves the socket's mode alone, whatever the default timeout is.
         with socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=copy) as mine:
             yield mine
 

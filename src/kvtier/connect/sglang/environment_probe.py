@@ -44,7 +44,7 @@ FIELDS = (
 """Fields of SGLang's `ServerArgs` that determine whether KV is stored and found."""
 
 HASH_SOURCE, HASH_LIBRARY = "srt/mem_cache/cpp_utils/hash_binding.cpp", "hicache_hash_cpp.so"
-"""The source that SGLang compiles at its first page (`native_hash.py`), and the library that SGLang keeps."""
+"""The source that SGLang compiles when it hashes its first page (`native_hash.py`), and the library that it keeps."""
 
 COMPILE_S = 60.0
 
@@ -76,7 +76,9 @@ def _no_plug_in() -> str:
     """Return why SGLang does not load kvtier as a plug-in; empty if it does."""
     chosen = os.environ.get("SGLANG_PLUGINS")
     if "kvtier" not in metadata.entry_points(group="sglang.srt.plugins").names:
-        return "kvtier's installation there names no plug-in of SGLang; install this release of kvtier again"
+        return (
+            "kvtier's installation in that environment has no plug-in for SGLang; install this release of kvtier again"
+        )
     if chosen and "kvtier" not in map(str.strip, chosen.split(",")):
         return f"SGLANG_PLUGINS is {chosen!r}; add kvtier to it, or unset it"
     return ""
@@ -90,7 +92,7 @@ def page_hash_problem() -> str:
     cxx, cache = os.environ.get("CXX", "c++"), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions").rglob(HASH_LIBRARY)
     is_built = False
-    with contextlib.suppress(OSError):  # torch compiles again for another compiler
+    with contextlib.suppress(OSError):  # torch reuses a library only if the same compiler made it
         is_built = any(f"cxx = {cxx}\n" in it.with_name("build.ninja").read_text() for it in built)
     with tempfile.TemporaryDirectory() as folder:
         include, output = sysconfig.get_path("include", "posix_prefix"), f"{folder}/trial.so"
@@ -106,7 +108,7 @@ def page_hash_problem() -> str:
 
 
 def _resolved(arguments: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields after and before SGLang's rules for HiCache."""
+    """Return the values of `FIELDS` after SGLang has applied its rules for HiCache, and those before."""
     server: Any = importlib.import_module("sglang.srt.server_args")
     rules: Any = importlib.import_module("sglang.srt.arg_groups.hicache_hook")
     overrides: Any = importlib.import_module("sglang.srt.arg_groups.overrides")

@@ -1,4 +1,4 @@
-"""Explains to people why a request loaded nothing or little, from the decisions about the last requests.
+"""Explains why a request loaded nothing or little, from the recorded decisions about the last requests.
 
 The scheduler's thread records requests. The thread of control calls reads them and derives the reasons. A reason has a
 code for programs and a text:
@@ -13,8 +13,8 @@ code for programs and a text:
     shared       the longest prefix shared with others    complete    nothing more could be loaded
 
 The *cut* is where the prompt stops being equal to the most similar earlier one. Equality includes everything that keys
-cover, so prompts with different salts or adapters have nothing in common. Tokens are remembered within
-`PROMPT_BYTES_MAX`. Without them, chunk keys show in which chunk the cut lies.
+cover, so prompts with different salts or adapters have nothing in common. The tokens of the last prompts are
+remembered, up to `PROMPT_BYTES_MAX`. Without them, chunk keys show in which chunk the cut lies.
 """
 
 import time
@@ -35,7 +35,7 @@ from kvtier.types import ChunkKey, Prefix
 ENDED_MAX = 256
 """Maximum number of ended requests to remember."""
 KEYS_MAX = 1024
-"""Maximum number of chunks remembered per request. These chunks take 75 kB."""
+"""Maximum number of chunk keys remembered per request. They take 75 kB."""
 PROMPT_BYTES_MAX = 16 << 20
 """Maximum bytes of ended prompts' tokens, enough for four million tokens. The oldest are forgotten first."""
 WINDOW_TOKENS = 8
@@ -64,7 +64,7 @@ class PromptTokens(NamedTuple):
     words: bytes = b""
     """The tokens as u32, little-endian."""
     extras: frozenset[tuple[int, bytes]] = frozenset()
-    """As `Chain.extras`."""
+    """What keys cover besides tokens, as (position, digest); see `Chain.extras`."""
 
     def shared(self, other: "PromptTokens") -> int:
         """Return the number of leading tokens whose KV is equal in both. 0 if the salts or adapters differ."""
@@ -160,7 +160,7 @@ class RequestHistory:
         self._open[tracked.id] = tracked
 
     def missed(self, tracked: TrackedRequest, lost: str) -> None:
-        """Record what kept a lookup from finding everything. `lost` says why no worker can load."""
+        """Record what kept a lookup from finding everything. `lost` says why no worker can load; empty if they can."""
         tiers = [f"tier {name}: {tier.detail}" for name, tier in self._session.tier_faults().items() if tier.detail]
         tracked.account.obstacles = tuple(filter(None, [self._session.obstacle, lost, *tiers]))
 
@@ -206,7 +206,10 @@ class RequestHistory:
         }
 
     def _now(self, record: RequestRecord) -> list[str] | None:
-        """Return the places that now have the first chunk that the lookup missed, or None if the lookup found all."""
+        """Return the places that now have the first chunk that the lookup missed.
+
+        Return None if the lookup found all chunks, or if the places did not answer.
+        """
         chunk = _found_tokens(record) // self._geometry.chunk_tokens
         keys = (record.keys or ())[: chunk + 1]
         if len(keys) <= chunk or chunk * self._geometry.chunk_tokens >= record.most_tokens:
@@ -231,14 +234,17 @@ def reasons_of(record: RequestRecord, others: list[RequestRecord], size: int, no
     reasons += [Reason("obstacle", text) for text in account.obstacles]
     planned = account.planned
     if planned is None and not account.obstacles:
-        reasons.append(Reason("no_lookup", "it was not looked up: it still waits, ended first, or another load had it"))
+        reasons.append(
+            Reason("no_lookup", "it was not looked up: it still waits, has ended first, or another connector loaded it")
+        )
     elif found < _most_tokens(record, size):
         reasons += _absent(record, others, found // size, size, now_s)
     if planned is not None and planned.chosen_tokens < found:
-        best = "none" if planned.best_offer_s is None else f"{planned.best_offer_s:.3g} s"
-        text = f"{planned.chosen_tokens} of {found} tokens were chosen: {planned.expected_s:.3g} s; best other: {best}"
-        if planned.best_offer_s is not None and planned.best_offer_s < planned.expected_s:
-            text += ". Loads from that place have cost time, or may cost more than the budget"
+        offer_s = planned.best_offer_s
+        best = "there was no other choice" if offer_s is None else f"the best other choice takes {offer_s:.3g} s"
+        text = f"{planned.chosen_tokens} of {found} tokens were chosen, which takes {planned.expected_s:.3g} s; {best}"
+        if offer_s is not None and offer_s < planned.expected_s:
+            text += ", but loads from its place have cost time, or may cost more than the budget"
         reasons.append(Reason("planner", text))
     return [*reasons, *([Reason(*account.shortfall)] if account.shortfall else [])]
 
@@ -247,19 +253,22 @@ def _before_lookup(record: RequestRecord, size: int) -> tuple[list[Reason], bool
     """Return reasons that are known before a lookup, and whether there are no others."""
     account, reasons = record.account, list[Reason]()
     if account.resident_tokens:
-        reasons.append(Reason("engine", f"vLLM's own prefix cache had {account.resident_tokens} tokens"))
+        reasons.append(Reason("engine", f"vLLM's own prefix cache had {account.resident_tokens} tokens of the prompt"))
     covered, most = account.resident_tokens + account.loaded.total(), _most_tokens(record, size)
     if record.max_load_tokens is not None:
-        reasons.append(Reason("hint", f"its hints let it load {record.max_load_tokens} tokens at most"))
+        reasons.append(Reason("hint", f"its hints limit its load to {record.max_load_tokens} tokens"))
     if record.keys is None:
         last = Reason("not_cached", account.refusal or RESET)
     elif record.skips:
-        last = Reason("skipped", "vLLM reads no cache for it, as for a prompt's log probabilities")
+        last = Reason(
+            "skipped",
+            "vLLM does not use a cache for it, for example because it asks for the log probabilities of its prompt",
+        )
     elif not record.most_tokens:
-        text = f"no full chunk: the prompt has {record.prompt_tokens} tokens and a chunk {size}; the last is computed"
+        text = f"no full chunk of {size} tokens: the prompt has {record.prompt_tokens}, and its last is always computed"
         last = Reason("no_chunk", text)
     elif covered >= most:
-        last = Reason("complete", f"all {most} tokens that it could load were there")
+        last = Reason("complete", f"all {most} tokens that it could load were found")
     else:
         return reasons, False
     return [*reasons, last], True
@@ -274,16 +283,22 @@ def _most_tokens(record: RequestRecord, size: int) -> int:
 
 def _absent(record: RequestRecord, others: list[RequestRecord], chunk: int, size: int, now_s: float) -> list[Reason]:
     """Return why a chunk was not found."""
-    reasons = [Reason("absent", f"the chunk at token {chunk * size} was in no place that answered")]
+    reasons = [Reason("absent", f"the chunk at token {chunk * size} was in none of the places that answered")]
     keys = record.keys or ()
     if (announced := record.account.announced_tokens) > chunk * size:
-        text = f"another engine announced {announced} tokens; {chunk * size} had arrived in time"
+        text = f"another engine announced {announced} tokens, but only {chunk * size} of them arrived in time"
         reasons.append(Reason("announced", text))
     older = [it for it in others if it.keys and (it.ended_s or now_s) <= (record.ended_s or now_s)]
     had = next((it for it in older if it.keys and it.keys[chunk : chunk + 1] == keys[chunk : chunk + 1] != ()), None)
     if had is not None and had.ended_s is not None:
-        why = "it was evicted or removed since, or not stored" if had.account.stored_tokens else "it stored nothing"
-        text = f"request {client_id_of_engine(had.id)}, ended {now_s - had.ended_s:.0f} s ago, had it; {why}"
+        why = (
+            "the chunk was evicted or removed since, or not stored"
+            if had.account.stored_tokens
+            else "that request stored nothing"
+        )
+        text = (
+            f"request {client_id_of_engine(had.id)}, which ended {now_s - had.ended_s:.0f} s ago, had the chunk; {why}"
+        )
         return [*reasons, Reason("removed", text)]
     shares = [(shared_chunks(it.keys or (), keys), it.id) for it in older]
     longest, name = max(shares, default=(0, ""), key=lambda it: it[0])
@@ -312,8 +327,9 @@ def cuts_of(
 ) -> list[dict[str, Any]]:
     """Return the cut of a prompt; empty if the cut costs no chunk of the most similar earlier prompt.
 
-    That prompt shares the most chunks and, among equals, the most tokens, wherever they occur. If less than a chunk is
-    shared, half of what follows must be repeated. Otherwise two conversations only begin with the same template.
+    That prompt shares the most chunks and, among equals, the most tokens, wherever they occur. If it shares less than a
+    chunk, at least half of what follows must be repeated. Otherwise the result is empty, because two conversations
+    merely begin with the same template.
 
     Args:
         record: the request.

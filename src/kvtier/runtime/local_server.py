@@ -18,7 +18,8 @@ from kvtier.runtime.observers.fault_log import FaultLog
 from kvtier.tier.files.safe_open import close_in_children
 
 CONNECTIONS_MAX: Final = 16
-"""Maximum number of connections. A further one replaces the oldest without a request, or else is refused."""
+"""Maximum number of connections. A further one replaces the oldest that has sent no request. If all have sent one, the
+further one is refused."""
 IDLE_S: Final = 60.0
 """Interval at which the accepting thread checks whether to end."""
 BUSY_S: Final = 0.02
@@ -99,14 +100,14 @@ class LocalServer:
                         threading.Thread(target=self._run, args=(connection,), name=self.name, daemon=True).start()
                     else:
                         connection.close()
-                except (OSError, RuntimeError) as error:  # the peer has gone, or the system gives no more threads
+                except (OSError, RuntimeError) as error:  # the peer has gone, or no thread can be started
                     self.refused(described(error))
                     self._forget(connection)
 
     def _admits(self, connection: socket.socket) -> bool:
         process, user = peer_of(connection)
         if user not in {0, os.geteuid()}:
-            self.refused(f"process {process} is of user {user}")
+            self.refused(f"process {process} belongs to user {user}")
             return False
         with self._changed:
             silent = next((it for it, has_asked in self._clients.items() if not has_asked), None)

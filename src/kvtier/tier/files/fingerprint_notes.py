@@ -44,7 +44,7 @@ def write(root: Path, model: bytes, content: Mapping[str, object]) -> None:
 
 
 def read(root: Path) -> list[dict[str, object]]:
-    """Return the contents of all notes, or nothing if the store cannot be read."""
+    """Return the contents of all notes; empty if the store cannot be read."""
     found: list[dict[str, object]] = []
     with suppress(OSError), safe_open.folder_at(root) as folder:
         for name in _names(folder)[:NOTES_MAX]:

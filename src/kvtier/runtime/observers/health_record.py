@@ -21,7 +21,7 @@ class TierFaults(NamedTuple):
     """Why reads or writes are not allowed, with the tier's last fault. Empty if both are allowed."""
 
 
-class FaultRecord:
+class HealthRecord:
     """The internal error of a session, and the last faults of its tiers."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvtier.config.loader import load
 from kvtier.config.sections import Config
-from kvtier.connect.vllm import engine_environment, engine_hooks, identity, support
+from kvtier.connect.vllm import engine_hooks, identity, installed_engine, support
 from kvtier.connect.vllm.engine_setup import settings_of
 from kvtier.connect.vllm.geometry import DcpShards, Geometry, layer_starts
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, VllmConfig
@@ -35,7 +35,8 @@ USED = re.compile(
 
 HASHES = ("sha256", "sha256_cbor")
 """vLLM's hash algorithms that never give two prompts the same hash. Their chains start from a fixed seed or from
-`PYTHONHASHSEED`. So a prompt has the same hashes after a restart, and chains from different seeds share no hash."""
+`PYTHONHASHSEED`. With the same seed, a prompt has the same hashes after a restart. Chains from different seeds share no
+hash."""
 
 ASK_WORKERS_S = 60.0
 
@@ -77,10 +78,12 @@ def setup_of(
     loaded = settings_of(settings, load(), ORIGIN)
     config = loaded.config
     if not config.tiers:
-        raise ConfigError("none", setting="tiers", origin=ORIGIN, allowed='one or more, such as ["disk:/path/to/kv"]')
+        raise ConfigError(
+            "no tier is configured", setting="tiers", origin=ORIGIN, allowed='one or more, such as ["disk:/path/to/kv"]'
+        )
     support.check_settings(config, loaded.origins, loaded.file, is_start=True)
     check_class(config.store.loss)
-    version = engine_environment.check_release()
+    version = installed_engine.check_release()
     check_tiering_engine(vllm_config)
     geometry = Geometry.of(kv_cache_config, shards=DcpShards.of(vllm_config))
     about, chunk = spec.config, spec.config.cache.blocks_per_chunk
@@ -119,10 +122,10 @@ def check_class(loss: Loss) -> None:
     """
     if loss != "none":
         raise ConfigError(
-            "vLLM's offloading does not define the arrangement of a row, which is what a secondary tier stores",
+            "vLLM's offloading does not define the arrangement of a row, and a secondary tier stores rows",
             setting="store.loss",
             value=loss,
-            allowed="none; or kvtier as the connector",
+            allowed="none; or any class with kvtier as the connector",
         )
 
 
@@ -136,7 +139,7 @@ def check_tiering_engine(vllm_config: VllmConfig) -> None:
     support.check_engine(vllm_config)
     if support.looks_ahead(vllm_config):
         raise UnsupportedModelError(
-            "a draft model with KV of its own reads the next token, which vLLM's block hash does not cover: stored KV "
+            "a draft model with its own KV reads the next token, which vLLM's block hash does not cover: stored KV "
             "may be that of another prompt. Use kvtier as the connector"
         )
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):

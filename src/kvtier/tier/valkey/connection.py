@@ -117,12 +117,14 @@ class Reader:
         return self._start == self._stop
 
     def reply(self) -> Reply:
-        """Read the next reply, made of strings and numbers."""
+        """Return the next reply, as a string, a number, a list of these, or a refusal."""
         self._left = REPLY_COST_MAX
         return self._reply(0)
 
     def bulk(self, most: int) -> int | RefusedError | None:
-        """Start reading a string, and return its length in bytes. Then `take` or `skip` that many, and call `end`.
+        """Start reading a string, and return its length in bytes.
+
+        The caller must `take` or `skip` that many bytes, then call `end`.
 
         Args:
             most: maximum length; a longer string breaks the connection.
@@ -131,7 +133,7 @@ class Reader:
         if line[:1] == b"-":
             return RefusedError(printable(line[1:]))
         if line[:1] != b"$":
-            raise NonsenseError(f"a reply of type {line[:1]!r} instead of a string")
+            raise NonsenseError(f"it sent a reply of type {line[:1]!r} instead of a string")
         return _length(line[1:], most)
 
     def take(self, into: memoryview) -> None:
@@ -154,13 +156,13 @@ class Reader:
     def end(self) -> None:
         """Read the end of a string."""
         if self._line():
-            raise NonsenseError("a string is longer than its length")
+            raise NonsenseError("it sent a string that is longer than its length")
 
     def _reply(self, depth: int) -> Reply:
         line = self._line()
         self._left -= len(line) + ITEM_COST
         if depth > REPLY_DEPTH_MAX or self._left < 0:
-            raise NonsenseError("a reply is too long")
+            raise NonsenseError("it sent a reply that is too long")
         kind, rest = line[:1], line[1:]
         if kind == b"+":
             return rest
@@ -180,7 +182,7 @@ class Reader:
         if kind == b"*":
             count = _length(rest, self._left)
             return None if count is None else [self._reply(depth + 1) for _ in range(count)]
-        raise NonsenseError(f"a reply begins with {kind!r}")
+        raise NonsenseError(f"it sent a reply that begins with {kind!r}")
 
     def _line(self) -> bytes:
         while True:
@@ -189,14 +191,14 @@ class Reader:
                 line = bytes(self._view[self._start : end])
                 self._start = end + 1
                 if not line.endswith(b"\r"):
-                    raise NonsenseError("a line ends without a carriage return")
+                    raise NonsenseError("it sent a line that ends without a carriage return")
                 return line[:-1]
             if self._start:
                 rest = self._stop - self._start
                 self._buffer[:rest] = self._buffer[self._start : self._stop]
                 self._start, self._stop = 0, rest
             elif self._stop == BUFFER_BYTES:
-                raise NonsenseError(f"a line of more than {BUFFER_BYTES} bytes")
+                raise NonsenseError(f"it sent a line of more than {BUFFER_BYTES} bytes")
             self._fill()
 
     def _fill(self) -> None:
@@ -305,7 +307,7 @@ def _with_tls(line: socket.socket, host: str, access: Access) -> ssl.SSLSocket:
     try:
         return context.wrap_socket(line, server_hostname=host)
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
-        raise BrokenWireError("the server closes the connection in the TLS handshake") from None
+        raise BrokenWireError("the server closed the connection during the TLS handshake") from None
 
 
 def cause_of(error: Exception) -> str:
@@ -314,7 +316,7 @@ def cause_of(error: Exception) -> str:
 
 
 def _joined(buffers: Iterable[Buffer]) -> Iterable[Buffer]:
-    """Join small neighbours, because TLS makes a record of each piece."""
+    """Join small neighbors, because TLS makes a record of each piece."""
     small = bytearray()
     for each in buffers:
         if len(each) <= BUFFER_BYTES:
@@ -335,7 +337,7 @@ def printable(line: bytes) -> str:
 
 def _number(digits: bytes) -> int:
     if len(digits) > 20 or not digits.removeprefix(b"-").isdigit():
-        raise NonsenseError("not a number")
+        raise NonsenseError("it sent something else instead of a number")
     return int(digits)
 
 
@@ -345,5 +347,5 @@ def _length(digits: bytes, most: int) -> int | None:
     if length == -1:
         return None
     if not 0 <= length <= most:
-        raise NonsenseError(f"a length of {length}, above the limit of {most}")
+        raise NonsenseError(f"it sent the length {length}, which is not in 0..{most}")
     return length

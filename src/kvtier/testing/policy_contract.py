@@ -30,7 +30,7 @@ class EvictorContract:
         raise NotImplementedError
 
     def test_the_victim_is_present_and_stays_until_it_is_removed(self) -> None:
-        """`victim` changes nothing."""
+        """Calling `victim` changes nothing."""
         evictor = self.make()
         assert evictor.victim(_none) is None
         evictor.added(use_of(1))
@@ -91,7 +91,9 @@ class EvictorContract:
         evictor.added(use_of(1, parent=2))
         evictor.added(use_of(2, parent=1))
         evictor.added(use_of(3, parent=3))
-        assert _drain(evictor) == {name_of(1), name_of(2), name_of(3)}, "names whose parents form a cycle stay for ever"
+        assert _drain(evictor) == {name_of(1), name_of(2), name_of(3)}, (
+            "names whose parents form a cycle are never evicted"
+        )
 
 
 def _none(_name: bytes) -> bool:
@@ -106,7 +108,7 @@ def _drain(evictor: Evictor) -> set[bytes]:
     """Evict all objects, and return their names."""
     gone: set[bytes] = set()
     while (victim := evictor.victim(_none)) is not None:
-        assert victim not in gone, "a name that was removed is chosen again"
+        assert victim not in gone, "the policy chose a name that was removed"
         gone.add(victim)
         evictor.removed(victim)
     return gone

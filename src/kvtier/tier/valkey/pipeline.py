@@ -10,8 +10,7 @@ from contextlib import suppress
 from math import inf
 
 from kvtier.tier.deadline_calls import remaining_s
-from kvtier.tier.valkey.servers import ServerDownError, Servers
-from kvtier.tier.valkey.wire import (
+from kvtier.tier.valkey.connection import (
     MANY_CLIENTS,
     BrokenWireError,
     Buffer,
@@ -24,6 +23,7 @@ from kvtier.tier.valkey.wire import (
     cause_of,
     command,
 )
+from kvtier.tier.valkey.servers import ServerDownError, Servers
 
 REPEATS_MAX = 6
 """Maximum number of repetitions of one request after temporary failures."""
@@ -32,8 +32,8 @@ PAUSE_S, PAUSE_MAX_S = 0.02, 0.5
 PASSING = frozenset({"MOVED", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "READONLY", "MASTERDOWN", "BUSY"})
 """Codes of refusals worth a retry."""
 STALL_SHARE = 0.15
-"""Share of the deadline that reads may take without a byte. Each object is read once more on its own connection if the
-server then answers. An object that gets no byte there cannot be read."""
+"""Share of the deadline after which a read without a byte has stalled. If the server still answers, each object is then
+read once more on its own connection. If no byte arrives there either, the read fails."""
 MOVING = frozenset({"ASK", "TRYAGAIN"})
 """Codes of refusals while a slot moves to another server."""
 
@@ -47,7 +47,7 @@ class Request:
     """
 
     may_stall = False
-    """Whether this reads an object. A read fails after `STALL_SHARE` of the deadline without a byte; others go on."""
+    """Whether this reads an object. Only reads fail after `STALL_SHARE` of the deadline without a byte."""
 
     def __init__(self, slot: int, buffers: Sequence[Buffer]) -> None:
         self.slot, self.buffers = slot, buffers
@@ -90,7 +90,7 @@ class Transaction(Request):
         self._count = len(commands)
 
     def take(self, reader: Reader) -> Reply:
-        """Return the first refusal, or else the last reply. The transaction's own refusal is only a consequence."""
+        """Return the first refusal, or else the last reply. A refused EXEC only follows from an earlier refusal."""
         replies = [reader.reply() for _ in range(self._count + 2)]
         return next((each for each in replies if isinstance(each, RefusedError)), replies[-1])
 
@@ -171,7 +171,7 @@ class Requests:
             if has_stalled and self._is_well(wire.node, min(end_s, time.monotonic() + stall_s / 2)):
                 wire.close()
                 for each in group[done:]:
-                    each.failure, each.is_down = f"{wire.node}: no byte for {stall_s:g} s", False
+                    each.failure, each.is_down = f"{wire.node}: no byte arrived for {stall_s:g} s", False
                     each.may_pass, each.is_alone = not each.is_alone, True
             else:
                 self._broke(wire, group[done:], error)

@@ -50,8 +50,8 @@ class SealKey:
     def of(cls, tenant: str, epoch: int, material: bytes, *, opens_only: bool = False) -> Self:
         """Derive `key` and `check` from 32 secret bytes.
 
-        Epoch and tenant enter the derivation, so equal material never gives equal keys. A line with another epoch
-        or tenant is another key, which does not open frames that the first one sealed.
+        Epoch and tenant enter the derivation, so equal material never gives equal keys. After a change of
+        a line's epoch or tenant, its key no longer opens the frames sealed before.
         """
         whose = epoch.to_bytes(4, "little") + tenant.encode()
         key, check = (hkdf(material, domain + whose) for domain in (b"kvtier.seal\0", b"kvtier.check\0"))
@@ -77,7 +77,7 @@ class Keyring:
         return self._sealing.get(tenant)
 
     def knows(self, check: bytes) -> SealKey | None:
-        """Return the key with this `check`, of any tenant."""
+        """Return the key that has this `check`, whatever its tenant; None if there is none."""
         return self._by_check.get(check)
 
 
@@ -95,7 +95,9 @@ def parse(content: bytes, origin: str) -> Keyring:
     # An exception of the decoder would contain the content.
     lines = content.decode("utf-8-sig", errors="replace").rstrip().split("\n")
     if len(content) > BYTES_MAX or len(lines) > LINES_MAX:
-        raise ConfigError(f"has {len(lines)} lines", setting=origin, allowed=f"{LINES_MAX} lines and {BYTES_MAX} bytes")
+        raise ConfigError(
+            f"has {len(lines)} lines", setting=origin, allowed=f"at most {LINES_MAX} lines and {BYTES_MAX} bytes"
+        )
     found: dict[tuple[str, int], SealKey] = {}
     for number, text in enumerate((line.partition("#")[0].strip() for line in lines), 1):
         if not text:

@@ -1,11 +1,11 @@
 """Handles what makes KV unusable (new weights, cache resets, cleared salts), and updates open requests.
 
-    weights      after a change, nothing is loaded or stored until a cache reset. A known change or vLLM's sleep stops
-                 loads and stores until `go_on`
+    weights      after an unknown change, nothing is loaded or stored until a cache reset. A known change, or vLLM's
+                 sleep, stops loads and stores only until `go_on`
     reset        a reset of the connector's cache gives requests other keys
     own reset    a reset of vLLM's own cache requires the blocks of all waiting requests
     salt         requests with a cleared salt get other keys
-    adapter      an adapter whose files are in doubt is not cached, nor is an image or other item in doubt
+    adapter      requests are not cached if the files of their adapter, or an image or other item, are in doubt
 
 Only the scheduler's thread uses this module, except where a method says otherwise.
 """
@@ -68,7 +68,7 @@ class Invalidation:
         self.reset_step = 0
         """First step after the last cache reset of an idle engine."""
         self._trusted_step = 0
-        """First step in which the workers compare their weights with the present ones."""
+        """First step whose reports of changed weights count. In earlier steps, workers compared with older weights."""
         self._own_is_empty = False
         """Whether vLLM's own cache was reset and no step has been scheduled since."""
         self.has_run = False
@@ -80,7 +80,7 @@ class Invalidation:
         self._is_reset = False
         """Whether a cache reset has given this engine other keys than other engines."""
         self._cleared_salts: set[str] = set()
-        """Salts whose requests have other keys in other engines. After a cache reset all requests do."""
+        """Salts whose requests have other keys in other engines. After a cache reset, all requests have other keys."""
         self.wishes: deque[str | None] = deque()
         """Salts to clear (None for all), added by other threads for the scheduler's thread."""
 
@@ -145,8 +145,9 @@ class Invalidation:
             return
         self._is_off = True
         logger.warning(
-            "the weights have changed, or may have (%s): kvtier loads and stores nothing. All prompts are computed. "
-            "It resumes after reset_prefix_cache(reset_connector=True), with KV of its own, and after a restart",
+            "the weights have changed, or may have (%s). kvtier loads and stores nothing, and all prompts are "
+            "computed, until a restart or reset_prefix_cache(reset_connector=True). After the reset, this engine uses "
+            "new keys, so it shares no KV with other engines",
             what,
         )
         self._cancel_all()
@@ -162,14 +163,17 @@ class Invalidation:
         self._cancel_all()
 
     def mixes_weights(self) -> None:
-        """Store nothing that builds on vLLM's own KV until vLLM resets it. Other weights computed that KV."""
+        """Store nothing that builds on KV in vLLM's own cache until vLLM resets it. Other weights computed that KV.
+
+        If vLLM's own cache is empty, this has no effect.
+        """
         self._has_mixed_weights = self._has_mixed_weights or not (self._own_is_empty or self._stores.pins.is_blank)
 
     def go_on(self, *, has_own_keys: bool, cleared_salts: Collection[str]) -> None:
         """Resume loads and stores, now that the workers have identified the current weights.
 
         Args:
-            has_own_keys: whether other engines have other keys.
+            has_own_keys: whether other engines have other keys for all requests.
             cleared_salts: salts whose requests have other keys in other engines.
         """
         self.stopped_by = ""
@@ -185,7 +189,7 @@ class Invalidation:
         self._restart_waiting()
 
     def _restart_waiting(self) -> None:
-        """Restart, without their loads, requests that wait for a load, or that have one and have not started."""
+        """Restart requests that were offered a load and have not started since, and discard what their loads bring."""
         waiting = {name: it for name, it in self._requests.items() if it.match is not None and it.began_step is None}
         for tracked in waiting.values():
             if tracked.load is not None:
@@ -222,7 +226,7 @@ class Invalidation:
         if self._is_off and not is_empty:
             return False
         self._is_off = False
-        if is_empty:  # else a change that is noticed later may have happened earlier
+        if is_empty:  # else a change that is noticed after the reset may have happened before it
             self.reset_step = self._trusted_step = self._step + 1
             self.has_undrafted = False
             self._keys.adapters.mixed.clear()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from kvtier.connect.programs import ask_program, installed_version
+from kvtier.connect.installed_programs import ask_program, installed_version
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import redacted
 
@@ -20,7 +20,7 @@ BACKEND: Mapping[str, object] = {
     "class_name": "KvtierStorage",
     "interface_v1": 1,
 }
-"""SGLang's part of ``--hicache-storage-backend-extra-config``. ``interface_v1`` avoids an extra copy."""
+"""The keys of ``--hicache-storage-backend-extra-config`` that select kvtier. ``interface_v1`` avoids an extra copy."""
 
 OWN_KEYS: Mapping[str, object] = {
     "prefetch_threshold": 256,
@@ -45,14 +45,14 @@ PAGE_TOKENS = 64
 UNUSED = ("host.capacity_bytes",)
 """Settings that have no effect, because SGLang owns the host memory."""
 
-PROGRAM = Path(__file__).with_name("server_arguments.py")
+PROGRAM = Path(__file__).with_name("environment_probe.py")
 
 DEADLINE_S = 180.0
 """Seconds that importing SGLang may take. The import takes 10 s, or a minute from a cold disk."""
 
 
 class Environment(NamedTuple):
-    """One Python environment, as `server_arguments` describes it."""
+    """One Python environment, as `environment_probe` describes it."""
 
     version: str | None
     """SGLang's release; None if it is not installed."""
@@ -86,12 +86,12 @@ def check_version(version: str | None, unsupported: str = "refuse") -> None:
     """
     allowed = " and ".join(SUPPORTED)
     if version is None:
-        raise ConfigError(f"SGLang is not installed; allowed: {allowed}")
+        raise ConfigError(f"SGLang is not installed; allowed: SGLang {allowed}")
     if not is_supported(version) and unsupported == "refuse":
         raise ConfigError(
-            f"SGLang {version} is not supported by this release of kvtier; allowed: {allowed}. Another release may "
-            "store KV in another layout. To use it nevertheless, set sglang.unsupported=allow; only the same release "
-            "then finds its KV"
+            f"SGLang {version} is not supported by this release of kvtier; allowed: SGLang {allowed}. Another release "
+            "may store KV in another layout. To use it nevertheless, set sglang.unsupported=allow; its KV is then "
+            "found only by the same release"
         )
 
 
@@ -114,7 +114,8 @@ def look(
         NotInTimeError: the deadline has passed.
         ConfigError: the interpreter cannot be run.
     """
-    # -P ignores modules with the same names in the current folder. Like kvtier, -P requires Python 3.11.
+    # With -P, files in the current folder cannot replace the modules that the program imports. Like kvtier, it requires
+    # Python 3.11.
     command = [str(python or sys.executable), "-P", "-c", PROGRAM.read_text(encoding="utf-8")]
     if arguments is not None:
         command.append(json.dumps(list(arguments)))
@@ -141,11 +142,11 @@ def read_extra(text: str) -> dict[str, object]:
         path = Path(text[1:])
         problem, hint, suffix = f"{path} cannot be read", "", path.suffix.lower()
         if suffix not in {".json", ".toml"}:
-            raise ConfigError(f"{problem}: format {suffix!r}; allowed: .json, .toml")
+            raise ConfigError(f"{problem}, because its suffix is {suffix!r}; allowed: .json, .toml")
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or 'is not text'}") from error
+            raise ConfigError(f"{problem}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
     try:
         value: object = json.loads(text) if suffix == ".json" else tomllib.loads(text)
     except RecursionError:
@@ -154,7 +155,7 @@ def read_extra(text: str) -> dict[str, object]:
         place = f": line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise ConfigError(f"{problem}{place}{hint}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"is a {type(value).__name__}; allowed: an object")
+        raise ConfigError(f"has the type {type(value).__name__}; allowed: a JSON object or a TOML table")
     return cast("dict[str, object]", value)
 
 

@@ -82,8 +82,8 @@ class Worker:
         vLLM runs empty steps in a loop while it has nothing to compute, in the process whose threads copy the KV. Each
         system call of these threads then waits for the GIL, up to 5 ms (`sys.getswitchinterval`). So an empty step
         waits here for the next report, and thereby releases the GIL. Reading 31 files of 0.5 MB on two cores took 14 ms
-        with the wait. Without the wait, the median was 51 ms. It was 21 ms with a switch interval of 0.5 ms, and 149 ms
-        with 20 ms. (With more and smaller reads it took 2.6 s.)
+        with the wait. Without the wait, the median was 51 ms, or 21 ms with a switch interval of 0.5 ms, or 149 ms with
+        one of 20 ms. (More and smaller reads took 2.6 s without the wait.)
         """
         with self._changed:
             if self._orders.is_waiting and not self._loaded:

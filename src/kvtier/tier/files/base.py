@@ -22,7 +22,7 @@ class FileSystemTier(Tier):
         root: root of the store.
         name: the tier's name in metrics and errors.
         capacity_bytes: the configured cap.
-        any_owner: as in `machine.FileTierSettings`.
+        any_owner: as in `path_checks.FileTierSettings`.
     """
 
     def __init__(self, root: str | Path, name: str, capacity_bytes: int, *, any_owner: bool = False) -> None:
