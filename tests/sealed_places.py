@@ -13,7 +13,7 @@ from tests.cluster.valkey_bed import Server, install
 from tests.small_s3 import SmallS3
 
 from kvtier.codec.frame_header import MAGIC, Head, head_bytes_of, read_head
-from kvtier.runtime.codec_choice import CodecChoice
+from kvtier.runtime.adaptive_coding import CodecChoice
 from kvtier.tier.valkey.parts import HEADER
 
 KINDS = ("disk", "s3", "valkey")

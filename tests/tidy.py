@@ -41,10 +41,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("environment", "src/kvtier/tools/demo/worker.py"): "starts processes with an environment of their own",
     ("environment", "src/kvtier/tools/bench/serve/server.py"): "starts servers with an environment of their own",
     ("environment", "src/kvtier/cli/main.py"): "a shell that asks for completions says so there",
-    ("environment", "src/kvtier/cli/migrate.py"): "other caches have settings there, too",
+    ("environment", "src/kvtier/cli/convert_settings.py"): "other caches have settings there, too",
     ("environment", "src/kvtier/cli/vllm_doctor.py"): "vLLM takes the seed of its block hashes from there",
     ("environment", "src/kvtier/connect/sglang/identity.py"): "variables of SGLang itself change its KV",
-    ("environment", "src/kvtier/connect/sglang/server_arguments.py"): "SGLang itself chooses its plug-ins there",
+    ("environment", "src/kvtier/connect/sglang/environment_probe.py"): "SGLang itself chooses its plug-ins there",
     ("environment", "src/kvtier/tier/mooncake/client.py"): "Mooncake's library takes its limits from there only",
     (
         "environment",
@@ -52,13 +52,13 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ): "vLLM makes the plug-in, without settings of ours",
     ("logging_setup", "src/kvtier/connect/vllm/vllm_logging.py"): "vLLM configures its own logger alone",
     ("endless_waits", "src/kvtier/runtime/worker_queues.py"): "one wake-up for each idle thread",
-    ("endless_waits", "src/kvtier/runtime/in_flight_calls.py"): "drops the oldest beyond `EVENTS_MAX`",
+    ("endless_waits", "src/kvtier/runtime/session_events.py"): "drops the oldest beyond `EVENTS_MAX`",
     (
         "endless_waits",
         "src/kvtier/tools/bench/io_harness.py",
     ): "one answer for each command in flight, which the core limits",
     ("raw_errors", "src/kvtier/runtime/protocol.py"): "an error of our own reading; its reader describes it again",
-    ("raw_errors", "src/kvtier/connect/sglang/server_arguments.py"): "runs without kvtier; its reader hides secrets",
+    ("raw_errors", "src/kvtier/connect/sglang/environment_probe.py"): "runs without kvtier; its reader hides secrets",
     ("endless_waits", "src/kvtier/keys/weights.py"): "a checkpoint is read before anything runs, as long as it takes",
 }
 """Reasons by rule and file. An exception that is no longer needed is a finding too."""

@@ -20,7 +20,7 @@ from tests.faults.disk_world import group_of, identity, payload_of, sealed
 
 from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, unpack_in_place
 from kvtier.errors import CorruptChunkError, TierError
-from kvtier.testing.tier import empty_frame, object_name
+from kvtier.testing.tier_contract import empty_frame, object_name
 from kvtier.tier.base import Read, Tier, Write
 
 NAMES = 200

@@ -20,13 +20,13 @@ from tests.waiting import wait_until
 
 from kvtier.config.sections import Config, HostConfig, LimitsConfig
 from kvtier.connect.vllm.geometry import Geometry
-from kvtier.connect.vllm.requests.history import RequestHistory
+from kvtier.connect.vllm.requests.miss_reasons import RequestHistory
 from kvtier.connect.vllm.requests.request_events import RequestEvents
 from kvtier.connect.vllm.requests.transfer_params import TransferParams
 from kvtier.connect.vllm.scheduler.block_pool import BlockPins
 from kvtier.connect.vllm.scheduler.scheduler import Scheduler
 from kvtier.connect.vllm.worker.copier import open_copier
-from kvtier.connect.vllm.worker.worker import Worker
+from kvtier.connect.vllm.worker.worker_step import Worker
 from kvtier.core.planner import Planner
 from kvtier.keys.chain import Chain
 from kvtier.layout import History, Window, engine_bytes, of_all_ranks

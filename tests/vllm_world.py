@@ -17,7 +17,7 @@ from kvtier.connect.vllm.worker.cpu_copy import CpuPageCopy
 from kvtier.connect.vllm.worker.cuda_copy import CudaPageCopy
 from kvtier.connect.vllm.worker.pages import EnginePages, engine_pages
 from kvtier.layout import KvLayout
-from kvtier.testing.copier import CopierWorld
+from kvtier.testing.copier_contract import CopierWorld
 from kvtier.types import RequestId
 
 BLOCKS = 120

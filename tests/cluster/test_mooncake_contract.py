@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.testing.tier import TierContract, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import TierContract, empty_frame, frame_of, object_name
 
 SIZE = 1 << 20
 

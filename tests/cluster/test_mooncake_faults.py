@@ -17,10 +17,10 @@ from tests.shared.proxy import Proxy
 from tests.waiting import wait_until
 
 from kvtier.errors import TierError
-from kvtier.testing.tier import empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import empty_frame, frame_of, object_name
 from kvtier.tier.base import Read, Write
 from kvtier.tier.mooncake.client import LANES, STALL_S
-from kvtier.tier.mooncake.sockets import data_port, split_address
+from kvtier.tier.mooncake.socket_filter import data_port, split_address
 
 SIZE = 1 << 20
 COUNT = 12

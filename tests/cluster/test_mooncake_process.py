@@ -23,10 +23,10 @@ from tests.refusals import refuses
 from tests.waiting import free_port
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.mooncake import client as mooncake_client
 from kvtier.tier.mooncake.kind import KIND, MooncakeSettings
-from kvtier.tier.mooncake.sockets import NodeError, data_port, shut_out
+from kvtier.tier.mooncake.socket_filter import NodeError, data_port, shut_out
 from kvtier.tier.registry import TierContext
 
 _ENGINE = """

@@ -8,7 +8,7 @@ from tests.rig import Engine, looked_up, places_of, prefix_of, stored
 from tests.shared.node_sessions import QUICK, ServerSessionContract, opened
 from tests.shared.tool_store import FEW, Store
 
-from kvtier.testing.tier import empty_frame
+from kvtier.testing.tier_contract import empty_frame
 from kvtier.tier.mooncake.client import MooncakeClient
 from kvtier.tier.mooncake.tier import MooncakeTier
 

@@ -24,10 +24,10 @@ from tests.waiting import wait_until
 
 from kvtier.errors import TierError
 from kvtier.tier.base import Write
+from kvtier.tier.valkey.connection import Node, Reader, Wire
 from kvtier.tier.valkey.parts import PART_BYTES
-from kvtier.tier.valkey.requests import STALL_SHARE
+from kvtier.tier.valkey.pipeline import STALL_SHARE
 from kvtier.tier.valkey.servers import REFRESH_INTERVAL_S, slot_of
-from kvtier.tier.valkey.wire import Node, Reader, Wire
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 from tests.cluster.valkey_world import fresh_prefix, open_tier
 
-from kvtier.testing.tier import TierContract, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import Read, Write
 from kvtier.tier.valkey.parts import PART_BYTES
 

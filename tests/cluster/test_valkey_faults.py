@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 
 from kvtier.errors import TierError
 from kvtier.tier.base import Read, Write
-from kvtier.tier.valkey import requests as valkey_requests
+from kvtier.tier.valkey import pipeline
 from kvtier.tier.valkey.parts import PART_BYTES
 
 SIZE = 2 * MIB
@@ -59,7 +59,7 @@ def test_a_short_outage_is_bridged(valkey, monkeypatch):
         tier = open_tier(proxy, prefix=fresh_prefix(), deadline_s=3.0)
         assert during_an_outage(proxy, lambda: tier.write(name_of(1), frame))
         assert during_an_outage(proxy, lambda: tier.read(name_of(1), into)) == 4096
-        monkeypatch.setattr(valkey_requests, "REPEATS_MAX", 0)  # the control: without repetitions it fails
+        monkeypatch.setattr(pipeline, "REPEATS_MAX", 0)  # the control: without repetitions it fails
         with pytest.raises(TierError):
             during_an_outage(proxy, lambda: tier.read(name_of(1), into))
 
@@ -102,7 +102,7 @@ def test_an_object_whose_read_hangs_fails_in_a_share_of_the_deadline_and_no_othe
         proxy.swallows = swallows
         proxy.cut()
         proxy.heal()
-        answers = timed(lambda: tier.read_many(reads), DEADLINE_S * (2 * valkey_requests.STALL_SHARE + 0.2))
+        answers = timed(lambda: tier.read_many(reads), DEADLINE_S * (2 * pipeline.STALL_SHARE + 0.2))
         assert [number for number, each in enumerate(answers) if isinstance(each, TierError)] == sorted(dead)
         for number in set(range(8)) - dead:
             assert answers[number] == SIZE

@@ -20,9 +20,9 @@ from kvtier.config.value_types import PrivateText
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier import registry
 from kvtier.tier.registry import TierContext
+from kvtier.tier.valkey.connection import Access
 from kvtier.tier.valkey.kind import KIND, ValkeySettings
 from kvtier.tier.valkey.tier import ValkeyTier
-from kvtier.tier.valkey.wire import Access
 
 PASSWORD = "correct-horse-battery"
 CONTEXT = TierContext(layout=LAYOUT, model=MODEL, key_id=KEY_ID)
@@ -253,7 +253,7 @@ import sys
 sys.modules["valkey"] = None
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
-from kvtier.testing.tier import empty_frame, object_name
+from kvtier.testing.tier_contract import empty_frame, object_name
 from kvtier.tier.registry import TierContext, built_in, by_name
 assert "valkey" in built_in()
 kind, layout = by_name("valkey"), KvLayout(1, (GroupLayout(History(), (4096,), "x"),))

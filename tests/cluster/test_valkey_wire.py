@@ -11,8 +11,8 @@ from tests.cluster.valkey_world import MIB, frame_of, name_of, open_tier
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.base import Read
+from kvtier.tier.valkey.connection import Access, Node, RefusedError, Wire
 from kvtier.tier.valkey.parts import HEADER, MAGIC, PART_BYTES
-from kvtier.tier.valkey.wire import Access, Node, RefusedError, Wire
 
 pytestmark = pytest.mark.cluster_core
 DEADLINE_S = 0.3

@@ -7,7 +7,7 @@ import pytest
 from kvtier.codec import lossy, registry
 from kvtier.codec.base import Codec, LossyCodec
 from kvtier.layout import Element
-from kvtier.testing.codec import CodecContract, LossyCodecContract
+from kvtier.testing.codec_contract import CodecContract, LossyCodecContract
 
 
 class TestRaw(CodecContract):

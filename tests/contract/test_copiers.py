@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvtier.layout import GroupLayout, History, KvLayout, State
-from kvtier.testing.copier import CopierContract, CopierWorld
+from kvtier.testing.copier_contract import CopierContract, CopierWorld
 from kvtier.testing.host_copier import HostCopier
 from kvtier.types import RequestId
 

@@ -8,7 +8,7 @@ from kvtier.policy.base import Evictor
 from kvtier.policy.fifo import Fifo
 from kvtier.policy.lru import Lru
 from kvtier.policy.registry import EVICTORS, make_evictor
-from kvtier.testing.policy import EvictorContract, use_of
+from kvtier.testing.policy_contract import EvictorContract, use_of
 
 
 class TestAdaptive(EvictorContract):

@@ -13,9 +13,9 @@ from tests.tier_makers import makes
 
 from kvtier.errors import TierError
 from kvtier.policy.fifo import Fifo
-from kvtier.testing import tier as suite
+from kvtier.testing import tier_contract as suite
 from kvtier.testing.example_tier import Shelf
-from kvtier.testing.tier import BLOCK_BYTES, TierContract
+from kvtier.testing.tier_contract import BLOCK_BYTES, TierContract
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk.tier import DiskTier
 

@@ -26,7 +26,7 @@ from kvtier.connect.transformers.caches import (
 from kvtier.connect.transformers.copier import CacheCopier
 from kvtier.connect.transformers.support import inspect_cache
 from kvtier.layout import History, Window
-from kvtier.testing.copier import CopierContract, CopierWorld
+from kvtier.testing.copier_contract import CopierContract, CopierWorld
 from kvtier.types import RequestId
 
 pytestmark = pytest.mark.engine

@@ -305,17 +305,17 @@ def test_files_that_cannot_be_compared_name_nothing(tmp_path: Path) -> None:
     model = llama()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     files = digest_files(checkpoint_files(tmp_path))
-    assert "only *.safetensors files are compared" in difference(model, files)
+    assert "contains no *.safetensors files" in difference(model, files)
     (tmp_path / "model.safetensors").write_bytes(b"torn")
-    assert "they cannot be compared" in difference(model, digest_files(checkpoint_files(tmp_path)))
+    assert "the comparison failed" in difference(model, digest_files(checkpoint_files(tmp_path)))
     model.save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
     files = digest_files(checkpoint_files(tmp_path))
     assert not difference(model, files)
     (tmp_path / "model.safetensors").touch()
-    assert "has changed meanwhile" in difference(model, files)
+    assert "has changed during the comparison" in difference(model, files)
     model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.data.as_subclass(WithoutSlices))
-    assert difference(model, files) == "they cannot be compared: no slices"
+    assert difference(model, files) == "the comparison failed: no slices"
 
 
 class WithoutSlices(torch.Tensor):

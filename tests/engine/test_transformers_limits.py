@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "chunked attention",
     ),
     "looks ahead": (lambda: gemma3(use_bidirectional_attention=True), "attends to later tokens"),
-    "own cache": (lambda: _made("RwkvForCausalLM", "RwkvConfig", 2), "does not use the cache it is given"),
+    "own cache": (lambda: _made("RwkvForCausalLM", "RwkvConfig", 2), "does not use the cache that it is given"),
     "static cache": (lambda: static(llama()), "cache_implementation is 'static'"),
 }
 
@@ -106,7 +106,7 @@ def test_an_option_that_cannot_be_served_passes_through_with_a_reason(
     assert reason in kv.last.uncached_reason
     assert (kv.last.restored_tokens, kv.last.stored_chunks, kv.last.computed_tokens) == (0, 0, 70)
     assert [record.message for record in caplog.records].count(
-        f"generated without the cache: {kv.last.uncached_reason} (logged once)"
+        f"a call did not use the cache: {kv.last.uncached_reason} (logged once)"
     ) == 1
 
 

@@ -145,6 +145,7 @@ np.savez(result, logits=torch.stack(output.logits).numpy(), sequences=output.seq
 """
 
 
+@pytest.mark.slow
 def test_a_new_process_continues_bit_for_bit_as_from_memory(tmp_path: Path) -> None:
     name = "gemma3"
     model = MODELS[name]()

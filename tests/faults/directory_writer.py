@@ -13,7 +13,7 @@ import random
 import sys
 
 from kvtier.errors import TierError
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, object_name
 from kvtier.tier.base import About
 from kvtier.tier.directory.tier import DirectoryTier
 

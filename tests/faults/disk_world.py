@@ -15,7 +15,7 @@ from kvtier.codec.frame_header import Identity
 from kvtier.codec.raw import Raw
 from kvtier.errors import CorruptChunkError
 from kvtier.layout import ALIGNMENT, GroupLayout, History
-from kvtier.testing.tier import empty_frame, object_name
+from kvtier.testing.tier_contract import empty_frame, object_name
 from kvtier.tier.base import Write
 from kvtier.tier.disk.segment import Segment
 from kvtier.tier.disk.tier import DiskTier

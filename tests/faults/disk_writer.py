@@ -13,7 +13,7 @@ import threading
 
 from disk_world import look, open_tier, sealed
 
-from kvtier.testing.tier import object_name
+from kvtier.testing.tier_contract import object_name
 from kvtier.tier.base import Write
 
 NAMES = 60

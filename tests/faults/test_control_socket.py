@@ -18,7 +18,7 @@ from tests.system import until
 
 from kvtier.errors import ConfigError
 from kvtier.runtime import control_socket as module
-from kvtier.runtime import local_sockets
+from kvtier.runtime import local_server
 from kvtier.runtime.control_socket import ControlError, ControlSocket, ask
 
 IS_ROOT = os.geteuid() == 0
@@ -101,7 +101,7 @@ def test_a_call_is_answered_and_its_file_goes_with_the_server(path, calls):
     assert ask(path, "find", {"tokens": [1]}) == {"large": "", "command": "find"}
     assert ask(path, "find", {"size": 8 << 20})["large"] == "x" * (8 << 20)
     assert calls.made[0] == ("find", {"tokens": [1]})
-    with pytest.raises(ControlError, match=r"the answer has 16777\d+ bytes; allowed: 16777216"):
+    with pytest.raises(ControlError, match=r"the answer has 16777\d+ bytes; allowed: at most 16777216"):
         ask(path, "find", {"size": module.ANSWER_BYTES_MAX})
     server.close()
     server.close()
@@ -114,7 +114,7 @@ def test_a_call_is_answered_and_its_file_goes_with_the_server(path, calls):
 @pytest.mark.parametrize(
     ("request_line", "error"),
     [
-        (b"\n", "is not a JSON object in one line"),
+        (b"\n", "is not a JSON object on one line"),
         (b"GET / HTTP/1.1\r\n\r\n", "is not a JSON object"),
         (b"[1]\n", "is not a JSON object"),
         (b"\xff\xfe\n", "is not a JSON object"),
@@ -122,15 +122,15 @@ def test_a_call_is_answered_and_its_file_goes_with_the_server(path, calls):
         (b"\x80\x04\x95\n", "is not a JSON object"),
         (b'{"version": 2}\n', "has version 2; allowed: 1"),
         (b'{"version": 1}\n', "command must be a string"),
-        (line(arguments=[]), "arguments an object"),
-        (line(more=1), "has ['more']; allowed: version, command"),
+        (line(arguments=[]), "arguments must be an object"),
+        (line(more=1), "has the unknown fields ['more']; allowed: version, command"),
         (line(deadline_s=0), "deadline_s = 0; allowed: above 0, up to 60"),
         (line(deadline_s=1e9), "deadline_s = 1000000000.0"),
         (line(deadline_s="1"), "deadline_s = 1"),
         (line(deadline_s=True), "deadline_s = True"),
         (b'{"version": 1, "command": "find", "deadline_s": NaN}\n', "deadline_s = nan"),
         (line(command="wrong"), "wrong is not allowed"),
-        (b"x" * (module.REQUEST_BYTES_MAX + 1), "longer than 1048576 bytes"),
+        (b"x" * (module.REQUEST_BYTES_MAX + 1), "more than 1048576 bytes"),
     ],
 )
 def test_bad_requests_get_a_clear_error(served, calls, request_line, error):
@@ -282,23 +282,23 @@ def test_a_client_waits_no_longer_than_its_deadline(served):
 
 
 def test_a_request_that_no_server_would_take_is_not_sent(served, calls):
-    with pytest.raises(ControlError, match="allowed: 1048576"):
+    with pytest.raises(ControlError, match="allowed: at most 1048576"):
         ask(served.path, "find", {"tokens": [100_000] * 200_000})
     assert calls.made == []
 
 
 def test_processes_of_other_users_are_refused(served, calls, monkeypatch, caplog):
-    monkeypatch.setattr(local_sockets, "peer_of", lambda _peer: (1, os.geteuid() + 1))
+    monkeypatch.setattr(local_server, "peer_of", lambda _peer: (1, os.geteuid() + 1))
     with connected(served.path) as connection:
         assert received(connection) == b""
-    until(lambda: f"{served.path}: a connection was refused: process 1 is of user" in caplog.text)
+    until(lambda: f"{served.path}: a connection was refused: process 1 belongs to user" in caplog.text)
     monkeypatch.undo()
     assert ask(served.path, "find", {})["command"] == "find"
     assert calls.made == [("find", {})]
 
 
 def test_a_client_that_cannot_be_identified_ends_no_server(served, monkeypatch, caplog):
-    monkeypatch.setattr(local_sockets, "peer_of", MagicMock(side_effect=OSError(errno.ENOTCONN, "not connected")))
+    monkeypatch.setattr(local_server, "peer_of", MagicMock(side_effect=OSError(errno.ENOTCONN, "not connected")))
     with connected(served.path) as connection:
         assert received(connection) == b""
     until(lambda: f"{served.path}: a connection was refused: OSError: [Errno 107]" in caplog.text)
@@ -338,7 +338,8 @@ def test_a_client_sends_nothing_to_a_socket_that_another_user_holds_or_can_repla
             os.chown(path, who, who)
         path.chmod(0o622 if change == "mode" else 0o600)
         with pytest.raises(
-            ControlError, match=f"nothing was sent to {path}: user .*allowed: this user or root.*run this as user"
+            ControlError,
+            match=f"nothing was sent to {path}: user .*allowed: a socket of this user or root.*run this as user",
         ):
             ask(path, "find", {"tokens": [1], "salt": "tenant"})
         connection, _ = listener.accept()
@@ -450,7 +451,7 @@ def test_a_server_does_not_remove_the_socket_of_another(path, calls):
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
 def test_a_directory_in_which_others_can_write_is_refused(path, calls, mode):
     path.parent.chmod(mode)
-    with refuses("control.socket", f"mode {mode:o} ", value=str(path), allowed="one of this user or root"):
+    with refuses("control.socket", f"mode {mode:o} ", value=str(path), allowed="a directory of this user or root"):
         ControlSocket(path, calls.answer)
     assert not path.exists()
 
@@ -463,7 +464,7 @@ def test_what_is_no_socket_is_refused_and_kept(path, calls, kind):
         path.symlink_to(path.parent / "other")
     else:
         path.mkdir()
-    with refuses("control.socket", "not a socket", value=str(path), allowed="a path without a file"):
+    with refuses("control.socket", "is not a socket", value=str(path), allowed="a path where no file exists"):
         ControlSocket(path, calls.answer)
     assert path.is_symlink() or path.exists()
     assert not (path.parent / "other").exists()

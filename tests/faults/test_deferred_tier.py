@@ -33,7 +33,7 @@ from kvtier.config.sections import Config
 from kvtier.core.tier_state import RETRY_SECONDS_MAX
 from kvtier.errors import ConfigError, KvError, TierError
 from kvtier.observe import metric_definitions as table
-from kvtier.runtime import deferred_tier, secret_source
+from kvtier.runtime import deferred_tier, store_secret
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.rank import open_rank
@@ -45,7 +45,7 @@ from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk import tier as disk
 from kvtier.tier.disk.kind import DiskSettings
 from kvtier.tier.disk.tier import DiskTier
-from kvtier.tier.files import file_tier
+from kvtier.tier.files import file_per_object
 from kvtier.types import NextTurn
 
 KINDS = ["directory", "disk"]
@@ -189,7 +189,7 @@ def test_an_open_tier_without_its_path_is_down_until_it_is_back(tmp_path: Path, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_store_opens_after_a_failed_attempt(root: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its secret is there before it, and is no stranger to it: not to the next try, nor to the next start."""
-    place, call = {"directory": (file_tier, "open_store"), "disk": (disk, "open_marker")}[kind]
+    place, call = {"directory": (file_per_object, "open_store"), "disk": (disk, "open_marker")}[kind]
     make, tries = getattr(place, call), iter([OSError(errno.ENOSPC, "planned")])
 
     def fail_once(*given: Any) -> Any:
@@ -211,7 +211,7 @@ def test_a_new_store_opens_after_a_failed_attempt(root: Path, kind: str, monkeyp
 def test_a_store_that_opens_just_before_its_secret_is_read_gets_one(tmp_path: Path, kind: str) -> None:
     opened(kind, tmp_path, Engine(64)).session.close()
     (tmp_path / "secret").unlink()
-    found = secret_source.store_secret(settings(kind, tmp_path), {kind}, None, "")  # its tier counts as down still
+    found = store_secret.store_secret(settings(kind, tmp_path), {kind}, None, "")  # its tier counts as down still
     assert (tmp_path / "secret").read_bytes() == found
 
 
@@ -294,7 +294,7 @@ def test_a_secret_that_hangs_is_one_of_this_process(
 ) -> None:
     filled(kind, tmp_path / "kv", Engine(64))
     go_on = threading.Event()
-    monkeypatch.setattr(secret_source, "load_or_create", lambda _path, **_: go_on.wait(DEADLINE_S))
+    monkeypatch.setattr(store_secret, "load_or_create", lambda _path, **_: go_on.wait(DEADLINE_S))
     opens = DeferredTier.opened  # which the deadline below is not meant for
     monkeypatch.setattr(DeferredTier, "opened", lambda tier, _deadline_s, **more: opens(tier, DEADLINE_S, **more))
     try:
@@ -315,7 +315,7 @@ def test_a_secret_that_cannot_be_read(tmp_path: Path, trouble: OSError, monkeypa
     def fail(*_given: Any, **_: object) -> int:
         raise trouble
 
-    monkeypatch.setattr(secret_source, "load_or_create", fail)
+    monkeypatch.setattr(store_secret, "load_or_create", fail)
     session = opened("directory", tmp_path / "kv", Engine(64))
     assert is_useful_without(session)
     session.session.close()

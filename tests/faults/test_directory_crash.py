@@ -10,7 +10,7 @@ import pytest
 from directory_writer import content
 from test_directory_shared import CAPACITY, DEADLINE_S, start_writer, used_exactly
 
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.files.temp_files import TEMP_AGE_S
 

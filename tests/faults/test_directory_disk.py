@@ -8,7 +8,7 @@ from tests.system import small_file_system, until
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.observe import metric_definitions as table
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.files import full_disk as effective_cap
 from kvtier.tier.files.full_disk import FULL

@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 from test_directory_shared import used_exactly
 
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import Write
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.files.store_paths import charge_bytes

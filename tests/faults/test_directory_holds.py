@@ -12,7 +12,7 @@ from test_directory_every_step import drafted
 
 from kvtier.errors import TierError
 from kvtier.policy.lru import Lru
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import UNKNOWN
 from kvtier.tier.directory import ledger_cap as byte_cap
 from kvtier.tier.directory import tier as directory

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TierError
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.directory.tier import DirectoryTier, _open_for_reading
 from kvtier.tier.files.store_paths import Paths, charge_bytes
 

@@ -10,7 +10,7 @@ import pytest
 from disk_world import SEGMENT_BYTES, check_accounts, look, open_tier, sealed
 
 from kvtier.errors import TierError
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import Read, Write
 from kvtier.tier.disk.tier import DiskTier
 

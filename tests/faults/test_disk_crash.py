@@ -26,7 +26,7 @@ from disk_world import (
 from tests.system import snapshot, until
 
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
-from kvtier.testing.tier import empty_frame, object_name
+from kvtier.testing.tier_contract import empty_frame, object_name
 from kvtier.tier.disk.format import BLOCK_BYTES, Header, pack_header
 from kvtier.tier.disk.marker import MARKER_NAME, DiskMarker, parse_marker, repair_marker
 from kvtier.tier.disk.status import STATUS_NAME, read_status

@@ -17,7 +17,7 @@ import pytest
 from disk_world import look, write_all
 
 from kvtier.errors import TierError
-from kvtier.testing.tier import empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import empty_frame, frame_of, object_name
 from kvtier.tier.disk.tier import DiskTier
 
 WAIT_S = 60.0

@@ -13,7 +13,7 @@ from tests.system import in_child, small_file_system, until
 
 from kvtier.cli.main import run
 from kvtier.errors import DamagedStoreError, TierError
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import Read
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk import segment_pool

@@ -16,7 +16,7 @@ from disk_world import (
     write_all,
 )
 
-from kvtier.testing.tier import object_name
+from kvtier.testing.tier_contract import object_name
 from kvtier.tier.disk.segment import Segment
 
 NAMES = 90

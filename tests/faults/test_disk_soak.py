@@ -23,7 +23,7 @@ from tests.tier_soak import FRAMES, NAMES, Worker
 
 from kvtier.cli.main import run
 from kvtier.errors import DamagedStoreError, TierError
-from kvtier.testing.tier import empty_frame, object_name
+from kvtier.testing.tier_contract import empty_frame, object_name
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk.marker import MARKER_NAME
 from kvtier.tier.disk.status import STATUS_NAME

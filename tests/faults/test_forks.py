@@ -11,7 +11,7 @@ import pytest
 from tests.system import in_child, snapshot, until
 
 from kvtier.errors import TierError
-from kvtier.testing.tier import empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import empty_frame, frame_of, object_name
 from kvtier.tier.base import Tier
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk.status import STATUS_NAME

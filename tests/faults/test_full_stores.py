@@ -71,7 +71,7 @@ def test_a_tier_without_a_reason(caplog):
         assert demoted(world, REFUSED_MIN - 1) == {Outcome.FAILED}
         assert lines(caplog) == [], "a policy may refuse some"
         assert demoted(world, WRITES) == {Outcome.FAILED}
-        why = f"the last {REFUSED_MIN} were not admitted"
+        why = f"the last {REFUSED_MIN} objects were not admitted"
         assert lines(caplog) == [("WARNING", f"tier memory refuses writes: {why}")]
         tier.is_full = False
         assert demoted(world, 3) == {Outcome.DONE}

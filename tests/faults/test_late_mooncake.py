@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     sys.exit(f"skip: {error}")
 from tests.cluster.mooncake_store import MooncakeStore
-from kvtier.testing.tier import empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import empty_frame, frame_of, object_name
 from kvtier.tier.mooncake.replica_reads import MooncakeNodes
 
 SIZE = 64 << 20

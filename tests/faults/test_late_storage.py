@@ -14,7 +14,7 @@ from hanging_fs import HangingFs, hanging_fs, missing
 from mover_world import WAIT_S
 from tests.cluster.hostile import Hostile, opens
 
-from kvtier.testing.tier import MakeTier, TierContract
+from kvtier.testing.tier_contract import MakeTier, TierContract
 from kvtier.tier.base import Tier
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk.tier import DiskTier

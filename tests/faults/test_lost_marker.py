@@ -37,15 +37,15 @@ from tests.system import snapshot, until
 
 from kvtier.cli.main import run
 from kvtier.config.sections import Config, StoreConfig
-from kvtier.connect.local_files import note_fingerprint
+from kvtier.connect.model_files import note_fingerprint
 from kvtier.errors import ConfigError, DamagedStoreError, TierError
 from kvtier.inspection import repair_store
 from kvtier.keys.secret import Secret, model_id
 from kvtier.observe import metric_definitions as table
-from kvtier.runtime import secret_source
+from kvtier.runtime import store_secret
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.open import OpenedSession, open_session
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk import marker as disk_marker
@@ -540,7 +540,7 @@ def test_a_kind_whose_check_fails_stops_no_start(tmp_path: Path, monkeypatch: py
     marker_of("directory", root).unlink()
     (root / "secret").unlink()
     tier = tier_settings("directory", root)
-    monkeypatch.setattr(secret_source, "kind_of", lambda _tier: replace(kind_of(tier), check=fails))
+    monkeypatch.setattr(store_secret, "kind_of", lambda _tier: replace(kind_of(tier), check=fails))
     session = opened("directory", root, engine)
     works_with_the_other_tier(session, engine)
     session.session.close()

@@ -260,7 +260,7 @@ def test_an_invalid_slot_group_or_block_fails_its_command_only() -> None:
 
 def test_an_unknown_tier_is_refused_at_once() -> None:
     with World() as world:
-        with pytest.raises(ValueError, match="no tier 'tape'; there are memory"):
+        with pytest.raises(ValueError, match="no tier 'tape'; the tiers are memory"):
             world.mover.submit(world.transfer(Direction.DEMOTE, 1, 0, tier="tape"))
         assert world.mover.take() == []
 

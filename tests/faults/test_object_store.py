@@ -506,7 +506,7 @@ def test_an_error_about_one_piece_keeps_no_other_piece_in_use(over):
         store.get_into([ObjectBytes(object_id(1), good), ObjectBytes(object_id(2), short)], 5.0)
     for piece in (*good, *short):
         piece.append(0)  # a BufferError while something uses it
-    assert "pieces of" in str(raised.value)
+    assert "the pieces have" in str(raised.value)
 
 
 # ---- calls that end early ------------------------------------------------------------------------------------------
@@ -670,7 +670,7 @@ def test_an_internal_error_ends_the_store_and_not_the_engine(monkeypatch, caplog
         began_s = time.monotonic()
         call()
         assert time.monotonic() - began_s < 3.0
-    until(lambda: caplog.text.count("internal error: the object store answers no more calls") == 1)
+    until(lambda: caplog.text.count("internal error: from now on, the object store answers no calls") == 1)
     assert got(store, range(4)) == [CANCELLED] * 4
     store.close(1.0)
 

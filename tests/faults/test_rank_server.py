@@ -30,8 +30,8 @@ from tests.rig import (
 from tests.system import until
 
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime import local_sockets, rank_server
-from kvtier.runtime.local_sockets import set_timeout
+from kvtier.runtime import local_server, rank_server
+from kvtier.runtime.local_server import set_timeout
 from kvtier.runtime.mover import CLOSED, Mover
 from kvtier.runtime.observers.transfer_metrics import TierGauges
 from kvtier.runtime.open import open_core
@@ -198,7 +198,7 @@ def test_figures_of_a_tier_that_no_rank_has_lose_the_rank(served):
         mover = taking(RemoteRank(connection.dup(), "rank 0", ["elsewhere"], hung_s=DEADLINE_S))
         served._rank.mover.views["directory"].figures = Figures(1, 2, 3)
         until(lambda: mover.lost)
-        assert "a rank does not send TierReport" in mover.lost
+        assert "the rank has sent an unexpected TierReport" in mover.lost
         assert mover.views["elsewhere"].figures == Figures()
         assert mover.close(DEADLINE_S)
 
@@ -275,10 +275,10 @@ def test_a_silent_rank_costs_no_more_than_the_deadline():
 
 
 def test_processes_of_other_users_are_refused(served, monkeypatch, caplog):
-    monkeypatch.setattr(local_sockets, "peer_of", lambda _peer: (1, rank_server.os.geteuid() + 1))
+    monkeypatch.setattr(local_server, "peer_of", lambda _peer: (1, rank_server.os.geteuid() + 1))
     with pytest.raises(ProtocolError, match="cannot be reached"):
         connect([served.handshake | {"pid": 0}])
-    until(lambda: "process 1 is of user" in caplog.text)
+    until(lambda: "process 1 belongs to user" in caplog.text)
     monkeypatch.undo()
     with greeted(served):
         pass
@@ -316,15 +316,15 @@ def test_silent_connections_hold_up_no_core(served, count):
 def test_only_so_many_connections_may_be_silent_at_once(served):
     with ExitStack() as strangers:
         silent = [
-            strangers.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3 * local_sockets.CONNECTIONS_MAX)
+            strangers.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3 * local_server.CONNECTIONS_MAX)
         ]
         for stranger in silent:
             set_timeout(stranger, socket.SO_SNDTIMEO, DEADLINE_S)
             stranger.connect(f"\0{served.address}")
             stranger.settimeout(DEADLINE_S)
-        for stranger in silent[: -local_sockets.CONNECTIONS_MAX]:
+        for stranger in silent[: -local_server.CONNECTIONS_MAX]:
             assert not stranger.recv(100)
-        for stranger in silent[-local_sockets.CONNECTIONS_MAX :]:
+        for stranger in silent[-local_server.CONNECTIONS_MAX :]:
             stranger.settimeout(0.01)
             with pytest.raises(TimeoutError):
                 stranger.recv(100)
@@ -337,7 +337,7 @@ def test_another_clock_is_refused(served, monkeypatch, ahead_s):
             return super().pack(now_s + ahead_s)
 
     monkeypatch.setattr(rank_server, "_CLOCK", Other("<d"))
-    with pytest.raises(ProtocolError, match=r"\d+\.\d s ahead of ours; they must share"):
+    with pytest.raises(ProtocolError, match=r"\d+\.\d s ahead; all ranks must share"):
         connect([served.handshake | {"pid": 0}])
 
 

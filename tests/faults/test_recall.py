@@ -38,8 +38,8 @@ from kvtier.core.recall_schedule import Recalls
 from kvtier.errors import TierError
 from kvtier.keys.chain import Chain
 from kvtier.keys.key_source import KeySource, open_keys
-from kvtier.keys.keyring import Keyring, SealKey
 from kvtier.keys.object_names import object_names
+from kvtier.keys.seal_keys import Keyring, SealKey
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime import tier_recall
 from kvtier.runtime.arena import Arena
@@ -51,7 +51,7 @@ from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.runtime.session import Session
 from kvtier.runtime.tier_encoding import StoredForm
-from kvtier.testing.tier import frame_of, object_name
+from kvtier.testing.tier_contract import frame_of, object_name
 from kvtier.tier.disk.tier import DiskTier
 from kvtier.types import ChunkRecord, Direction, Transfer
 

@@ -17,10 +17,10 @@ from kvtier.config.sections import Config, HostConfig, StoreConfig
 from kvtier.config.value_types import PrivateText
 from kvtier.core.limits import TierRules
 from kvtier.keys.key_source import KeySource
-from kvtier.keys.keyring import Keyring, SealKey
+from kvtier.keys.seal_keys import Keyring, SealKey
 from kvtier.observe.metric_definitions import REFUSED_OBJECTS
+from kvtier.runtime.adaptive_coding import CodecChoice
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.codec_choice import CodecChoice
 from kvtier.runtime.open import open_session
 from kvtier.runtime.tier_encoding import StoredForm
 from kvtier.runtime.tiered_object_store import ObjectStore

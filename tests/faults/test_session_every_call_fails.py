@@ -274,12 +274,12 @@ def check(k: int, error: type[Exception], caplog: pytest.LogCaptureFixture) -> N
     about = f"call {k}, {error.__name__} in {planted.where}"
     assert planted.where, f"nothing was raised in call {k}"
     assert recording.ended == recording.begun, about
-    assert error is not MemoryError or not recording.session.fault_record.failure, about  # it ends by itself
+    assert error is not MemoryError or not recording.session.health_record.failure, about  # it ends by itself
     with pytest.raises(SessionError):
         recording.session.lookup(RequestId("later"), prefix_of("xyz"))
     assert recording.closed_below, about
     assert recording.mover.is_closed, about
-    errors = [record for record in caplog.records if record.levelno >= logging.ERROR or "forgets" in record.msg]
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR or "empties" in record.msg]
     assert len(errors) + len(recording.refused) == 1, about
     for record in caplog.records:
         record.exc_info = None  # pytest keeps the records of a test until its end, and each a whole session

@@ -14,7 +14,7 @@ from tests.tier_soak import TierSoak, flip_a_bit, stop_this_process
 from kvtier.codec.frame import frame_bytes, pack
 from kvtier.codec.raw import Raw
 from kvtier.errors import TierError
-from kvtier.testing.tier import empty_frame
+from kvtier.testing.tier_contract import empty_frame
 from kvtier.tier.shared_directory.tier import SharedDirectoryTier
 
 CAPACITY_BYTES = 6 << 20

@@ -27,12 +27,12 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.keys.secret import BYTES_MAX, read_private
 from kvtier.policy import registry as evictors
 from kvtier.runtime import rank as rank_module
-from kvtier.runtime import secret_source as secret_module
+from kvtier.runtime import store_secret as secret_module
 from kvtier.runtime.control_socket import ControlSocket
 from kvtier.runtime.executor import Completion
 from kvtier.runtime.observers import line_file
-from kvtier.runtime.observers.fault_record import FaultRecord
 from kvtier.runtime.observers.guards import unless_unusable
+from kvtier.runtime.observers.health_record import HealthRecord
 from kvtier.runtime.open import OpenedSession, open_core, open_session
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import OpenRanks
@@ -364,7 +364,7 @@ class Point:
 
 
 def shown_by_health() -> str:
-    record = FaultRecord()
+    record = HealthRecord()
     record.failed(ValueError(LOGIN))
     return record.failure
 

@@ -24,7 +24,7 @@ from kvtier.core.limits import TierRules
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.command_runner import NOT_ADMITTED, UNREADABLE_S
 from kvtier.runtime.tiered_object_store import ObjectStore
-from kvtier.testing.tier import empty_frame
+from kvtier.testing.tier_contract import empty_frame
 from kvtier.tier.base import Tier
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk.tier import DiskTier
@@ -232,7 +232,7 @@ NODE = """
     from tests.rig import loaded, looked_up, prefix_of, stored
     from kvtier.config.sections import Config, HostConfig, StoreConfig
     from kvtier.layout import GroupLayout, History, KvLayout
-    from kvtier.runtime.codec_choice import CodecChoice
+    from kvtier.runtime.adaptive_coding import CodecChoice
     from kvtier.runtime.open import open_session
     from kvtier.testing.host_copier import HostCopier
     from kvtier.tier.directory.kind import DirectorySettings

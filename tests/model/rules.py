@@ -19,7 +19,7 @@ RULES = {
     "block_pool:BlockPins._reused": "A block that vLLM's reset has touched, and not handed out, stays watched.",
     # the steps' orders
     "scheduler:Scheduler.orders": "A step carries the lost stores to the workers.",
-    "worker:Worker.begin": "A worker revokes them before it launches the step.",
+    "worker_step:Worker.begin": "A worker revokes them before it launches the step.",
     "copier:BlockCopier._run": "A revoked copy does not begin.",
     "copier:BlockCopier._end": "A running gather that is revoked fails.",
     "copier:BlockCopier.revoke": "A running scatter that is revoked is waited for.",
@@ -36,12 +36,12 @@ RULES = {
     "scheduler:Scheduler.last_orders": "After an internal error every store and load is revoked.",
     # weights and resets
     "keys:KeyMaker.new_epoch": "A reset renews the keys.",
-    "invalidation:Invalidation.reset": "Other weights are used again only when vLLM's own cache is empty.",
-    "invalidation:Invalidation.weights_change": "After a change of weights nothing is stored or loaded until a reset.",
-    "worker:Worker.results": "The worker looks at its weights in each step.",
+    "cache_invalidation:Invalidation.reset": "Other weights are used again only when vLLM's own cache is empty.",
+    "cache_invalidation:Invalidation.weights_change": "After new weights nothing is stored or loaded until a reset.",
+    "worker_step:Worker.results": "The worker looks at its weights in each step.",
     "engine_cache:EngineCache.restart": "Requests that wait for loads start anew when vLLM resets its cache.",
     "engine_cache:EngineCache.watch_resets": "A reset does not count blocks that come free without being used again.",
-    "invalidation:Invalidation.own_reset_begins": "vLLM's reset gets the blocks that only stores hold.",
+    "cache_invalidation:Invalidation.own_reset_begins": "vLLM's reset gets the blocks that only stores hold.",
 }
 
 SECOND_LINES = {

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from kvtier.policy.adaptive import Adaptive
-from kvtier.testing.policy import name_of, use_of
+from kvtier.testing.policy_contract import name_of, use_of
 from kvtier.types import NextTurn
 
 EVENTS = 1000

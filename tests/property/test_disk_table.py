@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.disk.table import NO_SEGMENT, ObjectTable
+from kvtier.tier.disk.object_table import NO_SEGMENT, ObjectTable
 
 ROWS_MAX = 24
 

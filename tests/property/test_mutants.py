@@ -13,10 +13,10 @@ from kvtier.core import (
     cache,
     host_residency,
     operations,
-    pending_writes,
     prefix,
     tier_searches,
     tier_state,
+    tier_writes,
     transfer_scheduler,
 )
 from kvtier.core.limits import WritePolicy
@@ -158,13 +158,13 @@ def a_window_is_one_chunk_short(patch: Patch) -> None:
 
 @mutant
 def write_through_writes_nothing(patch: Patch) -> None:
-    real = pending_writes.PendingWrites.mark_pending
+    real = tier_writes.TierWrites.mark_pending
 
-    def mark_pending(self: pending_writes.PendingWrites, entry: host_residency.HostEntry, now_s: float) -> None:
+    def mark_pending(self: tier_writes.TierWrites, entry: host_residency.HostEntry, now_s: float) -> None:
         if self._limits.write_policy is not WritePolicy.THROUGH:
             real(self, entry, now_s)
 
-    patch.setattr(pending_writes.PendingWrites, "mark_pending", mark_pending)
+    patch.setattr(tier_writes.TierWrites, "mark_pending", mark_pending)
 
 
 # ---- failed reads ----------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def a_put_is_not_ended_by_its_writes(patch: Patch) -> None:
 
 @object_mutant
 def a_put_believes_what_a_tier_had(patch: Patch) -> None:
-    patch.setattr(pending_writes.PendingWrites, "put_again", lambda self, entry, now_s: None)
+    patch.setattr(tier_writes.TierWrites, "put_again", lambda self, entry, now_s: None)
 
 
 @object_mutant

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
-from kvtier.tools.plan.answer import conclusion, heading, names_text, request, verdict
 from kvtier.tools.plan.inputs import Inputs
-from kvtier.tools.plan.limits import ceiling, used_shares
+from kvtier.tools.plan.max_load import ceiling, used_shares
+from kvtier.tools.plan.operating_point import operate
 from kvtier.tools.plan.plan import make_plan, to_json
-from kvtier.tools.plan.queueing import operate
+from kvtier.tools.plan.plan_text import conclusion, heading, names_text, request, verdict
 from kvtier.tools.plan.read_inputs import load
 from kvtier.tools.plan.report import needs_table, tables
 from kvtier.tools.plan.resolve import deployments, resolve

@@ -28,7 +28,7 @@ from kvtier.codec.frame import (
 )
 from kvtier.codec.frame_header import EXTRAS_BYTES_MAX, METADATA_BYTES, opened_identity, read_head
 from kvtier.errors import CorruptChunkError, UnreadableChunkError
-from kvtier.keys.keyring import Keyring, SealKey
+from kvtier.keys.seal_keys import Keyring, SealKey
 from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, Part, Run
 
 pytest.importorskip("cryptography", reason="the extra 'seal' is not installed")
@@ -335,7 +335,7 @@ class Clear:
 
 def test_a_text_of_another_length_is_refused_by_the_writer():
     for text in (SOME_TEXT[:4], SOME_TEXT[: 4 * TOKENS - 1], SOME_TEXT[: 4 * TOKENS] + bytes(EXTRAS_BYTES_MAX + 1)):
-        with pytest.raises(ValueError, match=f"a text of {len(text)} bytes; allowed: 32, and 256 to 644"):
+        with pytest.raises(ValueError, match=f"and the text {len(text)}; allowed: 32, and 256 to 644"):
             with_text(text)
 
 

@@ -267,6 +267,11 @@ def checked(artifacts: Artifacts, folder: Path) -> None:
     run(sys.executable, "-m", "twine", "check", "--strict", *map(str, artifacts), cwd=folder)
 
 
+def check_records() -> None:
+    """The records in documents are of the code that this release stores and moves bytes with."""
+    run(sys.executable, "bench/tables.py", "--shipped", cwd=ROOT)
+
+
 def publish(artifacts: Artifacts) -> None:
     """Leave the artifacts in `dist/`, alone."""
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
@@ -292,6 +297,7 @@ def main() -> int:
                 release.say(name, "a server", 0.0, f"NOT RUN: {reason}")
                 del known[name]
             if only is None:
+                release.step("source", "records are of this transfer path", check_records)
                 release.base(artifacts.wheel, known)
             for name, extra in known.items():
                 release.extra(artifacts.wheel, name, extra)

@@ -20,8 +20,8 @@ from tests.release.artifacts import (
 )
 
 import kvtier
-from kvtier.connect.sglang.engine_environment import SUPPORTED as SGLANG
-from kvtier.connect.vllm.engine_environment import SUPPORTED as VLLM
+from kvtier.connect.sglang.installed_engine import SUPPORTED as SGLANG
+from kvtier.connect.vllm.installed_engine import SUPPORTED as VLLM
 
 ENGINES = ("vllm", "sglang")
 RELEASES = ROOT / "docs" / "internals" / "release.md"

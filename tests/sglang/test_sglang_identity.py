@@ -226,13 +226,13 @@ def test_without_the_plug_in_nothing_is_stored(
     [
         ({"model_path": ""}, "names no model"),
         ({"model_path": "dummy"}, "names no model"),
-        ({"model_path": "nobody/nothing"}, "in no local folder"),
+        ({"model_path": "nobody/nothing"}, "not in a local folder"),
         ({"load_format": "dummy"}, "load_format = 'dummy'"),
         ({"dllm_algorithm": "LLaDA"}, "depends on later tokens"),
-        ({"kt_weight_path": "somewhere"}, "not identified"),
+        ({"kt_weight_path": "somewhere"}, "cannot identify"),
         ({"weight_cache_mode": "client"}, "weight_cache_mode = 'client'"),
-        ({"forward_hooks": [{"name": "mine"}]}, "not identified"),
-        ({"custom_weight_loader": ["mine.load"]}, "not identified"),
+        ({"forward_hooks": [{"name": "mine"}]}, "cannot identify"),
+        ({"custom_weight_loader": ["mine.load"]}, "cannot identify"),
         ({"lora_paths": [SimpleNamespace(lora_id="1", lora_path="missing/adapter")]}, "files of adapter"),
     ],
 )
@@ -311,7 +311,7 @@ def test_an_unknown_pool_is_refused(server: None, tmp_path: Path, what: str) -> 
 def test_a_private_tier_of_a_replicated_cache_is_refused(model: Path, tmp_path: Path) -> None:
     """SGLang lets rank 0 write for all ranks, and rank 1 would never find it."""
     settings = {"tiers": [f"disk:{tmp_path / 'store'}"]}
-    refused = pytest.raises(ConfigError, match="lets one rank write for all")
+    refused = pytest.raises(ConfigError, match="lets one rank write the KV of this model for all")
     with published(model, ranks=(1, 2)), refused, engine(settings, pools=mla("page_first")):
         pass
 

@@ -81,7 +81,7 @@ def test_pages_without_axes_are_refused_in_a_class() -> None:
     """Pools of windows, and pages too short for scales."""
     for name, pool, message in (
         ("swa", mha("layer_first")[1], "does not define the arrangement of kv"),
-        ("kv", mha("layer_first", page=8)[1], "has 8 tokens; int4 needs 16"),
+        ("kv", mha("layer_first", page=8)[1], "has 8 tokens; int4 needs at least 16"),
         ("kv", mla("layer_first")[1], "no keys and values that may be stored with loss"),
         ("c4", latents_in_pages("c4")[1], "does not define the arrangement of bytes"),
     ):

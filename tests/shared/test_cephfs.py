@@ -11,7 +11,7 @@ import pytest
 from tests.tier_makers import kept
 
 from kvtier.errors import TierError
-from kvtier.testing.tier import TierContract, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import OneByOneTier
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.shared_directory import sweep as shared_sweep

@@ -4,7 +4,7 @@ import obstore
 import pytest
 from tests.shared.s3_world import fresh_prefix, open_tier
 
-from kvtier.testing.tier import TierContract
+from kvtier.testing.tier_contract import TierContract
 from kvtier.tier.s3.tier import S3Tier
 
 

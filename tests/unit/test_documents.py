@@ -14,9 +14,12 @@ from pathlib import Path
 import click
 import pytest
 from bench import tables
+from bench.compare import SERVED
+from bench.parts import ages
 
 from kvtier.cli.main import COMMANDS, cli, run
 from kvtier.tools.bench.repeats import ratio, ratio_text
+from kvtier.tools.bench.serve.command import serve
 
 TOP = Path(__file__).parents[2]
 DOCUMENTS = [*TOP.glob("*.md"), *(TOP / "docs").rglob("*.md"), *(TOP / "deploy").rglob("*.md")]
@@ -351,3 +354,44 @@ def _anchors(page: Path) -> set[str]:
 def _git(*arguments: str) -> str | None:
     done = subprocess.run(["git", *arguments], cwd=TOP, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_comparison_is_run_with_the_settings_of_its_record(name: str, tmp_path: Path) -> None:
+    """`bench/compare.py` is the command that the page names for these records."""
+    given = serve.make_context("serve", [*SERVED[name], "--dir", str(tmp_path)]).params
+    settings = json.loads((tables.RECORDS / f"{name}.json").read_text(encoding="utf-8"))["settings"]
+    recorded = {key: it["value"] for key, it in settings.items() if it["origin"] == "flag"}
+    assert len(recorded) >= 5
+    plain = {tuple: list, type(TOP): lambda it: it.name}
+    assert {key: plain.get(type(given[key]), lambda it: it)(given[key]) for key in recorded} == recorded
+
+
+def test_a_record_is_old_once_the_code_that_moves_bytes_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docstrings, comments and other directories may change. The control is one number, and a file that moves."""
+    monkeypatch.setattr(ages, "TOP", tmp_path)
+    module = tmp_path / "src" / "kvtier" / "tier" / "base.py"
+    module.parent.mkdir(parents=True)
+
+    def commit() -> str:
+        who = ("-c", "user.name=kvtier", "-c", "user.email=kvtier@localhost", "-c", "commit.gpgsign=false")
+        for words in (("add", "-A"), (*who, "commit", "-qm", "next"), ("rev-parse", "HEAD")):
+            shown = subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+        return shown.strip()
+
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    module.write_text('"""Tiers."""\n\nSIZE = 1\n')
+    first = commit()
+    module.write_text('"""Places for KV."""\n\nSIZE = 1  # bytes\n')
+    (tmp_path / "README.md").write_text("new")
+    second = commit()
+    assert ages.is_shipped.__wrapped__(first)
+    assert ages.age({"time": "2026-12-01T00:00:00", "commit": {"id": first}}) == ("2026-12-01", "1", "yes")
+    module.write_text("SIZE = 2\n")
+    third = commit()
+    assert not ages.is_shipped.__wrapped__(second)
+    module.rename(module.with_name("tier.py"))
+    commit()
+    assert not ages.is_shipped.__wrapped__(third)

@@ -112,6 +112,7 @@ def test_a_name_that_depends_on_the_clock_is_found(tmp_path):
     assert one != other
 
 
+@pytest.mark.slow
 def test_a_name_that_depends_on_the_clock_ends_a_parallel_run(tmp_path):
     pytest.importorskip("xdist")
     (tmp_path / "test_clock.py").write_text(CLOCK)

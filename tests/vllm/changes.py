@@ -99,7 +99,7 @@ def overlook_calls() -> None:
 
 def overlook() -> None:
     """Nothing is watched: the control of the tests."""
-    from kvtier.connect.vllm.scheduler.invalidation import Invalidation
+    from kvtier.connect.vllm.scheduler.cache_invalidation import Invalidation
     from kvtier.connect.vllm.scheduler.weight_calls import WeightCalls
     from kvtier.connect.vllm.worker.weight_changes import WeightSample
 

@@ -48,7 +48,7 @@ def hang_writes() -> None:
 
 def code_all() -> None:
     """Every object is coded, as on a slow link."""
-    from kvtier.runtime.codec_choice import CodecChoice
+    from kvtier.runtime.adaptive_coding import CodecChoice
 
     CodecChoice.codes = lambda self, *_: True  # type: ignore[method-assign]
 
@@ -90,6 +90,11 @@ def slow_copies(slow_s: float = SLOW_S) -> None:
     CpuPageCopy.scatter = late(CpuPageCopy.scatter)  # type: ignore[method-assign]
 
 
+def late_copies() -> None:
+    """Copies begin so late that computing is faster, even on a busy machine."""
+    slow_copies(LATE_S)
+
+
 def hold_scatters() -> None:
     """Copies to the blocks of the second worker hang. Its process is in a file beside the flag."""
     from vllm.distributed.parallel_state import get_tp_group
@@ -129,7 +134,7 @@ def trust_launched_steps() -> None:
 
 def confirm_early() -> None:
     """The workers report the step after the one that has returned."""
-    from kvtier.connect.vllm.worker.worker import Worker
+    from kvtier.connect.vllm.worker.worker_step import Worker
 
     inner = Worker.done
     Worker.done = property(lambda self: replace(found := inner.__get__(self), step=found.step + 1))  # type: ignore[assignment, method-assign]

@@ -223,7 +223,7 @@ def unfenced() -> None:
     """Copies are neither waited for nor stopped, and are late: the control of the fence."""
     from sabotage import LATE_S, slow_copies
 
-    from kvtier.connect.vllm.scheduler.invalidation import Invalidation
+    from kvtier.connect.vllm.scheduler.cache_invalidation import Invalidation
     from kvtier.connect.vllm.scheduler.scheduler import Scheduler
     from kvtier.connect.vllm.worker.worker_side import WorkerSide
 

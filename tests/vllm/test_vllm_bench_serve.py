@@ -18,7 +18,7 @@ from kvtier.tools.bench.serve.arms import Arm, parse_arms
 from kvtier.tools.bench.serve.campaign import Record, ServeSettings
 from kvtier.tools.bench.serve.checkpoint import WORDS, kv_bytes_per_token
 from kvtier.tools.bench.serve.generator import GeneratorResult, served_model
-from kvtier.tools.bench.serve.offered_load import tokens_per_word
+from kvtier.tools.bench.serve.load_driver import tokens_per_word
 from kvtier.tools.bench.serve.regret import join_runs
 from kvtier.tools.bench.serve.results import arm_result
 from kvtier.tools.bench.serve.server import find_lmcache, find_vllm, session_pids
@@ -160,7 +160,7 @@ def test_logs_agree_and_a_server_that_dies_fails_alone(tmp_path: Path) -> None:
     assert tokens_per_word(record.settings.vllm, model) == 1
     results = {key.name: record.run(key, lambda: None) for key in (record.order()[1], record.order()[0])}
     assert {name: it["status"] for name, it in results.items()} == {"kvtier-0": "ok", "none-0": "failed"}, results
-    assert "ended by signal 9; the last lines of" in results["none-0"]["error"]
+    assert "was killed by signal 9; the last lines of" in results["none-0"]["error"]
     assert "INFO" in results["none-0"]["error"], "the lines themselves"
     check_nothing_is_left(record, load)
 

@@ -234,7 +234,7 @@ def test_a_tier_that_is_down_is_named(start: Start, hangs: Path, tmp_path: Path,
 def test_the_planner_and_a_cut_load_are_named(start: Start, tmp_path: Path, at: Path) -> None:
     """Copies take longer than computing: the first load is cut, and later ones do not begin."""
     settings = connector(tmp_path / "kv", planner__enabled=True, control__socket=str(at))
-    engine = start("llama", settings, sabotage="sabotage:slow_copies")
+    engine = start("llama", settings, sabotage="sabotage:late_copies")
     for _ in range(6):
         engine.ask(LONG)
         engine.drain()

@@ -157,7 +157,7 @@ def test_a_reset_forgets_what_the_connector_knows_only_if_told_so(start: Start, 
     assert engine.hits_of(LONG) == 0, "everything from before the reset is a miss"
     engine.forget()
     assert engine.hits_of(LONG) == whole(len(LONG)), "and what is stored since then is not"
-    assert "the cache was reset: this engine does not find KV stored before" in engine.printed()
+    assert "the cache was reset: this engine no longer finds the KV stored before" in engine.printed()
     engine.close()
     again = start("llama", connector(tmp_path / "kv"))
     assert again.hits_of(LONG) == whole(len(LONG)), "the names from before hold again"

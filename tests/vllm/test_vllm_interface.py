@@ -168,7 +168,7 @@ def check_tiering() -> None:
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-    from kvtier.connect.vllm.tiering.setup import HASHES
+    from kvtier.connect.vllm.tiering.engine_setup import HASHES
 
     entry = {"type": "KvtierSecondaryTier", "module_path": "kvtier.connect.vllm.secondary_tier"}
     ours: Any = SecondaryTierFactory.get_tier_class(entry)
@@ -235,7 +235,7 @@ def refused_or_warned() -> tuple[str, str]:
     except ConfigError as error:
         refusal = str(error)
     logger.removeHandler(keep)
-    assert not refusal or "Allowed: vLLM 0.3" in refusal
+    assert not refusal or "Install vLLM 0.3" in refusal
     return refusal, "\n".join(lines)
 
 

@@ -98,15 +98,17 @@ def test_a_stage_may_lack_the_layers_of_a_vllm_group_but_not_of_a_rule(start: St
     assert apart(second.ask(LONG)[0], plain) < TOLERANCE
     assert second.external_hits() == whole(len(LONG))
     second.close()
-    with pytest.raises(EngineError, match=r"no layer with KV of the rule History.* each stage needs one of every rule"):
+    with pytest.raises(
+        EngineError, match=r"no layer with KV of the rule History.* each stage needs a layer of every kind"
+    ):
         start("gemma3", connector(directory), **staged())
 
 
 @pytest.mark.parametrize(
     ("partition", "sabotage", "reason", "logged"),
     [
-        ("1,11", "", "no layer with KV of the rule", "no layer with KV of the rule"),
-        ("11,1", "", "no layer with KV|rank 1 has failed to start; its own message", "no layer with KV of the rule"),
+        ("1,11", "", "no layer with KV of the kind", "no layer with KV of the kind"),
+        ("11,1", "", "no layer with KV|rank 1 has failed to start; its own message", "no layer with KV of the kind"),
         ("", "stages:fail_late", "monitoredBarrier|no memory", "no memory"),
     ],
 )

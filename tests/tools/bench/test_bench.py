@@ -204,8 +204,8 @@ def test_a_chunk_of_any_size_has_a_layout(size):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *((["--mix", mix], f"--mix {mix}: allowed") for mix in ("92", "92/9", "0/100", "x/y", "100/0")),
-        (["--size", "1000"], "multiples of 4 KiB"),
+        *((["--mix", mix], f"--mix {mix} is not two percentages") for mix in ("92", "92/9", "0/100", "x/y", "100/0")),
+        (["--size", "1000"], "a size must be a multiple of 4 KiB"),
         (["--size", "64 gigs"], "not a size"),
         (["--sample", "100TiB"], "a smaller --sample"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from kvtier.cli.main import run
 from kvtier.config import tier_list
 from kvtier.errors import KvError
-from kvtier.testing.tier import frame_of, object_name
+from kvtier.testing.tier_contract import frame_of, object_name
 from kvtier.tier import registry
 from kvtier.tier.directory import kind as directory_kind
 from kvtier.tier.directory.tier import DirectoryTier
@@ -82,7 +82,7 @@ def test_another_directory_is_no_second_mount(tmp_path, capsys):
     for path in ("a", "b"):
         (tmp_path / path).mkdir()
     assert run(["bench", "tier", url, *FEW, "--load-at", str(other)]) == 2
-    assert f"--load-at '{other}': not the directory of tiers.shared_directory" in capsys.readouterr().err
+    assert f"--load-at '{other}' is not the directory of tiers.shared_directory" in capsys.readouterr().err
 
 
 def test_a_tier_that_gives_other_bytes_fails_the_run(tmp_path, monkeypatch):
@@ -123,8 +123,8 @@ def test_a_client_that_moves_too_few_objects_in_time_gives_no_rate(monkeypatch):
         (["nonsense"], "unknown kind; allowed: directory"),
         (["drawer:/x"], "unknown kind"),
         (["directory:"], "tiers.directory.path (from flag KIND:WHERE): missing"),
-        (["directory:/x?size=3"], "tiers.directory.size (from flag KIND:WHERE): unknown setting"),
-        (["disk:/x", "--size", "1000"], "--size 1000: allowed: multiples of 4 KiB up to 1 GiB"),
+        (["directory:/x?size=3"], "tiers.directory.size (from flag KIND:WHERE): directory tiers have no such setting"),
+        (["disk:/x", "--size", "1000"], "--size 1000: a size must be a multiple of 4 KiB, and at most 1 GiB"),
     ],
 )
 def test_what_is_wrong_is_one_clear_error(capsys, arguments, why):

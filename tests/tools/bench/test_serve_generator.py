@@ -78,7 +78,7 @@ def test_the_generator_beside_the_checkout_is_found_as_vllm_is(tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     ("url", "message"),
-    [("file:///etc/hostname", "allowed: a URL such as"), ("http://127.0.0.1:9", "does not answer")],
+    [("file:///etc/hostname", "is not a URL; allowed: one such as"), ("http://127.0.0.1:9", "does not answer")],
 )
 def test_a_server_that_is_none_is_named(url, message):
     with pytest.raises(ConfigError, match=message):

@@ -329,7 +329,7 @@ def test_failed_requests_are_beside_the_answer(loaded):
     assert any(
         "failed: 0 of 18 requests completed; Unknown" in note for note in notes(replace(served, results=[broken]))
     )
-    assert any("no request ended well" in note for note in notes(replace(served, results=[nothing])))
+    assert any("no request succeeded" in note for note in notes(replace(served, results=[nothing])))
 
 
 def test_turns_have_the_median_of_an_even_number_of_runs(swept):

@@ -24,8 +24,8 @@ from kvtier.errors import ConfigError
 from kvtier.tools.bench.serve.arms import Arm, parse_arms, transfer_config
 from kvtier.tools.bench.serve.campaign import Record, RunKey, ServeSettings, known_context, pinned, run_order
 from kvtier.tools.bench.serve.generator import GeneratorResult, find_generator
+from kvtier.tools.bench.serve.load_driver import GeneratedLoad, LoadSettings
 from kvtier.tools.bench.serve.machine_limits import drive_of
-from kvtier.tools.bench.serve.offered_load import GeneratedLoad, LoadSettings
 from kvtier.tools.bench.serve.sampler import Processes, Rapl, Sampler, drive_figures, parse_metrics
 from kvtier.tools.bench.serve.server import Server, VllmPython, find_lmcache, find_vllm, free_ports, vllm_environment
 from kvtier.tools.bench.serve.workload import PRESETS
@@ -80,7 +80,7 @@ class TwoRequests:
         self.runs += 1
         self.asked.append(requests_per_s)
         (directory / "requests.jsonl").write_text('{"sent_s": 12.5}\n')
-        problem = "the server has ended by signal 9" if self.runs - 1 == self.fails else None
+        problem = "the server was killed by signal 9" if self.runs - 1 == self.fails else None
         return GeneratorResult(
             began_s=10.0, measured_from_s=12.5, ended_s=13.0, requests=1, failed=self.failed, error=problem
         )
@@ -194,7 +194,7 @@ def test_a_failed_run_leaves_the_others_and_is_repeated(url: str, tmp_path: Path
     record = Record(settings(url, url), load, tmp_path)
     assert run_all(record) == {"s0-0": "ok", "s1-0": "failed", "s1-1": "ok", "s0-1": "ok"}
     result = json.loads((record.runs / "s1-0" / "run.json").read_text())
-    assert result["error"] == "the server has ended by signal 9"
+    assert result["error"] == "the server was killed by signal 9"
     assert result["measured_from_s"] == 12.5
     assert len(result["load_average"]) == 2
     assert (record.runs / "s1-0" / "requests.jsonl").exists(), "what was measured is kept"
@@ -260,10 +260,10 @@ def test_a_server_that_does_not_answer_fails_its_run_alone(url: str, tmp_path: P
 
 def test_a_directory_of_other_settings_is_refused(url: str, tmp_path: Path) -> None:
     Record(settings(url), TwoRequests(), tmp_path)
-    with pytest.raises(ConfigError, match=r"load was \{'users': 1\} and is \{'users': 2\}"):
+    with pytest.raises(ConfigError, match=r"load was \{'users': 1\} and is now \{'users': 2\}"):
         Record(settings(url, load={"users": 2}), TwoRequests(), tmp_path)
     (tmp_path / "runs" / "settings.json").write_text("{")
-    with pytest.raises(ConfigError, match="allowed: an empty directory"):
+    with pytest.raises(ConfigError, match="use an empty directory"):
         Record(settings(url), TwoRequests(), tmp_path)
 
 
@@ -390,14 +390,17 @@ def test_programs_named_from_here_are_found_from_elsewhere(tmp_path: Path, monke
         (["--generator", "true", "--trace", "t.jsonl", "--load", "2"], "leave out --load"),
         (["--generator", "true", "--arm", "lmcache", "--lmcache", "nowhere"], "--lmcache nowhere: "),
         (["--generator", "true", "--no-limits", "--ratio", "1"], "--ratio needs a control group"),
-        (["--generator", "true", "--preset", "other"], "--preset other: allowed: dell, samsung, agent, single-shot"),
+        (
+            ["--generator", "true", "--preset", "other"],
+            "--preset other is unknown; allowed: dell, samsung, agent, single-shot",
+        ),
         (["--generator", "true", "--preset", "single-shot", "--users", "3"], "its sizes are fixed"),
         (["--generator", "true", "--set", "planner.enabled=perhaps"], "allowed: true or false"),
         (["--generator", "true", "--set", "planner.enabled=no", "--arm", "none"], "add --arm kvtier"),
-        (["--generator", "true", "--history", "40000"], "Scale lengths by"),
+        (["--generator", "true", "--history", "40000"], "Multiply lengths by"),
         (["--generator", "true", "--trace", "t.jsonl", "--rate", "2"], "leave out --rate"),
         (["--generator", "true", "--trace", "no-such-trace.jsonl"], "no-such-trace.jsonl"),
-        (["--generator", "true", "--device-kv", "1MiB"], "allowed: that much or more"),
+        (["--generator", "true", "--device-kv", "1MiB"], "give at least that"),
         (["--generator", "true", "--store", "1000TiB"], "use less, or another --dir"),
         (["--generator", "true", "--arm", "a=http://127.0.0.1:1"], "does not answer"),
         (["--generator", "true", "--arm", "none", "--arm", "a=http://127.0.0.1:1"], "does not answer"),

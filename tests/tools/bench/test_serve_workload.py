@@ -177,7 +177,10 @@ def test_a_trace_is_scaled_in_time_and_length_and_cut(tmp_path):
 def test_a_trace_longer_than_the_context_says_how_to_cut_it(tmp_path):
     trace = a_trace(tmp_path, ROWS)
     cut = {"seed": 1, "number": 0, "seconds": 60.0, "context_tokens": 1000}
-    with pytest.raises(ConfigError, match=r"request 1: .*936 tokens are usable; the longest has 1708.*x 0\.5449 or"):
+    with pytest.raises(
+        ConfigError,
+        match=r"request 1: .*936 tokens are usable; the longest in the trace has 1708 tokens.*at most 0\.5449,",
+    ):
         recorded(trace, **cut)
     assert recorded(trace, **cut, length_factor=0.5449).context_tokens <= 1000 - TEMPLATE_TOKENS
     left = recorded(trace, **cut, is_longer_skipped=True)
@@ -188,14 +191,14 @@ def test_a_trace_longer_than_the_context_says_how_to_cut_it(tmp_path):
 
 def test_blocks_too_short_to_differ_are_refused(tmp_path):
     rows = [(0, 3000 * BLOCK, 1, list(range(3000)))]
-    with pytest.raises(ConfigError, match="a factor that leaves 2 or more"):
+    with pytest.raises(ConfigError, match="a factor that leaves at least 2 tokens"):
         recorded(a_trace(tmp_path, rows), seed=1, number=0, seconds=60.0, length_factor=1 / BLOCK)
 
 
 def test_a_workload_longer_than_the_context_is_refused():
     workload = draw(SIZES, seed=1, number=0)
     workload.check_context(186 + TEMPLATE_TOKENS, "the model")
-    with pytest.raises(ConfigError, match=r"186 tokens, and the model holds 249.* by 0\.994 or less"):
+    with pytest.raises(ConfigError, match=r"186 tokens, but the model holds 249.* by at most 0\.994"):
         workload.check_context(185 + TEMPLATE_TOKENS, "the model")
 
 

@@ -458,7 +458,7 @@ def test_a_capture_may_be_of_the_files_below_one_directory(drive, capsys):
     perhaps = made["counts"]["calls_on_closed_files"] * MIB  # a dd may have ended before its descriptor is looked up
     assert 16 * MIB <= made["layers"]["application"]["bytes"] <= 16 * MIB + perhaps
     assert kvtier(["characterize", "--dir", str(drive), "--device", str(drive)]) == 2
-    assert "allowed: one of them" in capsys.readouterr().err
+    assert "give one of them" in capsys.readouterr().err
 
 
 def test_a_call_on_a_closed_descriptor_counts_and_is_told_also_below_a_directory(tmp_path):
@@ -528,7 +528,7 @@ def test_every_xfs_of_a_disk_has_its_groups_and_one_that_does_not_tell_has_none(
     ("options", "message"),
     [
         (["--device", "/dev/nosuch"], "--device /dev/nosuch: No such file or directory; allowed: a block device"),
-        (["--device", "/proc"], "no block device lies below it"),
+        (["--device", "/proc"], "it is on no block device"),
         (["--device", ""], "--device : no name; allowed: a block device"),
         (["--pid", "999999999"], "--pid 999999999: no such process"),
         (["--seconds", "0s"], "0s: too small; allowed: seconds as a number"),
@@ -545,10 +545,12 @@ def test_threads_are_no_processes(capsys):
     with ThreadPoolExecutor(1) as pool:
         thread = pool.submit(threading.get_native_id).result()
         assert kvtier(["characterize", "--pid", str(thread)]) == 2
-    assert f"--pid {thread}: a thread of process {os.getpid()}; allowed: --pid {os.getpid()}" in capsys.readouterr().err
+    assert (
+        f"--pid {thread}: it is a thread of process {os.getpid()}; give --pid {os.getpid()}" in capsys.readouterr().err
+    )
     if Path("/proc/2/comm").read_text() == "kthreadd\n":
         assert kvtier(["characterize", "--pid", "2"]) == 2
-        assert "--pid 2: a thread of the kernel" in capsys.readouterr().err
+        assert "--pid 2: it is a thread of the kernel" in capsys.readouterr().err
     tree = ProcessTree()
     with ThreadPoolExecutor(1) as pool:  # born after the tree, without an event
         assert tree.process_of(pool.submit(threading.get_native_id).result()) == os.getpid()
@@ -573,5 +575,5 @@ def test_without_the_right_to_trace_the_error_says_what_would_do():
         "except ConfigError as error: raise SystemExit(str(error))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
-    assert "no right to write in" in done.stderr or "cannot be" in done.stderr
+    assert "no permission to write in" in done.stderr or "cannot be mounted" in done.stderr
     assert "run as root" in done.stderr

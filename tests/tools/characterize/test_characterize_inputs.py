@@ -272,7 +272,7 @@ def test_a_last_line_that_is_cut_off_is_not_counted(write: Write) -> None:
         (gzip.compress(STACKED.encode(), mtime=0)[:60], "not a trace"),
         (STACKED + "8,0 this is none\n", "line 9: '8,0 this is none' is not an event"),
         (STACKED + line(2, "D", "W", "1 + 8 [" + "x" * 5000 + "]"), "line 9: .*up to 4096"),
-        (STACKED + line(2, "K", "W", "1 + 8 [x]"), "line 9: action 'K'"),
+        (STACKED + line(2, "K", "W", "1 + 8 [x]"), "line 9: unknown action 'K'"),
         (STACKED + line(2, "D", "W", f"{1 << 62} + 8 [x]"), "line 9: sector"),
         (STACKED + line(2, "D", "W", "1 + 8 [x]", device="8,99999999"), "line 9: minor number"),
         ("time,value\n1,2\n", "line 1: .*unknown format; allowed: the text of blkparse"),
@@ -306,4 +306,4 @@ def test_the_command_measures_a_recording(capsys: pytest.CaptureFixture[str]) ->
     assert found["read_share_bytes"] == pytest.approx(75776 / (75776 + 7168))
     assert (found["request_bytes"]["p99"], found["layers"]["device"]["p99"]) == (1 << 20, 512 << 10)
     assert run(["characterize", *files, "--seconds", "3"]) == 2
-    assert "--input is a recording" in capsys.readouterr().err
+    assert "--input measures a recording" in capsys.readouterr().err

@@ -134,7 +134,7 @@ def test_write_amplification_is_of_the_time_that_both_recordings_share(write: Wr
         ([HEAD, "[1]\n"], "line 2: .*is not a JSON object"),
         ([HEAD, {"kind": "object"}], "line 2: 'way' is missing"),
         ([HEAD, line(1.0, "erase", "a")], "line 2: way is 'erase'"),
-        ([HEAD, line(1.0, "read", "a", bytes=-1)], "line 2: -1 bytes"),
+        ([HEAD, line(1.0, "read", "a", bytes=-1)], "line 2: an object of -1 bytes"),
         ([HEAD, line(1.0, "read", "a", bytes=float("nan"))], "line 2: bytes is nan"),
         ([HEAD, line(1.0, "read", "a" * 300)], "line 2: name is .*allowed: 1 to 256"),
         ([HEAD, line(1.0, "read", "a", outcome="x" * 70000)], "line 2: .* characters"),

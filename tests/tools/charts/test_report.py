@@ -209,7 +209,7 @@ def test_a_chart_file_is_the_same_from_run_to_run(tmp_path, suffix):
 @pytest.mark.parametrize("command", ["probe", "plan llama-3.1-8b", "replay nothing.jsonl"])
 def test_a_picture_of_an_unknown_kind_is_refused_before_any_work(command, tmp_path, capsys):
     assert run([*command.split(), "--picture", str(tmp_path / "x.gif")]) == 2
-    assert "unknown kind of picture; allowed: .svg or .png" in capsys.readouterr().err
+    assert "has an unknown picture format; allowed: .svg or .png" in capsys.readouterr().err
 
 
 class Colour(Enum):

@@ -134,7 +134,9 @@ def with_second(**fields):
 def test_a_different_answer_is_found_and_named():
     result = with_second(answer=(1, 3))
     assert result.difference.margin == 0.25
-    assert "passes none and warm differ from token 1 of the answer in turn 2 of conversation 1" in result.problems[0]
+    assert (
+        "the answers of passes none and warm in turn 2 of conversation 1 differ from token 1 on" in result.problems[0]
+    )
     assert 'class="bad">not identical' in demo_report(result).html()
     assert "NO" in table(result).rows[-1]
     assert [it["identical"] for it in result.as_dict()["answers"]] == [True, False, True]

@@ -8,8 +8,8 @@ from collections import OrderedDict
 import pytest
 from tests.tools.plan.plans import deployed, planned
 
-from kvtier.tools.plan.limits import life_years
-from kvtier.tools.plan.queueing import fetch_s, operate, prefill_s
+from kvtier.tools.plan.max_load import life_years
+from kvtier.tools.plan.operating_point import fetch_s, operate, prefill_s
 from kvtier.tools.plan.tier_demand import capacity
 from kvtier.tools.plan.workload import lognormal_curve
 

@@ -10,10 +10,10 @@ from tests.tools.plan.plans import deployed, planned
 
 from kvtier.errors import ConfigError
 from kvtier.report.format import decimal, digits, share_text
-from kvtier.tools.plan.answer import circumstances, conclusion, heading, request, verdict
 from kvtier.tools.plan.lossy_classes import EVERY_CLASS, class_plans, loss_table
+from kvtier.tools.plan.operating_point import decode_token_s, operate
 from kvtier.tools.plan.plan import make_plan, to_json
-from kvtier.tools.plan.queueing import decode_token_s, operate
+from kvtier.tools.plan.plan_text import circumstances, conclusion, heading, request, verdict
 from kvtier.tools.plan.read_inputs import load
 from kvtier.tools.plan.report import needs_table, tables
 from kvtier.tools.plan.resolve import resolve
@@ -310,7 +310,7 @@ def test_full_batches_of_experts_cost_no_more_than_all_weights():
 def test_a_plan_with_its_search_and_sensitivities_computes_few_loads(monkeypatch):
     """Some 0.5 s of processor time; 25,000 loads took 2.3 s, at one size."""
     loads = []
-    for module in ("limits", "plan", "tier_selection"):
+    for module in ("max_load", "plan", "tier_selection"):
         monkeypatch.setattr(f"kvtier.tools.plan.{module}.operate", lambda *a, **k: loads.append(a) or operate(*a, **k))
     plan = make_plan(load(options={"model.name": "gpt-oss-120b", "model.weights": "fp4"}))
     assert len(plan.tiered.choice.sizes) == 7
@@ -546,7 +546,7 @@ def test_a_limit_of_the_95th_percentile_replaces_that_of_the_mean_or_holds_besid
     names = {it.name for it in make_plan(tail.inputs.change({"model.tp": 8})).sensitivities}
     assert "target.ttft_p95_s" in names
     assert "target.ttft_s" not in names
-    with pytest.raises(ConfigError, match="allowed: a limit for one of them"):
+    with pytest.raises(ConfigError, match="set a limit for one of them"):
         load(options={"target.ttft_s": "0"})
 
 

@@ -8,10 +8,10 @@ from tests.tools.plan.plans import deployed, inputs, planned
 
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
-from kvtier.tools.plan.answer import heading
 from kvtier.tools.plan.hardware import catalogue
-from kvtier.tools.plan.limits import best
-from kvtier.tools.plan.queueing import decode_token_s, operate, prefill_s, step_s
+from kvtier.tools.plan.max_load import best
+from kvtier.tools.plan.operating_point import decode_token_s, operate, prefill_s, step_s
+from kvtier.tools.plan.plan_text import heading
 from kvtier.tools.plan.resolve import deployments, resolve
 from kvtier.tools.size import from_config, model, names
 
@@ -87,7 +87,9 @@ def test_the_figures_of_an_exchange_are_those_of_the_size_and_visible():
     own = deployed("llama-3.3-70b", model__tp=8, gpu__exchange_latency_s=9e-6)
     assert (own.inputs.gpu.exchange_latency_s, own.inputs.gpu.exchange_bytes_per_s) == (9e-6, 281e9)
     assert own.exchange_s == pytest.approx(160 * (9e-6 + 8e-6))
-    with pytest.raises(ConfigError, match=r"gpu.exchange = 'nvlink9' \(from --exchange\): not in the catalogue"):
+    with pytest.raises(
+        ConfigError, match=r"gpu.exchange = 'nvlink9' \(from --exchange\): the catalogue has no such exchange"
+    ):
         deployed("llama-3.3-70b", model__tp=8, gpu__exchange="nvlink9")
     assert all(gpu.values["exchange"] in catalogue()["exchange"] for gpu in catalogue()["gpu"].values())
 

@@ -13,7 +13,7 @@ from tests.tools.plan.plans import planned
 
 from kvtier.errors import ConfigError
 from kvtier.report.format import digits
-from kvtier.tools.plan.answer import conclusion, request, verdict
+from kvtier.tools.plan.plan_text import conclusion, request, verdict
 from kvtier.tools.plan.report import needs_table, tables
 from kvtier.tools.plan.settings import settings_toml
 from kvtier.tools.plan.tier_demand import drive_load
@@ -422,13 +422,13 @@ def test_the_remedy_of_a_model_that_does_not_fit_names_options_that_help(model, 
     text = str(caught.value)
     assert ("model.tp = " in text) == ("model__tp" in changes)
     assert not_named not in text
-    assert "allowed: larger GPUs (--gpu)" in text
+    assert "; use larger GPUs (--gpu)" in text
     option = {"model__weights": "--weights fp4", "model__tp": "a larger --tp", "gpu__count": "at least 4 GPUs (--gpu)"}
     assert all(option[it] in text for it in helps)
     assert planned(model, **(changes | helps)).choices
     # 8 L4 have 160 GB, and a 405B in fp4 has 228 GB: neither more of them in a host nor fp4 was enough.
     far = "at least 64 GPUs (--gpu) in engines of several nodes, which kvtier refuses"
-    with pytest.raises(ConfigError, match=re.escape(f"allowed: larger GPUs (--gpu), {far}") + "$"):
+    with pytest.raises(ConfigError, match=re.escape(f"; use larger GPUs (--gpu), or {far}") + "$"):
         planned("llama-3.1-405b", gpu__name="l4", gpu__count=2)
     assert planned("llama-3.1-405b", gpu__name="l4", gpu__count=64).choices
     with pytest.raises(ConfigError, match="for KV next to"):

@@ -10,10 +10,10 @@ from tests.tools.plan.plans import planned
 
 from kvtier.errors import ConfigError
 from kvtier.report.format import digits
-from kvtier.tools.plan.answer import circumstances, conclusion, heading, in_words, request, verdict
-from kvtier.tools.plan.limits import most_users
+from kvtier.tools.plan.max_load import most_users
+from kvtier.tools.plan.operating_point import operate
 from kvtier.tools.plan.plan import to_json
-from kvtier.tools.plan.queueing import operate
+from kvtier.tools.plan.plan_text import circumstances, conclusion, heading, in_words, request, verdict
 from kvtier.tools.plan.report import needs_table, tables
 from kvtier.tools.plan.settings import settings_toml
 
@@ -135,7 +135,7 @@ def test_a_remedy_of_smaller_weights_names_the_gpus_that_they_need(changes, reme
     """One H100 was told --weights fp4 for DeepSeek-V3, whose 377 GB it does not hold either."""
     with pytest.raises(ConfigError, match="for KV next to") as caught:
         planned("deepseek-v3", **changes)
-    assert remedy in str(caught.value).partition("; allowed: ")[2].split(", ")
+    assert remedy in str(caught.value).partition("; use ")[2].split(", or ")
     assert planned("deepseek-v3", **(changes | helps)).choices
 
 

@@ -9,9 +9,9 @@ from tests.tools.plan.plans import deployed, planned
 from kvtier.errors import ConfigError
 from kvtier.report.format import bytes_text
 from kvtier.tools import size
-from kvtier.tools.plan.answer import circumstances, request
-from kvtier.tools.plan.limits import ceiling
-from kvtier.tools.plan.queueing import fetch_s, operate, prefill_s
+from kvtier.tools.plan.max_load import ceiling
+from kvtier.tools.plan.operating_point import fetch_s, operate, prefill_s
+from kvtier.tools.plan.plan_text import circumstances, request
 from kvtier.tools.plan.read_inputs import load
 from kvtier.tools.plan.report import tables
 from kvtier.tools.plan.resolve import resolve

@@ -10,7 +10,7 @@ from tests.tools.charts.test_report import check_page
 from tests.tools.plan.plans import planned
 
 from kvtier.tools.charts.chart import Curve, Rule, svg
-from kvtier.tools.plan.charts import cost_curves, crossing, single_prompt_curves, ttft_curves
+from kvtier.tools.plan.charts import answer_chart, cost_curves, crossing, single_prompt_curves, ttft_curves
 from kvtier.tools.plan.plan import make_plan
 from kvtier.tools.plan.read_inputs import load
 from kvtier.tools.plan.report import plan_report
@@ -45,6 +45,20 @@ def test_the_curves_meet_the_limit_where_the_plan_says(plan):
     for curve, side in zip(ttft_curves(plan), (plan.alone, plan.tiered), strict=True):
         below = [users for users, seconds in zip(curve.x, curve.y, strict=True) if seconds <= limit_s]
         assert max(below) <= side.users_at_ttft <= max(below) + curve.x[0] * 1.01
+
+
+def test_a_dot_lies_on_its_curve_if_another_limit_is_tighter(plan):
+    """The curve is the mean, and 95 % of first tokens have less time than the mean allows."""
+    target = replace(plan.inputs.target, ttft_p95_s=plan.inputs.target.ttft_s)
+    plan = make_plan(replace(plan.inputs, target=target))
+    curves, dots = [], []
+    for it in answer_chart(plan)["ttft"].marks:
+        if isinstance(it, Curve):
+            (dots if it.marker else curves).append(it)
+    for curve, dot, side in zip(curves, dots, plan.arms, strict=True):
+        below = [users for users, seconds in zip(curve.x, curve.y, strict=True) if seconds <= target.ttft_s]
+        assert max(below) <= dot.x[0] <= max(below) + curve.x[0] * 1.01
+        assert side.users_at_ttft < dot.x[0] * 0.99
 
 
 def hidden(chart):

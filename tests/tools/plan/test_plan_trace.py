@@ -151,7 +151,7 @@ def test_an_option_of_other_traffic_is_refused_by_name_but_not_in_a_file(tmp_pat
             resolve(given)
         else:
             with pytest.raises(
-                ConfigError, match=rf"^--set traffic\.{key} has no effect, since trace .* has the traffic"
+                ConfigError, match=rf"^--set traffic\.{key} has no effect, because trace .* gives the traffic"
             ):
                 resolve(given)
 
@@ -164,7 +164,7 @@ def test_what_a_prompt_beyond_the_context_is_told_can_be_done(tmp_path, traffic,
         options={"model.name": "llama-3.1-8b", "traffic.trace": trace},
         file=written(tmp_path / "site.toml", ["[traffic]", "history_tokens = 200_000"]),
     )
-    with pytest.raises(ConfigError, match=f"llama-3.1-8b allows at most 131,072; allowed: {advice}"):
+    with pytest.raises(ConfigError, match=f"llama-3.1-8b allows at most 131,072; use {advice}"):
         resolve(inputs)
 
 

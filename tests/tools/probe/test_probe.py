@@ -72,7 +72,7 @@ def test_what_it_will_do_is_said_before_and_people_get_a_table(tmp_path, capsys)
     assert run(["probe", "--dir", str(tmp_path), *QUICK]) == 0
     out, err = capsys.readouterr()
     assert f"temporary stores, removed at the end (directory: in {tmp_path}" in err
-    assert "measures in at most about" in err
+    assert "measurements in at most about" in err
     assert out.startswith("At its best: ")
     assert ["link", "op", "size", "depth", "GB/s", "p50", "p99"] in [line.split() for line in out.splitlines()]
     assert re.search(r"^not measured +gpu", out, re.MULTILINE)
@@ -178,7 +178,7 @@ def test_a_size_that_the_bytes_do_not_allow_is_left_out_and_said(tmp_path):
 
 
 def test_too_few_bytes_for_anything_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="too little for 2 measurements"):
+    with pytest.raises(ConfigError, match="too small for 2 measurements"):
         ProbeRun(load(environ={}), tmp_path, Effort(sizes=(65536,), depths=(1,), seconds=1, write_bytes=65536))
 
 
@@ -199,7 +199,7 @@ def test_a_file_system_with_too_little_room_is_not_filled(tmp_path, monkeypatch)
     monkeypatch.setattr(tiers, "free_bytes", lambda _place: (1 << 30, 1 << 20))
     result = small_probe(directory=tmp_path).run(lambda _: None)
     assert not result.is_complete
-    assert sum("only 1 MiB are free" in text for text in result.warnings) == 2
+    assert sum("only 1 MiB is free" in text for text in result.warnings) == 2
     assert list(tmp_path.iterdir()) == []
 
 

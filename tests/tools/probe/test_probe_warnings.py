@@ -147,7 +147,7 @@ def test_memlock_below_the_arena_matters_where_memory_is_locked():
         (Config(host=HostConfig(page_lock="on")), low),
     ):
         (text,) = machine_warnings(config, facts)
-        assert text.startswith("memlock: the limit is 8 MiB, and the arena has 4 GiB")
+        assert text.startswith("memlock: the limit is 8 MiB, but host memory takes 4 GiB")
     off = Config(host=HostConfig(page_lock="off"))
     assert list(machine_warnings(off, replace(low, has_gpu=True))) == []
     assert list(machine_warnings(CONFIG, replace(low, has_gpu=True, memlock_bytes=4 << 30))) == []
@@ -162,10 +162,10 @@ def test_memory_that_could_not_be_locked():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"swap_used_bytes": 1 << 30}, "swap: 1 GiB are in use"),
+        ({"swap_used_bytes": 1 << 30}, "swap: 1 GiB is in use"),
         ({"huge_pages": "never"}, "huge pages:"),
         ({"load": 40.0}, "load: 40.0 runnable processes on 8 cores"),
-        ({"memory_available_bytes": 2 << 30}, "only 2 GiB of memory are available"),
+        ({"memory_available_bytes": 2 << 30}, "only 2 GiB of memory is available"),
     ],
 )
 def test_each_trouble_of_the_machine(changes, words):

@@ -175,10 +175,13 @@ def test_the_report_has_charts_and_all_rows(capsys, tmp_path):
     [
         ((MINISWE, "--policy", "nobody"), "unknown policy 'nobody'; allowed: default, "),
         ((MINISWE, "--capacity-tokens", "some"), "--capacity-tokens 'some': not a whole number"),
-        ((MINISWE, "--capacity-tokens", "1M,0%"), "--capacity-tokens '0%': not a share; allowed: above 0% to 100%"),
-        ((MINISWE, "--capacity-tokens", "101%"), "allowed: above 0% to 100%"),
-        ((MINISWE, "--capacity-tokens", "nan%"), "allowed: above 0% to 100%"),
-        ((MINISWE, "--capacity-tokens", "10"), "less than a block of 64 tokens"),
+        (
+            (MINISWE, "--capacity-tokens", "1M,0%"),
+            "--capacity-tokens '0%': not a share; allowed: more than 0%, up to 100%",
+        ),
+        ((MINISWE, "--capacity-tokens", "101%"), "allowed: more than 0%, up to 100%"),
+        ((MINISWE, "--capacity-tokens", "nan%"), "allowed: more than 0%, up to 100%"),
+        ((MINISWE, "--capacity-tokens", "10"), "is less than a block; allowed: at least 64 tokens"),
         ((MINISWE, "--block", "100"), "allowed: a multiple of its 64 tokens"),
         ((MINISWE, "--window-h", "0"), "--window-h 0; allowed: above 0"),
         ((MINISWE, "--time-unit", "h"), "--time-unit 'h'; allowed: s, ms, us"),
@@ -186,16 +189,22 @@ def test_the_report_has_charts_and_all_rows(capsys, tmp_path):
         ((MINISWE, "--nodes", "4"), "--nodes needs --tier"),
         ((MINISWE, "--no-planner"), "--planner needs --tier"),
         ((MINISWE, "--tier", "host=1GiB", "--capacity-tokens", "1M"), "--capacity-tokens is not available with --tier"),
-        ((MINISWE, MINISWE, "--picture", "a.svg"), "--picture: 2 traces; allowed: one, or --report"),
-        ((MINISWE, "--picture", "a.gif"), "unknown kind of picture; allowed: .svg or .png"),
+        (
+            (MINISWE, MINISWE, "--picture", "a.svg"),
+            "--picture shows one replay, but there are 2 traces; use one, or --report",
+        ),
+        ((MINISWE, "--picture", "a.gif"), "has an unknown picture format; allowed: .svg or .png"),
         (
             (MINISWE, "--tier", "host=1GiB", "--policy", "lru,fifo", "--picture", "a.png"),
-            "--picture: 2 combinations of policies, nodes and routers; allowed: one",
+            "but there are 2 combinations of policies, nodes and routers; use one",
         ),
-        ((MINISWE, "--tier", "host=1GiB", "--nodes", "1,x"), "--nodes '1,x': allowed: whole numbers"),
+        (
+            (MINISWE, "--tier", "host=1GiB", "--nodes", "1,x"),
+            "--nodes '1,x' is not a list of numbers; allowed: whole numbers",
+        ),
         (
             (MINISWE, "--tier", "host=1GiB", "--model", "falcon-mamba-7b"),
-            "it keeps states only, which a replay does not",
+            "it keeps only states, which a replay does not",
         ),
         (
             (MINISWE, "--tier", "host=1GiB", "--policy", "lru,min"),
@@ -218,13 +227,14 @@ def test_bad_traces_are_warned_of_and_refused_with_strict(capsys, tmp_path):
     assert json.loads(out)["prefix_violations"] == 2
     assert "2 blocks follow a different parent than before" in err
     code, out, err = replay(capsys, str(path), *options, "--strict")
-    assert (code, out, "allowed with --strict" in err) == (2, "", True)
+    assert (code, out, "because of --strict" in err) == (2, "", True)
     csv = tmp_path / "azure.csv"
     csv.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
     assert "has no blocks" in replay(capsys, str(csv), "--policy", "lru")[2]
     assert replay(capsys, "describe", str(csv))[0] == 0
 
 
+@pytest.mark.slow
 def test_a_class_makes_the_same_drive_larger(capsys):
     """`--loss` divides capacities, and the sizes and speeds of tiers below host memory, by the stored share."""
     given = (MINISWE, "--policy", "lru", "--jobs", "1", "--json")

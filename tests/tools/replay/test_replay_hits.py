@@ -119,7 +119,7 @@ def kept(path, packed, tasks):
     [
         ("lfru", 10_000, "unknown policy 'lfru'; allowed: default, "),
         ("arc:3", 10_000, "unknown policy 'arc:3'"),
-        ("lru", 63, "less than a block of 64 tokens"),
+        ("lru", 63, "is less than a block; allowed: at least 64 tokens"),
     ],
 )
 def test_a_wrong_task_is_refused_before_anything_runs(policy, capacity, message):

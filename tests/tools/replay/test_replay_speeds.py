@@ -171,7 +171,7 @@ def test_the_prefill_speed_of_a_model_without_a_number_of_parameters_is_the_give
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 100, **config}))
     assert prefill_of(str(tmp_path)).tokens_per_s == PrefillSpeed().tokens_per_s
     assert prefill_of(str(tmp_path), tokens_per_s=5.0).tokens_per_s == 5.0
-    with pytest.raises(ConfigError, match="prefill speed 0; allowed"):
+    with pytest.raises(ConfigError, match="the prefill speed is 0 tokens a second; allowed"):
         prefill_of(str(tmp_path), tokens_per_s=0.0)
 
 

@@ -180,7 +180,7 @@ def test_affinity_routers_hit_more_than_random():
         (("--tier", "host=1GiB", "--policy", "belady"), "unknown eviction policy 'belady'; allowed: adaptive, "),
         (
             ("--tier", "host=1GiB", "--gpu", "h1000"),
-            "gpu.name = 'h1000' (from --gpu): not in the catalogue of gpus; did you mean h100-",
+            "gpu.name = 'h1000' (from --gpu): the catalogue has no such GPU; did you mean h100-",
         ),
         (("--tier", "host=1GiB", "--probe", "nowhere.json"), "--probe = nowhere.json: No such file"),
     ],

@@ -176,17 +176,17 @@ def test_a_tier_has_the_grammar_of_all_commands(capsys, text):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--gpu", "h10"), "not in the catalogue of gpus"),
-        (("--gpu", "0xh100-sxm"), "'0xh100-sxm'; allowed: from 1"),
-        (("--gpu", "h100-sxm", "--memory", "80GB"), "exclude each other"),
+        (("--gpu", "h10"), "the catalogue has no such GPU"),
+        (("--gpu", "0xh100-sxm"), "'0xh100-sxm' is not allowed; allowed: 1 to"),
+        (("--gpu", "h100-sxm", "--memory", "80GB"), "cannot be given together"),
         (("--memory", "80GB", "--weights", "int3"), "--weights 'int3': neither a size nor one of bf16"),
         (("--in-flight", "8k"), "--in-flight 8000 needs --gpu or --memory"),
         (("--weights", "fp8", "--tier", "disk=1TB"), "--weights fp8 needs --gpu or --memory"),
         (("--tier", "disk=10 apples"), "10 apples"),
         (("--tier", "10TB"), "KIND=SIZE"),
         (("--tier", "disk=0TB"), "capacity_bytes is 0; allowed: above 0"),
-        (("--tier", "disk=-5TB"), "disk.name = '-5TB' (from --tier 'disk=-5TB'): not in the catalogue"),
-        (("--tier", "disk=4xpm17"), "not in the catalogue of drives"),
+        (("--tier", "disk=-5TB"), "disk.name = '-5TB' (from --tier 'disk=-5TB'): the catalogue has no such drive"),
+        (("--tier", "disk=4xpm17"), "the catalogue has no such drive"),
     ],
 )
 def test_options_that_are_wrong(capsys, arguments, named):

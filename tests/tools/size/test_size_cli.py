@@ -126,7 +126,7 @@ def test_the_list(capsys):
         (["qwen3-8b", "--chunk-tokens", "0"], "'--chunk-tokens': 0 is not in the range x>=1"),
         (["qwen3-8b", "--list"], "--list is given with model; allowed: --list alone, or with --json"),
         (["--list", "--tier", "disk=1TB", "--tokens", "1k"], "--list is given with --tokens, --tier; allowed"),
-        (["qwen3-8b", "--tier", "disk=1TB", "--tier", "host=1TB"], "disk=1TB and host=1TB are given; allowed: one"),
+        (["qwen3-8b", "--tier", "disk=1TB", "--tier", "host=1TB"], "disk=1TB and host=1TB are given; give one"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(capsys, arguments, named):

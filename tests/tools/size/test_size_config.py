@@ -215,8 +215,8 @@ def test_files_that_cannot_be_read(tmp_path):
         ({"dtype": "fp12"}, "dtype: unknown format 'fp12'; known are fp32, bf16"),
         ({"dtype": "int4:g0"}, "dtype: unknown format 'int4:g0'"),
         ({"dtype": "int4:g99999"}, "dtype: unknown format"),
-        ({"dtype": "fp8_ds_mla"}, "dtype: fp8_ds_mla packs MLA latents, and mine has none"),
-        ({"index_dtype": "fp8"}, "index-dtype: fp8 is for the keys of indexers, and mine has none"),
+        ({"dtype": "fp8_ds_mla"}, "dtype: fp8_ds_mla packs MLA latents, but mine has none"),
+        ({"index_dtype": "fp8"}, "index-dtype: fp8 is for the keys of indexers, but mine has none"),
     ],
 )
 def test_settings_that_are_refused(settings, named):

@@ -70,7 +70,7 @@ def test_names_ids_and_time_of_day_are_removed(tmp_path, capsys):
         ("tokens", ["OUT"], "holds texts"),
         ("chats", ["OUT"], "holds texts"),
         ("blocks", ["OUT", "--coarse-s", "-1"], "-1: not a duration; allowed: seconds as a number"),
-        ("blocks", ["blocks"], "allowed: another file"),
+        ("blocks", ["blocks"], "write to another file"),
     ],
 )
 def test_texts_and_bad_options_are_refused(tmp_path, capsys, monkeypatch, name, options, message):

@@ -55,7 +55,7 @@ def test_warnings_and_strict():
     torn = [*good, (2.0, 32, [5, 3], None)]
     assert listed(torn).prefix_violations == 2 - 1
     assert "1 blocks follow a different parent than before, first in request 3" in listed(torn).warnings[0]
-    with pytest.raises(ConfigError, match=r"follow a different parent.*allowed with --strict"):
+    with pytest.raises(ConfigError, match=r"follow a different parent.*because of --strict"):
         listed(torn, is_strict=True)
     with pytest.raises(ConfigError, match="has no request"):
         listed([])

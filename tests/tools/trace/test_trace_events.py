@@ -63,7 +63,7 @@ def test_a_lost_batch_is_a_warning(tmp_path):
     packed = arrays_of(written(tmp_path / "lost", batches()[1:]))
     assert replay(packed, "lru", None).hit_tokens != sum(it["cached"] for it in seen)
     assert any("stored before the start of the file" in it for it in packed.warnings)
-    with pytest.raises(ConfigError, match="allowed with --strict"):
+    with pytest.raises(ConfigError, match="because of --strict"):
         arrays_of(tmp_path / "lost", is_strict=True)
 
 
@@ -139,7 +139,7 @@ def test_ranks_in_one_file_are_separate(tmp_path):
         ([[0.0, [stored(1)]], [1.0]], "batch 2: .* is not a batch"),
         ([[0.0, [stored(1)]], [1.0, 5]], "batch 2: events is 5; allowed: a list"),
         ([[0.0, [stored(1)]], [1.76e12, []]], r"batch 2: ts is 1.76e\+12; allowed: seconds"),
-        ([[0.0, [{"type": "AllBlocksCleared"}]]], "no BlockStored of GPU memory"),
+        ([[0.0, [{"type": "AllBlocksCleared"}]]], "no BlockStored event of GPU memory"),
     ],
 )
 def test_a_malformed_batch_is_named_with_its_field(tmp_path, sent, message):

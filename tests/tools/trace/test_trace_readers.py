@@ -366,7 +366,7 @@ def test_a_unit_that_is_given_is_doubted_and_not_refused(tmp_path):
     path = written(tmp_path / "trace", lines)
     (told,) = read_arrays(open_trace(path, ReadOptions(time_unit="s")), is_strict=True).warnings
     assert "200 requests" in told
-    with pytest.raises(ConfigError, match=r"look like seconds.* allowed with --strict"):
+    with pytest.raises(ConfigError, match=r"look like seconds.* because of --strict"):
         read_arrays(open_trace(path), is_strict=True)
     with pytest.raises(ConfigError, match="1 timestamps go back"):
         read_arrays(open_trace(written(path, [*lines, lines[0]]), ReadOptions(time_unit="s")), is_strict=True)
@@ -431,7 +431,7 @@ def test_later_turns_of_aiperf_add_to_the_prompt_and_answer_before_them(tmp_path
         ([*AIPERF, whole[0]], "line 6: context_mode is 'message_array_with_responses'; allowed: None, as in the first"),
         ([*AIPERF, {**AIPERF[1], "delay": "x"}], "line 6: delay is 'x'; allowed: a number"),
         ([*AIPERF, {**AIPERF[1], "session_id": "c"}], "line 6: 'timestamp' is missing"),
-        ([AIPERF[0]] * 2000 + AIPERF, "line 2002: delay in a trace whose first 2000 lines have none"),
+        ([AIPERF[0]] * 2000 + AIPERF, "line 2002: the line has a delay, but the first 2000 lines have none"),
     ):
         with pytest.raises(ConfigError, match=message):
             read(written(path, lines))
@@ -551,7 +551,7 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
         ([session()], "has no request; allowed: at least one"),
         (
             [scoped([[1]], hash_id_scope="global"), scoped([[1]])],
-            "line 2: hash_id_scope None; allowed: the same in all lines",
+            "line 2: hash_id_scope is None; use the same scope in all lines",
         ),
         (
             [scoped([[1]], hash_id_scope="local"), scoped([[1]], hash_id_scope="user")],
@@ -594,7 +594,7 @@ def test_every_reader_names_file_line_and_field(tmp_path, lines, message):
 def test_every_reader_warns_of_implausible_times(tmp_path, lines, message):
     path = written(tmp_path / "trace", lines)
     assert any(message in it for it in arrays_of(path).warnings)
-    with pytest.raises(ConfigError, match="allowed with --strict"):
+    with pytest.raises(ConfigError, match="because of --strict"):
         arrays_of(path, is_strict=True)
     well = arrays_of(written(path, [session(0, 5, 9)]), is_strict=True)
     assert well.warnings == ()
@@ -682,7 +682,9 @@ def test_compressed_traces_are_read_in_linear_time_with_a_limit(tmp_path, monkey
     monkeypatch.setattr(io_module, "EXPANSION_MAX", 10)
     assert sum(1 for _ in io_module.text_lines(path)) == 8 * content.count(b"\n")
     monkeypatch.setattr(io_module, "EXPANDED_BYTES_FREE", 8 * len(content) - 1)
-    with pytest.raises(ConfigError, match=r"trace expands to more than \d+ bytes; allowed: \d+, or 10 times its size"):
+    with pytest.raises(
+        ConfigError, match=r"trace expands to more than \d+ bytes; allowed: \d+ bytes or 10 times its size"
+    ):
         sum(1 for _ in io_module.text_lines(path))
 
 

@@ -186,7 +186,7 @@ def test_the_command(tmp_path, capsys):
         (("--requests", "0"), "--requests 0; allowed: 1 to"),
         (("--block", "0"), "--block 0; allowed: 1 to"),
         (("--like", "LIKE", "--turns", "3"), "--turns and --like are both given"),
-        (("--like", "CSV"), "has no blocks; allowed: a trace with blocks"),
+        (("--like", "CSV"), "has no blocks; use a trace with blocks"),
         (("--like", "ONE"), "all its requests have the same time"),
         (("--like", "LIKE", "--requests-per-s", "0"), "--requests-per-s 0; allowed: 1e-06 to 1e+06"),
         (("--like", "LIKE", "--requests-per-s", "nan"), "'--requests-per-s': 'nan' is not finite"),

@@ -125,7 +125,7 @@ def test_each_answer_of_a_conversation_is_a_request(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([BATCH, {**BATCH, "body": {}}], "line 2: no prompt; allowed: a field input, prompt"),
+        ([BATCH, {**BATCH, "body": {}}], "line 2: the line has no prompt; allowed: one of the fields input, prompt"),
         ([BATCH, {"messages": 5}], "line 2: messages is 5; allowed: a list of messages"),
         ([BATCH, {"messages": ["hi"]}], "line 2: messages holds 'hi'; allowed: objects with role and content"),
         ([BATCH, {"messages": [{"role": "user", "content": [5]}]}], "line 2: messages holds content 5; allowed: text"),
@@ -133,7 +133,7 @@ def test_each_answer_of_a_conversation_is_a_request(tmp_path):
         ([BATCH, {"prompt": ["a", "b"]}], r"line 2: prompt is \['a', 'b'\]; allowed: a string or a list of token ids"),
         ([BATCH, {"prompt_token_ids": [1, True]}], "line 2: prompt_token_ids is .*; allowed: a string or a list of"),
         ([BATCH, {"prompt": "a", "output_tokens": -1}], "line 2: output_tokens is -1; allowed: a whole number"),
-        ([BATCH, {"prompt": "a", "timestamp": 1}], "line 2: timestamp in a trace whose first line has none"),
+        ([BATCH, {"prompt": "a", "timestamp": 1}], "line 2: the line has a timestamp, but the first line has none"),
         ([{"prompt": "a", "timestamp": 1}, BATCH], "line 2: 'timestamp' is missing"),
         (
             [{"text_input": "a", "session_id": 1}, {"text_input": "b", "session_id": 1}],

@@ -91,7 +91,7 @@ def told(capsys, *words: str, code: int = 0) -> str:
 def test_find_takes_a_list_or_the_answer_of_tokenize(at, capsys, monkeypatch, tmp_path, text):
     (tmp_path / "prompt").write_text(text)
     out = told(capsys, "find", str(tmp_path / "prompt"), "--adapter", "poet")
-    assert out.startswith("512 of 700 tokens would be loaded. End of the run: the prompt: the rest\n")
+    assert out.startswith("512 of 700 tokens would be loaded. What ends the hit: the prompt: the rest\n")
     assert "host, disk (part)" in out
     assert "absent" in out
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
@@ -107,7 +107,7 @@ def test_find_takes_a_list_or_the_answer_of_tokenize(at, capsys, monkeypatch, tm
 def test_find_refuses_what_is_no_list_of_tokens(at, capsys, monkeypatch, text):
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     assert run(["cache", "find"]) == 2
-    assert "a JSON list of token ids" in capsys.readouterr().err
+    assert "a list of token ids" in capsys.readouterr().err
     assert at.asked == []
 
 

@@ -11,7 +11,7 @@ import pytest
 from kvtier.cli.main import run
 from kvtier.config.loader import flat, override
 from kvtier.config.sections import Config
-from kvtier.connect.sglang.engine_environment import settings_in
+from kvtier.connect.sglang.installed_engine import settings_in
 from kvtier.tier import registry
 
 pytestmark = pytest.mark.usefixtures("no_settings", "large_machine", "in_a_folder")
@@ -562,10 +562,10 @@ def test_what_is_wrong_is_named_with_its_origin_and_what_is_allowed(
 
 def test_an_error_in_yaml_has_its_line_and_no_secret(refusal):
     for content, problem in (
-        ("chunk_size: [", "not YAML, line 1: expected the node content, but found "),
-        ("a: 1\nb 2\nc: 3", "not YAML, line 2: could not find expected ':'"),
-        (f"a: 1\nb: *{PASSWORD}", "not YAML, line 2: found undefined alias (hidden)"),
-        (f"a: !{PASSWORD} 1", "not YAML, line 1: could not determine a constructor for the tag (hidden)"),
+        ("chunk_size: [", "is not valid YAML, line 1: expected the node content, but found "),
+        ("a: 1\nb 2\nc: 3", "is not valid YAML, line 2: could not find expected ':'"),
+        (f"a: 1\nb: *{PASSWORD}", "is not valid YAML, line 2: found undefined alias (hidden)"),
+        (f"a: !{PASSWORD} 1", "is not valid YAML, line 1: could not determine a constructor for the tag (hidden)"),
     ):
         Path("f.yaml").write_text(content)
         assert refusal(*FILE).problem.startswith(problem)
@@ -589,4 +589,4 @@ def test_without_pyyaml_the_message_says_where_it_is(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     Path("f.yaml").write_text("chunk_size: 256")
     assert run(["vllm", "config", "--from-lmcache", "f.yaml"]) == 2
-    assert "needs PyYAML, which vLLM's and SGLang's environments have" in capsys.readouterr().err
+    assert "needs PyYAML, which is installed with vLLM and SGLang" in capsys.readouterr().err

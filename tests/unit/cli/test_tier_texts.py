@@ -50,7 +50,7 @@ def test_a_text_of_the_documents_means_the_same_in_every_command(text, tmp_path)
     for act in (lambda: parse_tier(text), lambda: load_inputs(options=tier_options([text]))):
         error = refused(act)
         assert (str(error) == "") == has_capacity
-        assert has_capacity or (error.problem, error.allowed[:7]) == ("no capacity", "such as")
+        assert has_capacity or error.problem.startswith("has no capacity; give one, as in ")
     if kind is not None and kind.open_trial is not None:
         assert trial_settings(text, tmp_path).kind == kind.name
 
@@ -79,10 +79,10 @@ def test_urls_of_redis_and_valkey_are_texts(text, name, expected):
 @pytest.mark.parametrize(
     ("text", "setting", "problem", "allowed"),
     [
-        ("redis://:Sesame@h", "tiers", "a login in the URL", "KVTIER_TIERS__VALKEY__PASSWORD"),
-        ("rediss://u:Sesame@h:1/2?prefix=p", "tiers", "a login in the URL", "password_file=PATH"),
-        ("redis://u:Ses/ame@h", "tiers", "a login in the URL", "password_file=PATH"),
-        ("far=valkey://u:Sesame@h", "tiers", "a login in the URL", "password_file=PATH"),
+        ("redis://:Sesame@h", "tiers", "the URL contains a login", "KVTIER_TIERS__VALKEY__PASSWORD"),
+        ("rediss://u:Sesame@h:1/2?prefix=p", "tiers", "the URL contains a login", "password_file=PATH"),
+        ("redis://u:Ses/ame@h", "tiers", "the URL contains a login", "password_file=PATH"),
+        ("far=valkey://u:Sesame@h", "tiers", "the URL contains a login", "password_file=PATH"),
         ("redis://u:Ses?ame@h", "tiers", "not key=value", tier_list.FORM),
         ("rediss://h?tls=false", "tiers.valkey.tls", "given twice", "once"),
         ("redis://h/1?database=2", "tiers.valkey.database", "given twice", "once"),
@@ -139,7 +139,7 @@ def test_another_form_is_refused_with_the_form_of_all_commands(command, text, re
 @pytest.mark.parametrize("command", [["size"], ["plan"], ["replay", "run", "trace.jsonl"]], ids=" ".join)
 def test_two_kinds_of_gpu_are_refused(command, capsys):
     assert run([*command, "llama-3.1-8b", "--gpu", "h100-sxm", "--gpu", "2xh200-sxm"]) == 2
-    assert "h100-sxm and 2xh200-sxm are given; allowed: one kind of GPU" in capsys.readouterr().err
+    assert "h100-sxm and 2xh200-sxm are given; give one kind of GPU" in capsys.readouterr().err
 
 
 def held_by(command: str, weights: str, capsys) -> float:

@@ -98,7 +98,7 @@ def test_sizes_of_a_slot():
     assert HEAD == ALIGNMENT
     assert frame_bytes(GROUP) == HEAD + GROUP.payload_bytes
     assert head_bytes(GroupLayout(History(), (1,) * 70, "many")) == 2 * ALIGNMENT
-    with pytest.raises(ValueError, match=f"at most {SECTIONS_MAX} sections, this group has {SECTIONS_MAX + 1}"):
+    with pytest.raises(ValueError, match=f"at most {SECTIONS_MAX} sections, but this group has {SECTIONS_MAX + 1}"):
         head_bytes(GroupLayout(History(), ((SECTIONS_MAX + 1) * MIB,), "huge"))
 
 

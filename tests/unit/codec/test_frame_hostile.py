@@ -74,13 +74,13 @@ def refusal(frame: bytes, error: type[CorruptChunkError | UnreadableChunkError] 
 def test_a_frame_cut_anywhere_is_refused(codec):
     frame = FRAMES[codec]
     for length in [0, 1, 8, 12, 255, 256, 257, 4095, 4096, 4097, 8192, len(frame) - 4096, len(frame) - 1]:
-        assert "cut off" in (detail := refusal(frame[:length])) or "bytes stored of a frame of" in detail
+        assert "cut off" in (detail := refusal(frame[:length])) or "bytes are stored of a frame of" in detail
 
 
 @pytest.mark.parametrize("codec", FRAMES)
 def test_a_frame_that_goes_on_is_refused(codec):
-    assert "bytes stored of a frame of" in refusal(FRAMES[codec] + bytes(4096))
-    assert "bytes stored of a frame of" in refusal(FRAMES[codec] + b"\0")
+    assert "bytes are stored of a frame of" in refusal(FRAMES[codec] + bytes(4096))
+    assert "bytes are stored of a frame of" in refusal(FRAMES[codec] + b"\0")
 
 
 def test_empty_zero_and_foreign_files_are_refused():
@@ -93,7 +93,7 @@ def test_empty_zero_and_foreign_files_are_refused():
 def test_an_impossible_number_of_stored_bytes_is_refused():
     slot = memoryview(bytearray(frame_bytes(GROUP)))
     for stored_bytes in (-1, len(slot) + 1, 1 << 70):
-        with pytest.raises(CorruptChunkError, match="bytes stored"):
+        with pytest.raises(CorruptChunkError, match="bytes are stored"):
             unpack_in_place(slot, stored_bytes, GROUP, IDENTITY, SCRATCH)
 
 
@@ -115,7 +115,7 @@ CASES = [
     ("metadata 2**32-1", [(40, "I", 0xFFFFFFFF)], "metadata block of 4294967295 bytes"),
     ("metadata odd", [(40, "I", 514)], "metadata block of 514 bytes"),
     ("metadata of a longer header", [(40, "I", 4096)], "header of 4096 bytes does not fit"),
-    ("one section less", [(44, "I", SECTIONS - 1)], "but its sections end at"),
+    ("one section less", [(44, "I", SECTIONS - 1)], "its sections, which end at"),
     ("sections of a longer header", [(44, "I", 65_536)], "header of 4096 bytes does not fit"),
     ("a longer header", [(44, "I", 65_536), (12, "I", 3_149_824)], "cut off"),
     ("header 0", [(12, "I", 0)], "header of 0 bytes"),
@@ -141,7 +141,7 @@ CASES = [
     ("offset 2**64-1", [(entry(LAST, "offset"), "Q", (1 << 64) - 1)], "offsets do not follow"),
     ("offset 2**64-4096", [(entry(0, "offset"), "Q", (1 << 64) - 4096)], "offsets do not follow"),
     ("overlap", [(entry(1, "offset"), "Q", 4096)], "offsets do not follow"),
-    ("checksum", [(entry(0, "checksum"), "Q", 0)], "checksum of the section at 4096 does not match"),
+    ("checksum", [(entry(0, "checksum"), "Q", 0)], "checksum of the section at byte 4096 does not match"),
 ]
 
 
@@ -227,7 +227,7 @@ def test_a_section_that_does_not_decode_is_refused():
         verify_frame(hostile)
         slot = memoryview(bytearray(frame_bytes(GROUP)))
         slot[: len(hostile)] = hostile
-        with pytest.raises(CorruptChunkError, match="section of layer 0: zstd"):
+        with pytest.raises(CorruptChunkError, match="section of layer 0 cannot be decoded: zstd"):
             unpack_in_place(slot, len(hostile), GROUP, IDENTITY, SCRATCH)
 
 

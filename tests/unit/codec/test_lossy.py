@@ -18,7 +18,7 @@ from kvtier.codec.frame_header import Identity
 from kvtier.codec.raw import Raw
 from kvtier.errors import ConfigError
 from kvtier.layout import ELEMENT_BYTES, Axes, Axis, Cut, GroupLayout, History, KvLayout, Run
-from kvtier.testing.codec import _elements, _floats, _kv
+from kvtier.testing.codec_contract import _elements, _floats, _kv
 from kvtier.types import ObjectName
 
 CODECS = {name: registry.lossy(name) for name in registry.lossy_names()}

@@ -23,9 +23,9 @@ from kvtier.codec.frame import (
 from kvtier.codec.frame_header import Identity
 from kvtier.codec.raw import Raw
 from kvtier.errors import UnreadableChunkError
-from kvtier.keys.keyring import Keyring, SealKey
+from kvtier.keys.seal_keys import Keyring, SealKey
 from kvtier.layout import Element, GroupLayout, History
-from kvtier.runtime.codec_choice import CodecChoice
+from kvtier.runtime.adaptive_coding import CodecChoice
 from kvtier.types import ObjectName
 
 SECTIONS = 100

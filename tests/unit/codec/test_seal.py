@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from kvtier.codec.frame_header import METADATA_NUMBER
 from kvtier.codec.seal import FrameCipher
 from kvtier.errors import BadCallError, ConfigError
-from kvtier.keys.keyring import SealKey
+from kvtier.keys.seal_keys import SealKey
 
 MATERIAL = bytes(range(32))
 SALT = bytes(range(100, 132))
@@ -143,9 +143,9 @@ def test_memory_that_overlaps_in_part_is_refused_before_a_byte_is_written(shift)
 
 def test_numbers_and_lengths_out_of_range_are_refused():
     for number in (-1, METADATA_NUMBER + 1):
-        with pytest.raises(BadCallError, match="allowed: 0 to 65536"):
+        with pytest.raises(BadCallError, match="allowed: numbers 0 to 65536"):
             sealed(b"x", number)
-        with pytest.raises(BadCallError, match="allowed: 0 to 65536"):
+        with pytest.raises(BadCallError, match="allowed: numbers 0 to 65536"):
             opened(b"x", bytes(16), number)
     with pytest.raises(BadCallError, match="1 bytes into 2"):
         FrameCipher(KEY, SALT, NAME).seal(0, b"", memoryview(b"x"), memoryview(bytearray(2)))

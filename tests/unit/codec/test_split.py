@@ -144,7 +144,7 @@ def test_fields_that_do_not_fit_are_refused():
         decoded(split, stored[:100], len(raw), "bf16")
     damaged = bytearray(stored)
     damaged[lows + 8 : lows + 100] = b"\xff" * 92
-    with pytest.raises(ValueError, match="escapes stated"):
+    with pytest.raises(ValueError, match="escapes are stated"):
         decoded(split, bytes(damaged), len(raw), "bf16")
 
 

@@ -74,8 +74,8 @@ def test_a_path_that_is_a_file_or_lies_below_one_is_an_error(tmp_path):
 @as_user
 def test_a_place_that_can_not_be_written_is_an_error(tmp_path):
     tmp_path.chmod(0o500)
-    assert "cannot be written by this user" in findings(f"directory:{tmp_path}")[0]
-    assert "where it would be made" in findings(f"directory:{tmp_path / 'kv'}")[0]
+    assert "this user cannot write to" in findings(f"directory:{tmp_path}")[0]
+    assert "this user cannot write to its parent" in findings(f"directory:{tmp_path / 'kv'}")[0]
 
 
 @pytest.mark.parametrize("tier", ["directory", "disk"])
@@ -252,7 +252,7 @@ def test_a_codec_or_a_seal_without_its_package_is_an_error(tmp_path, monkeypatch
 def test_a_secret_in_a_flag_or_an_open_file_is_told_without_showing_it(tmp_path):
     digits, path = "ab" * 32, f"directory:{tmp_path / 'kv'}"
     (found,) = findings(path, f"store.secret={digits}")
-    assert "list of processes" in found
+    assert "process list" in found
     assert digits not in found
     file = tmp_path / "kvtier.toml"
     file.write_text(f'[store]\nsecret = "{digits}"\n')

@@ -16,9 +16,9 @@ from kvtier.cli.main import run
 from kvtier.config import machine_checks
 from kvtier.config.loader import flat, override
 from kvtier.config.sections import Config
-from kvtier.connect.programs import NotInTimeError
-from kvtier.connect.sglang.engine_environment import EXTRA, Environment, look, read_extra, settings_in
-from kvtier.connect.sglang.server_arguments import FIELDS, HASH_LIBRARY, HASH_SOURCE
+from kvtier.connect.installed_programs import NotInTimeError
+from kvtier.connect.sglang.environment_probe import FIELDS, HASH_LIBRARY, HASH_SOURCE
+from kvtier.connect.sglang.installed_engine import EXTRA, Environment, look, read_extra, settings_in
 from kvtier.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("no_settings", "large_machine")
@@ -38,7 +38,7 @@ RECORDED = dict.fromkeys(FIELDS) | {
     "load_format": "auto",
     "page_size": 64,
 }
-"""What `server_arguments` wrote for the flags of `kvtier sglang config` with SGLang 0.5.23."""
+"""What `environment_probe` wrote for the flags of `kvtier sglang config` with SGLang 0.5.23."""
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_a_release_that_was_not_tested_is_an_error_unless_it_is_allowed(config, 
     environment.version = "0.5.24"
     code, out, err = config("--tier", f"directory:{tmp_path}/kv")
     assert (code, out) == (2, "")
-    assert "SGLang 0.5.24 is not supported by this release of kvtier; allowed: 0.5.23" in err
+    assert "SGLang 0.5.24 is not supported by this release of kvtier; allowed: SGLang 0.5.23" in err
     code, out, err = config("--tier", f"directory:{tmp_path}/kv", "--set", "sglang.unsupported=allow")
     assert code == 0
     assert "SGLang 0.5.24 is not supported" in err
@@ -219,7 +219,7 @@ def test_the_program_for_the_other_environment_describes_this_one(tmp_path, monk
         ("kvtier", "other, kvtier", ""),
         ("kvtier", "", ""),
         ("kvtier", "other", "SGLANG_PLUGINS is 'other'"),
-        ("another", None, "names no plug-in of SGLang"),
+        ("another", None, "has no plug-in for SGLang"),
     ],
 )
 def test_whether_sglang_loads_the_plug_in_is_seen(tmp_path, monkeypatch, names, chosen, problem):
@@ -312,9 +312,9 @@ def test_the_configuration_is_read_as_sglang_reads_it(tmp_path, name, text):
     ("text", "message"),
     [
         ("{tiers:[" + SECRET + "]}", "is not valid JSON: .*did the shell remove its quotes"),
-        (f'["{SECRET}"]', "is a list; allowed: an object"),
+        (f'["{SECRET}"]', "has the type list; allowed: a JSON object"),
         ("@{}/none.json", "No such file"),
-        ("@{}/kv.ini", "format '.ini'; allowed: .json"),
+        ("@{}/kv.ini", "suffix is '.ini'; allowed: .json"),
         ("@{}/kv.toml", "kv.toml cannot be read"),
     ],
 )

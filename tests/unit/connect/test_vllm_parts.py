@@ -14,7 +14,7 @@ from tests.vllm_recorded import recorded
 from kvtier.config import sections
 from kvtier.config.loader import load
 from kvtier.config.sections import Config, StoreConfig
-from kvtier.connect import local_files
+from kvtier.connect import model_files
 from kvtier.connect.vllm import engine_setup
 from kvtier.connect.vllm.engine_setup import settings_of
 from kvtier.connect.vllm.geometry import Geometry
@@ -351,7 +351,7 @@ def test_settings_come_in_sections_or_flat():
         ({"host.capacity": 1}, "did you mean capacity_bytes"),
         ({"host": 3}, "a section of settings"),
         ({"host": {"capacity_bytes": "1 potato"}}, "host.capacity_bytes"),
-        ({"host": {"evictor": "lru"}, "host.evictor": "lru"}, "given twice"),
+        ({"host": {"evictor": "lru"}, "host.evictor": "lru"}, "is given in two forms"),
     ],
 )
 def test_a_wrong_setting_is_named(extra, message):
@@ -371,11 +371,11 @@ def test_a_model_that_cannot_be_identified_uses_no_tier_that_persists_or_is_shar
             name="passing", help="", settings=TierSettings, where="name", open=MagicMock(), persists=False
         ),
     }  # fmt: skip
-    monkeypatch.setattr(local_files, "kind_of", lambda tier: declared[tier.name])
+    monkeypatch.setattr(model_files, "kind_of", lambda tier: declared[tier.name])
     monkeypatch.setattr(sections.registry, "kind_of", lambda tier: declared[tier.name])
     config = Config(tiers=tuple(TierSettings(name=name) for name in declared), store=StoreConfig(secret=bytes(32)))
     monkeypatch.setattr(engine_setup, "check_start", lambda _: (config, "0.32.0"))
-    for name in ("follow_engine", "Geometry", "DcpShards", "engine_environment"):
+    for name in ("follow_engine", "Geometry", "DcpShards", "installed_engine"):
         monkeypatch.setattr(engine_setup, name, MagicMock())
     for is_private, names in ((True, ["passing"]), (False, [*declared])):
         monkeypatch.setattr(engine_setup, "identify", MagicMock())

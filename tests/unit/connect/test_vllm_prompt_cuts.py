@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from tests.vllm_engine import SmallEngine
 
-from kvtier.connect.vllm.requests import history
+from kvtier.connect.vllm.requests import miss_reasons
 from kvtier.connect.vllm.requests.account import RequestAccount
-from kvtier.connect.vllm.requests.history import AROUND_TOKENS, RequestHistory
+from kvtier.connect.vllm.requests.miss_reasons import AROUND_TOKENS, RequestHistory
 from kvtier.keys.chain import Chain, Extra
 from kvtier.runtime.control_socket import CUT_PARTS, FORMS, _formed
 
@@ -146,7 +146,7 @@ def test_a_changed_image_is_a_cut_at_its_place():
 
 
 def test_tokens_are_kept_within_a_bound_and_chunk_keys_tell_the_cut_without_them(monkeypatch):
-    monkeypatch.setattr(history, "PROMPT_BYTES_MAX", 20_000)
+    monkeypatch.setattr(miss_reasons, "PROMPT_BYTES_MAX", 20_000)
     engine = Engine()
     prompt = [*HEAD, *TEXT]
     engine.ask(prompt)
@@ -163,7 +163,7 @@ def test_tokens_are_kept_within_a_bound_and_chunk_keys_tell_the_cut_without_them
     assert (cut["request"], cut["at_token"], cut["is_exact"]) == (f"r{engine.number - 5}", 512, False)
     assert (cut["lost_tokens"], cut["repeated_tokens"]) == (1400 - 512, None)
     assert [cut[it] for it in CUT_PARTS] == [{"ids": [], "text": None}] * 3
-    monkeypatch.setattr(history, "PROMPT_BYTES_MAX", 100)
+    monkeypatch.setattr(miss_reasons, "PROMPT_BYTES_MAX", 100)
     engine.ask(prompt)
     assert not [it for record in engine.history._ended for it in record.prompt]
 
@@ -208,8 +208,8 @@ def test_an_engine_names_the_cut_of_open_and_ended_requests_and_nothing_of_one_t
 
 
 def test_prompts_longer_than_the_remembered_keys_are_not_called_cut_where_the_keys_end(monkeypatch):
-    monkeypatch.setattr(history, "PROMPT_BYTES_MAX", 0)
-    monkeypatch.setattr(history, "KEYS_MAX", 4)
+    monkeypatch.setattr(miss_reasons, "PROMPT_BYTES_MAX", 0)
+    monkeypatch.setattr(miss_reasons, "KEYS_MAX", 4)
     engine = Engine(size=64)
     engine.ask(TEXT)
     assert engine.cuts(engine.ask(TEXT)) == []

@@ -291,9 +291,9 @@ def test_a_workers_first_layers_are_those_of_the_stages_before_it():
     [
         (
             [((4,), "x")] * 3 + [((3,), "x")],
-            r"rank 3 has \(3,\) layers of the KV groups, in x; rank 2 has \(4,\), in x",
+            r"ranks 2 and 3 divide the KV differently\. Rank 2: layers per KV group 4; x\. Rank 3: .* 3; x\. Serve",
         ),
-        ([((4,), "x")] * 2 + [((2,), "y")] * 2, r"rank 2 has \(2,\) .*, in y; rank 0 has \(4,\), in x"),
+        ([((4,), "x")] * 2 + [((2,), "y")] * 2, r"Rank 0: layers per KV group 4; x\. Rank 2: .* group 2; y\. Serve"),
     ],
 )
 def test_a_worker_with_an_unexpected_part_stops_the_start_with_both_shapes_named(facts, message):
@@ -314,6 +314,6 @@ def test_a_stage_may_lack_the_layers_of_a_vllm_group_but_not_of_a_rule():
             assert left.shape == whole.shape
             assert sum(left.layer_counts) == sum(whole.layer_counts) - number - 1
     with pytest.raises(
-        UnsupportedModelError, match=r"no layer with KV of the rule Window\(tokens=255\); each stage needs one"
+        UnsupportedModelError, match=r"no layer with KV of the kind Window\(tokens=255\); each stage needs a layer"
     ):
         Geometry.of(config)

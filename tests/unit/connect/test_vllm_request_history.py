@@ -7,7 +7,7 @@ from tests.vllm_engine import SmallEngine
 from tests.waiting import wait_until
 
 from kvtier.connect.vllm.requests.account import RequestAccount
-from kvtier.connect.vllm.requests.history import RequestHistory, RequestRecord, reasons_of
+from kvtier.connect.vllm.requests.miss_reasons import RequestHistory, RequestRecord, reasons_of
 from kvtier.keys.chain import Chain, Extra
 from kvtier.runtime.control_socket import ControlError
 from kvtier.runtime.observers.journal import Planned
@@ -66,7 +66,7 @@ def test_a_planner_that_distrusts_a_place_says_so():
         one = record(RequestAccount(found=(("disk", 1280),), planned=planned(0, 1.0, best_s)))
         (reason,) = reasons_of(one, [], SIZE, 110.0)
         assert ("have cost time" in reason.text) is is_named
-        assert f"best other: {best_s:g} s" in reason.text
+        assert f"the best other choice takes {best_s:g} s" in reason.text
 
 
 def test_an_earlier_request_with_the_chunk_proves_a_removal_and_a_later_one_does_not():
@@ -75,7 +75,7 @@ def test_an_earlier_request_with_the_chunk_proves_a_removal_and_a_later_one_does
     assert codes(one, record(stored, "before", ended_s=90.0)) == ["absent", "removed"]
     assert codes(one, record(stored, "after", ended_s=101.0)) == ["absent", "shared"]
     (_, reason) = reasons_of(one, [record(nothing, "before", ended_s=90.0)], SIZE, 110.0)
-    assert reason.text == "request before, ended 20 s ago, had it; it stored nothing"
+    assert reason.text == "request before, which ended 20 s ago, had the chunk; that request stored nothing"
     other = record(stored, "other", ended_s=90.0, keys=KEYS[:1])
     assert reasons_of(one, [other], SIZE, 110.0)[1].text.endswith("requests has 256 tokens (request other)")
 

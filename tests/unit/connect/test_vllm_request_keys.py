@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.vllm_config import request, vllm_config
 
-from kvtier.connect.local_files import adapter_versions
+from kvtier.connect.model_files import adapter_versions
 from kvtier.connect.vllm.checkpoint_reads import AdapterRead
 from kvtier.connect.vllm.requests import keys as module
 from kvtier.connect.vllm.requests import multimodal_items as items_module
@@ -118,7 +118,7 @@ def test_tokens_that_were_taken_back_get_no_key():
     found = growing(TOKENS)
     found.prefix(1000)
     found.request.all_token_ids = [*TOKENS[:300], *range(5000, 5300)]
-    with pytest.raises(ValueError, match="r has 600 tokens, and had 1000"):
+    with pytest.raises(ValueError, match="request r has 600 tokens, but had 1000 before"):
         found.prefix(600)
 
 
@@ -294,7 +294,7 @@ def test_an_image_whose_data_is_too_large_to_digest_is_not_cached(monkeypatch):
     monkeypatch.setattr(items_module, "ITEM_BYTES_MAX", 100)
     requests = KeyMaker(ROOT, 256, vllm_config())
     assert requests.begin(one_image(0, ItemData(pixel_values=torch.ones(26)))) is None
-    assert "bytes of data; allowed: 100 for all items" in requests.refusal
+    assert "bytes of data; allowed: at most 100 for all items" in requests.refusal
     several = [item(str(number), 100 * number, data=ItemData(pixel_values=torch.ones(20))) for number in range(2)]
     assert requests.begin(request(TOKENS, mm_features=several)) is None, "together they are too large"
     assert requests.begin(request(TOKENS, mm_features=several[:1])) is not None
@@ -411,7 +411,7 @@ def test_a_number_that_names_another_adapter_is_not_believed(adapter, tmp_path):
 @pytest.mark.parametrize(
     ("breach", "problem"),
     [
-        (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "contains no adapter_config.json"),
         (lambda folder: folder.rename(folder.parent / "gone") and folder, "are not at"),
         (lambda folder: os.fspath(folder) + "x" * 300, "are not at"),
         (lambda folder: "~a-user-that-is-not-here/adapter", "are not at"),
@@ -490,7 +490,7 @@ def test_a_chain_by_salt_and_adapter_is_that_of_a_request():
         chain = requests.chain_of(salt, "")
         chain.extend(TOKENS)
         assert chain.prefix().keys == keys(request(TOKENS, cache_salt=salt or None), requests)
-    with pytest.raises(module.NotCacheableError, match="no request has used an adapter of the name 'poet'"):
+    with pytest.raises(module.NotCacheableError, match="no request has used an adapter named 'poet'"):
         requests.chain_of("", "poet")
 
 

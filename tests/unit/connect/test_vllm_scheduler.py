@@ -21,12 +21,12 @@ from kvtier.connect.vllm.requests.kv_events import Events
 from kvtier.connect.vllm.requests.tracked import TrackedRequest
 from kvtier.connect.vllm.scheduler import lookups as module
 from kvtier.connect.vllm.scheduler.block_pool import BlockPins
-from kvtier.connect.vllm.scheduler.invalidation import _adapter_of
+from kvtier.connect.vllm.scheduler.cache_invalidation import _adapter_of
 from kvtier.connect.vllm.scheduler.scheduler import Scheduler
 from kvtier.connect.vllm.scheduler.step_timer import StepTimer
 from kvtier.connect.vllm.scheduler.stores import Stores
 from kvtier.connect.vllm.step_metadata import StepDone, StepOrders
-from kvtier.connect.vllm.worker.worker import Worker
+from kvtier.connect.vllm.worker.worker_step import Worker
 from kvtier.core import tier_searches
 from kvtier.core.cache import Cache
 from kvtier.core.planner import Planner
@@ -533,7 +533,9 @@ def test_when_weights_change_open_stores_are_cancelled(start, caplog):
     engine.scheduler.invalidation.weights_change("reload_weights()")
     engine.scheduler.invalidation.weights_change("apply_model()")
     (line,) = caplog.messages
-    assert line.startswith("the weights have changed, or may have (reload_weights()): kvtier loads and stores nothing.")
+    assert line.startswith(
+        "the weights have changed, or may have (reload_weights()). kvtier loads and stores nothing, and "
+    )
     settled(engine)
     assert not engine.scheduler._stores.open
     assert engine.scheduler._stores.pins.is_idle, "vLLM can reset its own cache"
@@ -861,7 +863,7 @@ def is_spared(frame: FrameType) -> bool:
             return True
         caller = caller.f_back
     callers = [frame, frame.f_back, frame.f_back and frame.f_back.f_back]
-    spared = ("worker/worker.py", "worker/copier.py")
+    spared = ("worker/worker_step.py", "worker/copier.py")
     return frame.f_code.co_filename.endswith("connector.py") or any(
         caller is not None and caller.f_code.co_filename.endswith(spared) for caller in callers
     )

@@ -72,7 +72,7 @@ def test_tenants_cannot_name_each_others_sessions():
         ({"session": 7}, None, "session = 7; allowed: a non-empty string"),
         ({"session": ""}, None, "session = ''; allowed: a non-empty string"),
         ({"session": 7, "next_turn": "user"}, None, "session = 7; allowed"),
-        ({"next_turn": "user"}, None, "next_turn = 'user'; allowed: only together with session or session_id"),
+        ({"next_turn": "user"}, None, "next_turn = 'user'; allowed: a value together with session or session_id"),
         (None, 7, "session = 7; allowed: a non-empty string"),
     ],
 )
@@ -154,7 +154,7 @@ def test_vllms_own_limits_are_read():
     [
         ("priority", "urgent", "priority = 'urgent'; allowed: 'low', 'normal', 'high'"),
         ("priority", 5, "priority = 5; allowed"),
-        ("retain_s", -1, "retain_s = -1; allowed: seconds, 0 to 1e9"),
+        ("retain_s", -1, "retain_s = -1; allowed: a number of seconds, 0 to 1e9"),
         ("retain_s", True, "retain_s = True; allowed"),
         ("retain_s", float("nan"), "retain_s = nan; allowed"),
         ("retain_s", float("inf"), "retain_s = inf; allowed"),
@@ -203,7 +203,7 @@ def test_an_envelope_that_cannot_be_read_in_full_opts_out(made):
     asked = request({"priority": "high", "session": "s", "kv_hint": made, "max_load_tokens": 7})
     hints, (problem,) = request_hints(asked)
     assert hints == RequestHints(max_load_tokens=7, max_offload_tokens=0)
-    assert problem.text == "kv_hint cannot be read; allowed: 64 actions, as kvtier.hints 1"
+    assert problem.text == "kv_hint cannot be read; allowed: up to 64 actions, such as kvtier.hints 1"
     assert len(unknown_hints(asked)) < 1000
     asked.kv_transfer_params, asked.kv_hints = None, made  # type: ignore[attr-defined]
     assert request_hints(asked)[0] == OPTED_OUT
@@ -213,7 +213,7 @@ def test_an_envelope_that_cannot_be_read_in_full_opts_out(made):
 def test_parameters_that_are_no_table_opt_out(params):
     hints, (problem,) = request_hints(request(params))
     assert hints == OPTED_OUT
-    assert problem.text == f"kv_transfer_params is of type {type(params).__name__}; allowed: a table"
+    assert problem.text == f"kv_transfer_params is of type {type(params).__name__}; allowed: a JSON object"
 
 
 anything: st.SearchStrategy[object] = st.recursive(
@@ -442,5 +442,7 @@ def test_fields_of_other_programs_are_named_once_and_those_of_vllms_proxies_are_
         names.append(asking.request_id)
     engine.close()
     foreign, wrong = (message for message in caplog.messages if "logged once" in message)
-    assert foreign.startswith(f"request {names[1]}: kv_transfer_params has ['nextturn', 'remote_block_ids']; known: ")
+    assert foreign.startswith(
+        f"request {names[1]}: kv_transfer_params has the unknown fields ['nextturn', 'remote_block_ids']; known: "
+    )
     assert wrong.startswith(f"request {names[3]}: next_turn = 'sometime'; allowed")

@@ -12,7 +12,7 @@ from tests.vllm_config import vllm_config
 
 from kvtier.connect.sglang.identity import REFUSED, REFUSED_VARIABLES
 from kvtier.connect.vllm import engine_setup, support
-from kvtier.connect.vllm.tiering import setup as tiering_setup
+from kvtier.connect.vllm.tiering import engine_setup as tiering_setup
 from kvtier.errors import UnsupportedModelError
 
 TOP = Path(__file__).parents[3]
@@ -46,7 +46,10 @@ def test_engines_that_are_served(change):
     ("change", "message"),
     [
         ({"parallel__nnodes": 2}, "2 nodes is not supported.* Use one node per engine"),
-        ({"model__is_encoder_decoder": True}, "encoder-decoder models are not supported.* Serve it without kvtier"),
+        (
+            {"model__is_encoder_decoder": True},
+            "encoder-decoder models are not supported.* Serve the model without kvtier",
+        ),
         ({"model__runner_type": "pooling"}, "runner 'pooling' is not supported.* Use runner 'generate'"),
         ({"attention__use_non_causal": True}, "non-causal attention is not supported"),
         ({"attention__hisparse_config": object()}, "HiSparse is not supported.* Turn it off"),
@@ -89,7 +92,7 @@ def test_a_prefill_engine_must_store_at_once(monkeypatch, role, policy):
     config = vllm_config()
     config.kv_transfer_config.kv_role = role
     config.kv_transfer_config.kv_connector_extra_config = {"store.write_policy": policy}
-    monkeypatch.setattr(engine_setup.engine_environment, "check_release", lambda: "0.32.0")
+    monkeypatch.setattr(engine_setup.installed_engine, "check_release", lambda: "0.32.0")
     if role == "kv_both":
         assert engine_setup.check_start(config)[1] == "0.32.0"
         return
@@ -125,7 +128,7 @@ def test_the_length_at_which_vllm_stops_drafting_is_that_of_the_shorter_model():
 
 @pytest.mark.parametrize("way", ["pipeline", "decode_context", "prefill_context"])
 def test_stages_and_shares_of_tokens_below_vllms_offloading_are_refused(monkeypatch, tmp_path, way):
-    monkeypatch.setattr(tiering_setup.engine_environment, "check_release", lambda: "0.32.0")
+    monkeypatch.setattr(tiering_setup.installed_engine, "check_release", lambda: "0.32.0")
     config = vllm_config(**{f"parallel__{way}_parallel_size": 2})
     with pytest.raises(
         UnsupportedModelError, match=f"{way}_parallel_size = 2 below vLLM's offloading is not supported"
@@ -136,7 +139,7 @@ def test_stages_and_shares_of_tokens_below_vllms_offloading_are_refused(monkeypa
 @pytest.mark.parametrize("loss", ["int4", "k8v4", "none"])
 def test_a_class_below_vllms_offloading_is_refused(monkeypatch, tmp_path, loss):
     """vLLM passes each chunk of its host memory to all secondary tiers, under names that lack the class."""
-    monkeypatch.setattr(tiering_setup.engine_environment, "check_release", lambda: "0.32.0")
+    monkeypatch.setattr(tiering_setup.installed_engine, "check_release", lambda: "0.32.0")
     config = vllm_config(parallel__pipeline_parallel_size=2)
     settings = {"tiers": [f"directory:{tmp_path}"], "store.loss": loss}
     with (
@@ -153,14 +156,19 @@ def test_a_class_is_refused_beside_another_connector(others):
     if not others:
         support.check_alone(others, "int4")
         return
-    with refuses("store.loss", f"{others[0]} beside kvtier", value="int4", allowed="none; or kvtier alone"):
+    with refuses(
+        "store.loss",
+        f"{others[0]} beside kvtier",
+        value="int4",
+        allowed="none; or any class with kvtier as the only connector",
+    ):
         support.check_alone(others, "int4")
 
 
 TABLE = (TOP / "docs" / "internals" / "shapes.md").read_text(encoding="utf-8")
 ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLE.splitlines() if line.count("|") == 5]
 SOURCES = {
-    "vLLM": ("vllm/support.py", "vllm/geometry.py", "vllm/tiering/setup.py"),
+    "vLLM": ("vllm/support.py", "vllm/geometry.py", "vllm/tiering/engine_setup.py"),
     "SGLang": ("sglang/storage.py", "sglang/host_pools.py", "sglang/identity.py"),
     "Transformers": ("transformers/support.py",),
 }
@@ -170,11 +178,11 @@ OTHER = (
         "sleep_frees_host",
         "kv_role",
         "store.write_policy",
-        "tiers: none",
+        "no tier is configured",
         "interface_v1",
     ),
-    *("prefix_caching_hash_algo", "names no model", "no local folder", "not files of a folder", "MODELSCOPE"),
-    *("has no server argument", "cannot be read as JSON", "has no description of its model"),
+    *("prefix_caching_hash_algo", "names no model", "in a local folder", "not files of a folder", "MODELSCOPE"),
+    *("has no server argument", "cannot be read as JSON", "contains no description of its model"),
     *("published no server arguments", "no host pool with bytes"),
 )
 """Refusals that are not about a shape."""

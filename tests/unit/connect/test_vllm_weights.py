@@ -201,7 +201,7 @@ def test_a_reset_that_the_scheduler_refuses_is_none(side):
 def test_a_scheduler_of_another_kind_is_refused():
     engine = SimpleNamespace(kv_cache_manager=None, requests={}, running=[])
     names = "finished_recving_kv_req_ids, failed_recving_kv_req_ids"
-    with pytest.raises(ConfigError, match=rf"SimpleNamespace has no {names}: .*allowed: vLLM's schedulers"):
+    with pytest.raises(ConfigError, match=rf"SimpleNamespace has no {names}: .*use one of vLLM's schedulers"):
         EngineCache(engine, is_alone=True, has_prefix_caching=True, protects_prefixes=True, guarded=lambda act: act)
 
 
@@ -226,7 +226,7 @@ def test_a_model_that_cannot_be_sampled_stops_no_engine(model, monkeypatch, capl
     monkeypatch.setattr(engine_hooks, "on_stack", lambda _: lambda: model)
     models, look = worker_side.look_at_weights(has_moving_experts=False)
     assert (models, look(is_reset=True)) == ([], "")
-    assert caplog.messages[0].startswith("kvtier cannot look at the model's weights")
+    assert caplog.messages[0].startswith("kvtier cannot inspect the model's weights")
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_load_weights_of_the_model_is_reported(model):
 def test_a_look_that_fails_counts_as_a_change_and_raises_nothing(model, monkeypatch):
     sample = WeightSample(model)
     monkeypatch.setattr(torch, "equal", None)
-    assert sample.look() == "a look at them failed: TypeError(\"'NoneType' object is not callable\")"
+    assert sample.look() == "comparing them failed: TypeError(\"'NoneType' object is not callable\")"
     monkeypatch.undo()
     assert sample.look() != ""
     assert [sample.look(is_reset=True), sample.look()] == ["", ""]

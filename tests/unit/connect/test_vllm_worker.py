@@ -7,8 +7,8 @@ import pytest
 
 from kvtier.connect.vllm.checkpoint_reads import AdapterRead
 from kvtier.connect.vllm.step_metadata import LOADED_NOTE, LoadReport, StepDone, StepOrders
-from kvtier.connect.vllm.worker import worker as module
-from kvtier.connect.vllm.worker.worker import Worker
+from kvtier.connect.vllm.worker import worker_step as module
+from kvtier.connect.vllm.worker.worker_step import Worker
 from kvtier.runtime.protocol import Note
 from kvtier.types import RequestId
 

@@ -3,7 +3,7 @@
 import pytest
 from tests.core_driver import CHUNK, Driver, key, prefix_of
 
-from kvtier.core import pending_writes, tier_state
+from kvtier.core import tier_state, tier_writes
 from kvtier.core.limits import TierRules, WritePolicy
 from kvtier.layout import History, State, Window
 from kvtier.types import ChunkKey, Direction, Outcome, Prefix, Presence
@@ -286,7 +286,7 @@ def test_a_relay_takes_no_slot_that_is_in_use() -> None:
     (hung,) = (one for one in core.going(Direction.DEMOTE) if one.tier == "far")
     core.answer(hung)
     core.run(keep=lambda one: one.direction is not Direction.GATHER)
-    assert core.cache._pending_writes.queues["far"].relays
+    assert core.cache._tier_writes.queues["far"].relays
     assert not core.going(Direction.PROMOTE)
     core.run()
     assert len(core.held["far"]) == 35, "all but the hung one"
@@ -315,13 +315,13 @@ def test_relays_wait_for_a_tier_that_is_away_and_take_no_staging() -> None:
     (hung,) = (one for one in core.going(Direction.DEMOTE) if one.tier == "far")
     core.answer(hung, Outcome.FAILED, is_fault=True)
     core.run()
-    assert len(core.cache._pending_writes.queues["far"].relays) == 33
+    assert len(core.cache._tier_writes.queues["far"].relays) == 33
     assert not core.cache.pending_count, "closing does not wait for a tier that is away"
     assert core.cache.host.staging == [1]
     core.wait(5.1)
     core.check_tiers()
     core.run()
-    assert not core.cache._pending_writes.queues["far"].relays
+    assert not core.cache._tier_writes.queues["far"].relays
     assert len(core.held["far"]) == 33
 
 
@@ -347,10 +347,10 @@ def test_an_object_that_is_relayed_from_host_memory_is_not_written_a_second_time
 
 
 def test_only_so_many_objects_wait_to_be_relayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_writes, "RELAYS_MAX", 3)
+    monkeypatch.setattr(tier_writes, "RELAYS_MAX", 3)
     core = near_and_far(slots=32, writes_in_flight=1)
     store_near(core, "a", long_prefix(8))
-    assert len(core.cache._pending_writes.queues["far"].relays) == 3
+    assert len(core.cache._tier_writes.queues["far"].relays) == 3
     assert core.cache.counters.relays_dropped == 4
 
 
@@ -388,12 +388,12 @@ def test_a_second_promotion_counts_as_a_second_use() -> None:
 
 
 def test_the_memory_of_promotions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_writes, "PROMOTED_MAX", 2)
+    monkeypatch.setattr(tier_writes, "PROMOTED_MAX", 2)
     core, prompt = near_and_far(), long_prefix(5)
     core.fill("far", prompt)
     core.lookup_and_run("r", prompt)
     core.load_and_run("r", prompt)
-    assert len(core.cache._pending_writes._promoted) == 2
+    assert len(core.cache._tier_writes._promoted) == 2
 
 
 def test_what_a_probe_found_is_not_uploaded_again() -> None:

@@ -199,7 +199,7 @@ def test_of_resident_tokens_nothing_is_asked() -> None:
     ("tokens", "places", "resident", "message"),
     [
         (5, [], 0, "not a boundary"),
-        (16, [], 0, "16 tokens is not a boundary"),
+        (16, [], 0, "16 tokens are not a boundary"),
         (8, [Place(0, 0, ()), Place(0, 2, ())], 0, "outside the prefix"),
         (8, [Place(1, 0, ())], 0, "outside the prefix"),
         (4, [Place(0, 0, ()), Place(0, 1, ())], 0, "past the 4 tokens"),

@@ -137,7 +137,7 @@ def test_objects_that_have_left_are_not_kept():
         while commands := core.commands():
             core.complete([it for it in commands if isinstance(it, Transfer)])
     assert core.cache.pending_count == 0
-    assert not any(core.cache._pending_writes._can_wait)
+    assert not any(core.cache._tier_writes._can_wait)
     assert not core.cache._operations.keepers
 
 

@@ -21,7 +21,7 @@ from kvtier.codec.raw import Raw
 from kvtier.layout import GroupLayout, History, Part
 from kvtier.tier.base import About
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.files import store_notes as notes
+from kvtier.tier.files import fingerprint_notes as notes
 from kvtier.types import ObjectName
 
 GROUP = GroupLayout(History(), (6000, 5000, 4096), "test/pages")
@@ -234,8 +234,8 @@ def break_in_every_way(store: Path) -> dict[str, str]:
     head = bytearray(path_of(store, 6).read_bytes())
     head[200] ^= 1
     path_of(store, 6).write_bytes(head)
-    told = ["checksum of the section", "bytes stored of a frame", "cut off", "belongs to another object"]
-    told += ["bytes stored of a frame", "version 99, newer than", "header checksum"]
+    told = ["checksum of the section", "bytes are stored of a frame", "cut off", "belongs to another object"]
+    told += ["bytes are stored of a frame", "version 99, newer than", "header checksum"]
     return {name_of(number).hex(): words for number, words in enumerate(told)}
 
 
@@ -332,7 +332,7 @@ def test_what_is_no_store_is_refused_and_not_touched(inspect, tmp_path, command)
     (damaged / "kvtier-store.json").write_text("garbage")
     for place, why in (
         (damaged, f"kvtier inspect repair {damaged}"),
-        (other, "holds no store that is known"),
+        (other, "holds no store that this release of kvtier knows"),
         (tmp_path / "none", "does not exist"),
         (file, "not a directory"),
     ):
@@ -480,7 +480,7 @@ def test_a_tier_as_text_is_inspected_like_its_directory(store, inspect):
 
 def test_an_unknown_kind_or_a_wrong_setting_of_a_tier_is_named(inspect, store):
     assert "did you mean disk" in inspect("stat", "dsk:/x")[1]["error"]
-    assert "unknown setting of a directory tier" in inspect("stat", f"directory:{store}?pth=1")[1]["error"]
+    assert "directory tiers have no such setting" in inspect("stat", f"directory:{store}?pth=1")[1]["error"]
     assert "holds no store of kind disk" in inspect("stat", f"disk:{store}")[1]["error"]
 
 

@@ -9,7 +9,7 @@ from kvtier.codec.frame import frame_bytes, head_bytes, pack
 from kvtier.codec.frame_header import Identity
 from kvtier.codec.raw import Raw
 from kvtier.layout import GroupLayout, History, Part
-from kvtier.testing.tier import empty_frame, object_name
+from kvtier.testing.tier_contract import empty_frame, object_name
 from kvtier.tier import registry
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.disk.tier import DiskTier
@@ -110,7 +110,7 @@ def test_health_takes_a_tier_of_one_rank(store, capsys):
         assert (code, result["directory"], result["status"]["objects"]) == (0, str(store), COUNT)
     (store.parent / "rank-1").mkdir()
     assert run(["inspect", "health", f"disk:{store.parent}"]) == 2
-    assert "tier 'disk' is not one store; allowed here: the directory of a rank" in capsys.readouterr().err
+    assert "tier 'disk' has a store for each rank; give the directory of one rank" in capsys.readouterr().err
     assert told(capsys, "health", f"disk:{store}")[0] == 0
 
 
@@ -123,7 +123,7 @@ def test_a_store_that_records_no_health_says_so(tmp_path, capsys):
     DirectoryTier(tmp_path, capacity_bytes=1 << 20).close()
     for where in (tmp_path, f"directory:{tmp_path}"):
         assert run(["inspect", "health", str(where)]) == 2
-        assert f"{tmp_path} is a store that records no health" in capsys.readouterr().err
+        assert f"the store in {tmp_path} is of a kind that keeps no health information" in capsys.readouterr().err
 
 
 def test_health_is_of_one_store(store, capsys):

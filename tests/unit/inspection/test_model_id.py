@@ -13,7 +13,7 @@ from tests.system import until
 from kvtier.cli.main import run
 from kvtier.config.sections import Config, StoreConfig
 from kvtier.config.value_types import PrivateText
-from kvtier.connect.local_files import note_fingerprint
+from kvtier.connect.model_files import note_fingerprint
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import Secret, key_id, model_id
 from kvtier.runtime.open import open_session

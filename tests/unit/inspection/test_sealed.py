@@ -24,9 +24,9 @@ from kvtier.codec.frame import (
 from kvtier.codec.frame_header import Identity, read_head
 from kvtier.errors import UnreadableChunkError
 from kvtier.inspection import inspector
-from kvtier.keys.keyring import Keyring, SealKey
+from kvtier.keys.seal_keys import Keyring, SealKey
 from kvtier.layout import GroupLayout, History, Part, Run
-from kvtier.testing.tier import empty_frame, object_name
+from kvtier.testing.tier_contract import empty_frame, object_name
 from kvtier.tier.base import Write
 from kvtier.tier.directory.tier import DirectoryTier
 

@@ -12,7 +12,7 @@ from tests.refusals import refuses
 
 from kvtier.errors import ConfigError
 from kvtier.keys.key_source import KeySource, open_keys, read_command, read_file
-from kvtier.keys.keyring import BYTES_MAX, FORM, Keyring, SealKey, parse
+from kvtier.keys.seal_keys import BYTES_MAX, FORM, Keyring, SealKey, parse
 from kvtier.keys.secret import Secret
 
 HEX = "c0ffee5eed1e55ab" * 4
@@ -159,7 +159,7 @@ open({str(marker)!r}, 'w').write(str(os.getpgrp()))
 {silence}
 time.sleep(60)
 """
-    with refuses("store.keys_command", "2 s or 1048576 bytes"):
+    with refuses("store.keys_command", "2 s, or wrote more than 1048576 bytes"):
         read_command(python(program), deadline_s=2)
     assert until(lambda: not is_group(int(marker.read_text())))
 
@@ -186,7 +186,7 @@ print('1 a {HEX}')
 
 @pytest.mark.parametrize("pipe", ["stdout", "stderr"])
 def test_a_command_that_writes_without_end_is_stopped(pipe):
-    with refuses("store.keys_command", "60 s or 1048576 bytes") as caught:
+    with refuses("store.keys_command", "60 s, or wrote more than 1048576 bytes") as caught:
         read_command(python(f"import sys\nwhile True: sys.{pipe}.write('# {HEX}\\n' * 99)"), deadline_s=60)
     assert hides(str(caught.value), HEX)
 
@@ -258,7 +258,7 @@ def test_a_later_reading_adds_and_removes_keys_and_keeps_them_when_it_fails(open
     write(keys_file, "# none\n")
     source.refresh()
     assert (source.failures, epochs(source.keyring)) == (5, [])
-    assert caplog.records[-1].getMessage() == "0 keys are in use now, 1 before"
+    assert caplog.records[-1].getMessage() == "0 keys are in use now; there were 1 before"
 
 
 def test_a_command_that_writes_nothing_removes_no_key(opened, tmp_path):

@@ -10,7 +10,7 @@ from kvtier.cli.engine_settings import given as given_flags
 from kvtier.config.loader import load
 from kvtier.config.sections import Config, StoreConfig
 from kvtier.errors import ConfigError
-from kvtier.keys.keyring import BYTES_MAX, EPOCH_MAX, FORM, LINES_MAX, Keyring, SealKey, hkdf, parse
+from kvtier.keys.seal_keys import BYTES_MAX, EPOCH_MAX, FORM, LINES_MAX, Keyring, SealKey, hkdf, parse
 
 HEX = "c0ffee5eed1e55ab" * 4
 OTHER = "0ddba11decade5ad" * 4
@@ -135,11 +135,11 @@ def test_a_key_that_only_opens_does_not_seal():
 def test_lines_and_bytes_have_limits():
     lines = [f"{number} a {HEX}" for number in range(LINES_MAX)]
     assert len(parse("\n".join([*lines, ""]).encode(), "here").keys) == LINES_MAX
-    with refuses("here", "10001 lines", allowed=f"{LINES_MAX} lines and {BYTES_MAX} bytes"):
+    with refuses("here", "10001 lines", allowed=f"at most {LINES_MAX} lines and {BYTES_MAX} bytes"):
         parse("\n".join([*lines, f"0 b {HEX}"]).encode(), "here")
     key = f"1 a {HEX} ".encode()
     assert parse(key.ljust(BYTES_MAX, b"#"), "here")
-    with refuses("here", "1 lines", allowed=f"{LINES_MAX} lines and {BYTES_MAX} bytes"):
+    with refuses("here", "1 lines", allowed=f"at most {LINES_MAX} lines and {BYTES_MAX} bytes"):
         parse(key.ljust(BYTES_MAX + 1, b"#"), "here")
 
 

@@ -281,7 +281,7 @@ def test_a_checkpoint_that_is_missing_or_empty_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"missing cannot be read: No such file"):
         checkpoint_files(tmp_path / "missing")
     (tmp_path / "config.json").touch()
-    with pytest.raises(ConfigError, match=r"holds no weights; looked for \*.safetensors"):
+    with pytest.raises(ConfigError, match=r"contains no weights; kvtier looked for \*.safetensors"):
         checkpoint_files(tmp_path)
 
 

@@ -88,7 +88,7 @@ def test_a_file_of_another_length_is_refused(tmp_path, length):
     path = tmp_path / "secret"
     path.write_bytes(b"s" * length)
     path.chmod(0o600)
-    with refuses("secret file", f"must hold 32 bytes, holds {length}", value=str(path)):
+    with refuses("secret file", f"must hold 32 bytes, but holds {length}", value=str(path)):
         load_or_create(path)
 
 

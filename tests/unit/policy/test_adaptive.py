@@ -14,7 +14,7 @@ from kvtier.policy.adaptive import SLACK, Adaptive
 from kvtier.policy.base import Evictor, Use
 from kvtier.policy.lru import Lru
 from kvtier.policy.reuse import WATCHED_MAX, ReuseModel
-from kvtier.testing.policy import name_of, use_of
+from kvtier.testing.policy_contract import name_of, use_of
 from kvtier.tools.trace.arrays import read_arrays
 from kvtier.tools.trace.formats.base import open_trace
 from kvtier.types import NextTurn

@@ -12,7 +12,7 @@ from tests.unit.policy.test_adaptive import Prompt, use
 
 from kvtier.policy.adaptive import SLACK, Adaptive, Owner
 from kvtier.policy.reuse import ReuseModel
-from kvtier.testing.policy import name_of, use_of
+from kvtier.testing.policy_contract import name_of, use_of
 from kvtier.tools.trace.arrays import TraceArrays
 from kvtier.types import NextTurn
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvtier.policy.adaptive import Adaptive
 from kvtier.policy.base import Use
 from kvtier.policy.lru import Lru
-from kvtier.testing.policy import name_of, use_of
+from kvtier.testing.policy_contract import name_of, use_of
 
 
 class SlowLru:

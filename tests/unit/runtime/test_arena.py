@@ -189,7 +189,7 @@ def test_an_unlock_that_fails_is_logged_and_no_more(caplog: pytest.LogCaptureFix
     Arena(_layout(), (3, 2), page_lock=lambda _address, _bytes, _slot: fail).close()
     gc.collect()
     assert [record.getMessage() for record in caplog.records] == [
-        "page-locked host memory could not be unlocked, and stays until the process ends: planned"
+        "page-locked host memory could not be unlocked, and stays locked until the process ends: planned"
     ] * 2
 
 

@@ -12,8 +12,8 @@ from kvtier.codec.frame import frame_bytes, pack_scratch_bytes
 from kvtier.codec.registry import by_name
 from kvtier.codec.split import Split
 from kvtier.layout import GroupLayout, History, KvLayout, Run
+from kvtier.runtime.adaptive_coding import EVERY, TRIED_EVERY, CodecChoice, GroupState
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.codec_choice import EVERY, TRIED_EVERY, CodecChoice, GroupState
 from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.tier_encoding import StoredForm
@@ -126,7 +126,7 @@ def test_a_section_is_measured_for_each_group():
 
 
 def test_a_coded_object_among_raw_ones_says_little_of_loads(choice, monkeypatch):
-    monkeypatch.setattr("kvtier.runtime.codec_choice.unpack_in_place", lambda *_: None)
+    monkeypatch.setattr("kvtier.runtime.adaptive_coding.unpack_in_place", lambda *_: None)
     slot = memoryview(bytearray(8))
     for is_coded, is_believed in ((False, False), (True, True)):
         choice.groups[0].is_coded, choice.groups[0].slowdown = is_coded, 4.0

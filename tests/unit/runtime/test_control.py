@@ -103,8 +103,8 @@ def test_find_ends_at_the_last_token_and_at_a_missing_window(session, adapter):
         "no later boundary at which the model's windows or states can resume is stored",
     )
     assert adapter.ask("find", tokens=tokens_of(1))["hit_tokens"] == 0, "the last token is computed"
-    assert adapter.ask("find", tokens=tokens_of(1))["end"].startswith("the prompt: ")
-    assert adapter.ask("find", tokens=[1])["end"] == f"no chunk is full: a chunk has {CHUNK_TOKENS} tokens"
+    assert adapter.ask("find", tokens=tokens_of(1))["end"].startswith("the prompt ends")
+    assert adapter.ask("find", tokens=[1])["end"] == f"the prompt has no full chunk; a chunk has {CHUNK_TOKENS} tokens"
     assert adapter.ask("find", tokens=tokens_of(3), salt="other")["hit_tokens"] == 0
     # The window at the end of the prompt is there; a request stops a chunk before, where it is not.
     stored(session, "b", prefix_of(3, seed=1), places_of(range(3), (0,)) + places_of([1, 2], (1,)))
@@ -302,8 +302,8 @@ def test_health_has_the_adapters_problem_and_a_thread_that_does_not_run(session,
     ("command", "arguments", "error"),
     [
         ("drop", {}, "command 'drop' is unknown; allowed: find, why, prefetch, pin, unpin, clear, health"),
-        ("find", {}, "tokens must be a list of token ids"),
-        ("find", {"tokens": []}, "with at least one"),
+        ("find", {}, "tokens must be a list of at least one token id"),
+        ("find", {"tokens": []}, "at least one token id"),
         ("find", {"tokens": "abc"}, "tokens must be a list"),
         ("find", {"tokens": [1, -1]}, r"tokens\[1\] must be an integer in 0..4294967295, got -1"),
         ("find", {"tokens": [1, 2.5]}, r"tokens\[1\] must be"),
@@ -314,7 +314,7 @@ def test_health_has_the_adapters_problem_and_a_thread_that_does_not_run(session,
         ("find", {"tokens": [1], "salt": "\ud800"}, "salt must be a string"),
         ("find", {"tokens": [1], "model": "m"}, r"arguments \['model'\] are unknown; allowed: tokens, salt, adapter"),
         ("why", {}, "request must be the id"),
-        ("why", {"request": "r"}, "keeps no history of requests; allowed: find"),
+        ("why", {"request": "r"}, "keeps no history of its requests; use find instead"),
         ("clear", {}, "either all = true or a salt"),
         ("clear", {"all": False}, "either all = true or a salt"),
         ("clear", {"all": 1}, "either all = true or a salt"),
@@ -327,7 +327,7 @@ def test_health_has_the_adapters_problem_and_a_thread_that_does_not_run(session,
         ("pin", {"tokens": [1], "seconds": float("nan")}, "seconds = nan; allowed"),
         ("pin", {"tokens": [1], "seconds": True}, "seconds = True; allowed"),
         ("prefetch", {"tokens": [1], "seconds": 1}, "allowed: tokens, salt, adapter"),
-        ("unpin", {}, "tokens must be a list of token ids"),
+        ("unpin", {}, "tokens must be a list of at least one token id"),
         ("health", {"x": 1}, "allowed: none"),
     ],
 )

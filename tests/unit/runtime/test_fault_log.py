@@ -4,7 +4,7 @@ import pytest
 
 from kvtier.errors import KvError
 from kvtier.runtime.observers.fault_log import KINDS_MAX, FaultLog
-from kvtier.runtime.observers.fault_record import DETAIL_CHARACTERS, described
+from kvtier.runtime.observers.health_record import DETAIL_CHARACTERS, described
 
 
 class _Clock:

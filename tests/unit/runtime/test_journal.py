@@ -268,7 +268,7 @@ def test_it_is_off_unless_a_directory_is_set(tmp_path, caplog):
     kv.session.close(60)
     assert kv.journal is None
     (error,) = [it.getMessage() for it in caplog.records if it.levelname == "ERROR"]
-    assert re.search(r"journal\.path = .*no file can be created: .*; kvtier starts without it", error)
+    assert re.search(r"journal\.path = .*no file can be created: .*; kvtier starts without this feature", error)
 
 
 @pytest.mark.parametrize(

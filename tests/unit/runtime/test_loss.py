@@ -11,7 +11,7 @@ from tests.system import until
 from kvtier.cli import doctor_checks
 from kvtier.codec.registry import lossy_names
 from kvtier.config.sections import StoreConfig
-from kvtier.connect.local_files import note_fingerprint
+from kvtier.connect.model_files import note_fingerprint
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import model_id
 from kvtier.layout import Axes, GroupLayout, History, KvLayout, Run, Window
@@ -19,7 +19,7 @@ from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import OpenRanks
 from kvtier.runtime.tier_encoding import forms_of, in_class
-from kvtier.tier.files import store_notes
+from kvtier.tier.files import fingerprint_notes
 
 LOSSES = lossy_names()
 
@@ -76,7 +76,12 @@ def test_ranks_of_another_class_are_refused(of_rank, of_core):
     rank = open_rank(config(of_rank), KNOWN, rig.FINGERPRINT, rig.Engine(4).copier())
     try:
         ranks = OpenRanks(rank.mover, rank.slots, rank.tiers, frozenset(rank.down), [rank.mover.views])
-        with refuses("store.loss", f"rank 0 was opened with {of_rank}", value=of_core, allowed="one value"):
+        with refuses(
+            "store.loss",
+            f"differs from {of_rank}, with which rank 0 was opened",
+            value=of_core,
+            allowed="the same value",
+        ):
             open_core(config(of_core), rank.layout, rig.FINGERPRINT, ranks)
     finally:
         rank.close(1.0)
@@ -105,7 +110,7 @@ def test_the_note_beside_a_store_and_the_doctor_name_the_class(tmp_path):
         note_fingerprint(made, served)
         until(lambda: "kvtier note" not in {thread.name for thread in threading.enumerate()})
         model = model_id(None, in_class(made, KNOWN, served.digest)[1]).hex()
-        (note,) = (it for it in store_notes.read(tmp_path / "kv") if it["model"] == model)
+        (note,) = (it for it in fingerprint_notes.read(tmp_path / "kv") if it["model"] == model)
         assert note["of"].get("loss", {}).get("codec", "none") == loss
         assert doctor_checks._model(made, served) == model[:12]
-    assert len(store_notes.read(tmp_path / "kv")) == 1 + len(LOSSES)
+    assert len(fingerprint_notes.read(tmp_path / "kv")) == 1 + len(LOSSES)

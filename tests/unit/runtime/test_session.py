@@ -34,13 +34,13 @@ from kvtier.core.limits import Limits, WritePolicy
 from kvtier.layout import Axes, GroupLayout, History, KvLayout, Run
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime import in_flight_calls
 from kvtier.runtime import locked_core as module
+from kvtier.runtime import session_events
 from kvtier.runtime.executor import Threads
-from kvtier.runtime.in_flight_calls import SessionEvents
 from kvtier.runtime.observers.guards import Feature, Guards, Observer
 from kvtier.runtime.open import choose_chunk_tokens, open_session
 from kvtier.runtime.session import SessionError
+from kvtier.runtime.session_events import SessionEvents
 from kvtier.types import LoadDone, Presence, Probe, RequestId, StoreDone
 
 
@@ -198,7 +198,7 @@ def test_an_internal_error_of_the_session_ends_the_cache_only(monkeypatch, caplo
 
 
 def test_without_polls_the_oldest_events_are_dropped_with_a_warning(monkeypatch):
-    monkeypatch.setattr(in_flight_calls, "EVENTS_MAX", 3)
+    monkeypatch.setattr(session_events, "EVENTS_MAX", 3)
     guards = Guards()
     events = SessionEvents(Metrics(), guards)
     for number in range(6):
@@ -377,5 +377,5 @@ def test_chunk_tokens_follow_the_engine(wanted, alignment, expected):
 
 
 def test_chunk_tokens_that_cut_a_block_are_refused():
-    with refuses("store.chunk_tokens", value="100", allowed="its 16 tokens"):
+    with refuses("store.chunk_tokens", value="100", allowed="0, or a multiple of 16"):
         choose_chunk_tokens(100, 16)

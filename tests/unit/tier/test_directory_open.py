@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvtier.errors import ConfigError, DamagedStoreError
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import About
 from kvtier.tier.directory.snapshot import load_snapshot
 from kvtier.tier.directory.tier import DirectoryTier

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from kvtier.errors import TierError
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import UNKNOWN, Read, Write
 from kvtier.tier.directory import tier as directory
 from kvtier.tier.directory.snapshot import SnapshotRow, load_snapshot, pack_snapshot, save_snapshot, unpack_snapshot

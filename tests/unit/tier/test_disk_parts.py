@@ -6,7 +6,7 @@ from tests.refusals import refuses
 
 from kvtier.errors import TierError
 from kvtier.layout import GroupLayout, History, KvLayout
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.disk.format import (
     ENTRIES_PER_BLOCK,
     ENTRY,

@@ -16,7 +16,7 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime.executor import COUNT_MAX, TierView
 from kvtier.runtime.mover import FIGURES_EVERY_S, FiguresSampler
 from kvtier.runtime.observers.transfer_metrics import Gauges
-from kvtier.testing.tier import empty_frame, object_name
+from kvtier.testing.tier_contract import empty_frame, object_name
 from kvtier.tier.disk import view as disk_view
 from kvtier.tier.disk.status import (
     STATUS_NAME,

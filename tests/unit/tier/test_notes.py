@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.tier.directory.tier import DirectoryTier
-from kvtier.tier.files import store_notes as notes
+from kvtier.tier.files import fingerprint_notes as notes
 
 NAME = bytes(range(16))
 FILE = "note-model-0001020304050607.json"

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.testing.tier_contract import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier import registry
 from kvtier.tier.directory.tier import DirectoryTier
 from kvtier.tier.registry import TierContext
