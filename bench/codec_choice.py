@@ -31,8 +31,8 @@ from kvtier.codec.frame import frame_bytes
 from kvtier.codec.registry import by_name
 from kvtier.layout import GroupLayout, History, KvLayout, Run
 from kvtier.report.output import write_json
+from kvtier.runtime.adaptive_coding import CodecChoice
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.codec_choice import CodecChoice
 from kvtier.runtime.command_runner import CommandRunner
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.mover import Mover

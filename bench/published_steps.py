@@ -22,7 +22,7 @@ from bench.parts.command import run as run_script
 
 from kvtier.report.format import digits
 from kvtier.report.table import Table, print_table
-from kvtier.tools.plan.queueing import prefill_s, step_s
+from kvtier.tools.plan.operating_point import prefill_s, step_s
 from kvtier.tools.plan.read_inputs import load
 from kvtier.tools.plan.resolve import Deployment, resolve
 

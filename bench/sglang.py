@@ -33,7 +33,7 @@ from bench.parts.command import record_option, recorded_settings
 from bench.parts.command import run as run_script
 
 from kvtier.cli.options import tell_written
-from kvtier.connect.sglang.engine_environment import check_version, installed
+from kvtier.connect.sglang.installed_engine import check_version, installed
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, progress, write_json
 from kvtier.report.table import Table, print_table
