@@ -13,7 +13,7 @@ TRANSFER_PATH = ("src/kvtier/codec", "src/kvtier/core", "src/kvtier/runtime", "s
 
 
 def age(record: dict[str, Any]) -> tuple[str, str, str]:
-    """Return the record's date, the number of commits since it ("?" if git lacks its commit), and whether `is_shipped`."""
+    """Return the record's date, the commits since it ("?" if git lacks its own), and ``yes`` if `is_shipped`."""
     commit = record["commit"]["id"]
     count = _git("rev-list", "--count", f"{commit}..HEAD") if _is_known(commit) else "?"
     return record["time"][:10], count, "yes" if is_shipped(commit) else "no"
@@ -27,7 +27,8 @@ def is_shipped(commit: str) -> bool:
 
 def _is_known(commit: str) -> bool:
     """Return whether the history has a commit."""
-    return subprocess.run(["git", "cat-file", "-e", commit], cwd=TOP, capture_output=True).returncode == 0
+    found = subprocess.run(["git", "cat-file", "-e", commit], cwd=TOP, capture_output=True, check=False)
+    return found.returncode == 0
 
 
 def _changed(commit: str) -> Iterator[str]:
