@@ -1,5 +1,7 @@
 """A raw socket on loopback as a store that keeps one object for each connection: the ceiling of stores behind TCP.
 
+Connections outlive the threads that use them, so that other threads load what one round of threads has stored.
+
 A store sends the size and the bytes and waits for one byte back; a load sends the size and receives the bytes. The
 server is a process of its own.
 """
@@ -8,7 +10,9 @@ import multiprocessing
 import socket
 import struct
 import threading
-from contextlib import suppress
+from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 from kvtier.errors import KvError
@@ -21,7 +25,7 @@ _DONE = b"+"
 
 
 class Loopback:
-    """The client, and the server behind it; a `RawClient`. Each thread has a connection.
+    """The client, and the server behind it; a `RawClient`. An operation takes a connection that no other one uses.
 
     Raises:
         KvError: the server does not start.
@@ -35,21 +39,21 @@ class Loopback:
         if not here.poll(DEADLINE_S):
             raise KvError(f"the server of the loopback socket has not started within {DEADLINE_S:g} s")
         self._port: int = here.recv()
-        self._local = threading.local()
+        self._idle: deque[socket.socket] = deque()
         self._sockets: list[socket.socket] = []
 
     def put(self, name: ObjectName, frame: memoryview) -> None:  # noqa: ARG002 - one object for each connection
         """See `RawClient`."""
-        link = self._link()
-        _send(link, _REQUEST.pack(STORE, frame.nbytes), frame)
-        if link.recv(1) != _DONE:
-            raise KvError("the server of the loopback socket has closed")
+        with self._link() as link:
+            _send(link, _REQUEST.pack(STORE, frame.nbytes), frame)
+            if link.recv(1) != _DONE:
+                raise KvError("the server of the loopback socket has closed")
 
     def get(self, name: ObjectName, into: memoryview) -> None:  # noqa: ARG002
-        """See `RawClient`. The bytes are those of this thread's last store."""
-        link = self._link()
-        _send(link, _REQUEST.pack(LOAD, into.nbytes))
-        _receive(link, into)
+        """See `RawClient`. The bytes are those of the connection's last store."""
+        with self._link() as link:
+            _send(link, _REQUEST.pack(LOAD, into.nbytes))
+            _receive(link, into)
 
     def has(self, name: ObjectName) -> bool:
         """See `RawClient`. A round trip without payload."""
@@ -66,12 +70,16 @@ class Loopback:
         self._server.kill()
         self._server.join(DEADLINE_S)
 
-    def _link(self) -> socket.socket:
-        link: socket.socket | None = getattr(self._local, "link", None)
-        if link is None:
-            link = self._local.link = _bounded(socket.create_connection(("127.0.0.1", self._port), DEADLINE_S))
+    @contextmanager
+    def _link(self) -> Generator[socket.socket]:
+        """Take the connection that has rested longest, or a new one. It is not used again if the `with` block fails."""
+        try:
+            link = self._idle.popleft()
+        except IndexError:
+            link = _bounded(socket.create_connection(("127.0.0.1", self._port), DEADLINE_S))
             self._sockets.append(link)
-        return link
+        yield link
+        self._idle.append(link)
 
 
 def _serve(ready: Connection, largest_bytes: int) -> None:

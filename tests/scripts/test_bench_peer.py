@@ -1,6 +1,7 @@
 """`bench/peer.py` reads the output of LMCache's command and refuses an unknown format; the raw socket returns bytes."""
 
 import json
+import threading
 
 import pytest
 from bench.parts.loopback import Loopback
@@ -30,14 +31,20 @@ def test_durations_are_of_one_round():
     assert durations_ms(output(), ("lookup",)) == {"lookup": (8, 1.0)}
 
 
+def in_a_thread(act, buffer):
+    thread = threading.Thread(target=act, args=(ObjectName(bytes(32)), buffer))
+    thread.start()
+    thread.join()
+
+
 def test_the_loopback_socket_returns_the_last_object_of_a_connection():
     link = Loopback(1 << 20)
     try:
         for size in (0, 1, 300_000, 1 << 20):
             stored = bytes(range(256)) * (size // 256) + bytes(size % 256)
             into = bytearray(size)
-            link.put(ObjectName(bytes(32)), memoryview(stored))
-            link.get(ObjectName(bytes(32)), memoryview(into))
+            in_a_thread(link.put, memoryview(stored))
+            in_a_thread(link.get, memoryview(into))
             assert into == stored
     finally:
         link.close()
