@@ -17,10 +17,11 @@ from mover_world import (
     codec_of,
 )
 from tests.memory_tier import MemoryTier
+from tests.waiting import wait_until
 
 from kvtier.codec.frame import verify_frame
 from kvtier.config.sections import Mode
-from kvtier.errors import DETAIL_CHARACTERS
+from kvtier.errors import DETAIL_CHARACTERS, KvError
 from kvtier.layout import Part
 from kvtier.policy.lru import Lru
 from kvtier.runtime.command_runner import NOT_ADMITTED
@@ -277,6 +278,43 @@ def test_a_transfer_is_not_done_before_its_fence() -> None:
         (completion,) = world.take(1)
         assert completion.outcome is Outcome.DONE
         assert world.is_in_slot(1, 0)
+
+
+def test_a_device_gets_all_copies_of_a_batch_before_one_is_waited_for() -> None:
+    """One copy cannot begin, and the fence of another fails: the others are done, and each has its own outcome."""
+    begun: list[int] = []
+    asked: list[list[int]] = []
+    gate = threading.Event()
+
+    class Device:
+        def __init__(self, inner: object) -> None:
+            self.inner = inner
+
+        def gather(self, request: str, group: int, blocks: tuple[int, ...], payload: memoryview) -> int:
+            assert gate.wait(WAIT_S)
+            if blocks[0] == 4:
+                raise KvError("it cannot begin")
+            begun.append(blocks[0])
+            return blocks[0]
+
+        def done(self, fence: object) -> bool:
+            asked.append(begun.copy())
+            if fence == 8:
+                raise KvError("the device has failed")
+            return True
+
+    with World(wrap=Device, threads=Threads(device=1)) as world:  # type: ignore[arg-type]
+        first = world.transfer(Direction.GATHER, 0, 0)
+        world.mover.submit(first)
+        wait_until(lambda: not world.mover._routes[Direction.GATHER, ""].queue.jobs, "the first copy to begin")
+        batch = [world.transfer(Direction.GATHER, chunk, chunk) for chunk in (1, 2, 3)]
+        world.mover.submit(*batch)
+        gate.set()
+        completions = {it.command: it for it in world.take(4)}
+    assert [completions[it].outcome for it in batch] == [Outcome.FAILED, Outcome.FAILED, Outcome.DONE]
+    assert "it cannot begin" in completions[batch[0]].detail
+    assert "the device has failed" in completions[batch[1]].detail
+    assert asked == [[0], [0, 8, 12], [0, 8, 12]]
 
 
 def test_a_late_fence_is_waited_for_because_the_device_still_writes(caplog: pytest.LogCaptureFixture) -> None:

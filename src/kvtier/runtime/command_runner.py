@@ -147,18 +147,21 @@ class CommandRunner:
         self._unreadable: dict[tuple[str, ObjectName], float] = {}
         """Time until which each (tier, name) is ignored. Threads share it without a lock, because each use is one
         operation."""
-        self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes)) for group in layout.groups]
+        self._batch_counts = {
+            number: min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes))
+            for number, group in enumerate(layout.groups)
+        }
 
     def together(self, command: Work) -> int:
         """Return how many commands like this one a batch may contain, or 1 for no batches."""
         return (
-            self._batch_counts[command.group]
+            self._batch_counts.get(command.group, 1)
             if isinstance(command, Transfer) and not self._is_elsewhere(command)
             else 1
         )
 
     def run(self, jobs: Sequence[Job], scratch: Scratch) -> Sequence[Result | Exception]:
-        """Do one job, or a batch of demotions or promotions of one tier.
+        """Do one job, or a batch of transfers in one direction between the same places.
 
         Returns:
             A result for each job. The result of an object that failed in a batch is its exception.
@@ -174,7 +177,7 @@ class CommandRunner:
         if command.direction is Direction.PROMOTE:
             return self._promote(jobs, scratch)
         if command.direction is not Direction.DEMOTE:
-            return [self._copy(command)]
+            return self._copy(jobs)
         return self._demote(jobs, scratch)
 
     def recall(self, command: Recall) -> Completion:
@@ -232,18 +235,37 @@ class CommandRunner:
         place = (command.tier if command.direction is Direction.DEMOTE else "", command.group)
         return place in self._kept_elsewhere
 
-    def _copy(self, transfer: Transfer) -> Result:
-        is_gather = transfer.direction is Direction.GATHER
-        group, slot = place = transfer.group, transfer.slot
-        if is_gather:
-            self._checksums.pop(place, None)
-        start = self._copier.gather if is_gather else self._copier.scatter
-        fence = start(transfer.request or RequestId(""), group, transfer.blocks, self._arena.payload(group, slot))
-        if fence is not None:
-            self._await(fence, transfer)
-        elif is_gather and self._hashes:
-            self._checksums[place] = section_checksums(self._arena.frame(group, slot), self._layout.groups[group])
-        return Result(Outcome.DONE, self._engine_bytes[transfer.group])
+    def _copy(self, jobs: Sequence[Job]) -> list[Result | Exception]:
+        """Copy between the engine and slots. A device gets all copies before the first of them is waited for."""
+        results: list[Result | Exception] = []
+        fences: list[tuple[int, Fence, Transfer]] = []
+        try:
+            for job in jobs:
+                transfer = job.command
+                assert isinstance(transfer, Transfer)
+                is_gather = transfer.direction is Direction.GATHER
+                group, slot = place = transfer.group, transfer.slot
+                if is_gather:
+                    self._checksums.pop(place, None)
+                start = self._copier.gather if is_gather else self._copier.scatter
+                request, payload = transfer.request or RequestId(""), self._arena.payload
+                try:
+                    fence = start(request, group, transfer.blocks, payload(group, slot))
+                    if fence is not None:
+                        fences.append((len(results), fence, transfer))
+                    elif is_gather and self._hashes:
+                        frame = self._arena.frame(group, slot)
+                        self._checksums[place] = section_checksums(frame, self._layout.groups[group])
+                    results.append(Result(Outcome.DONE, self._engine_bytes[group]))
+                except Exception as error:  # noqa: BLE001 - as in `_demote`
+                    results.append(error)
+        finally:  # a device uses the slots of copies that it has begun, whatever has ended the batch
+            for at, fence, transfer in fences:
+                try:
+                    self._await(fence, transfer)
+                except Exception as error:  # noqa: BLE001 - as in `_demote`
+                    results[at] = error
+        return results
 
     def _await(self, fence: Fence, transfer: Transfer) -> None:
         """Wait without a deadline for a device copy to end.

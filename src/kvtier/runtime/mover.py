@@ -197,7 +197,7 @@ class Mover(Completing):
         try:
             for command in commands:
                 if isinstance(command, Transfer | Probe):
-                    is_batched = command.tier in tiers and tiers[command.tier].takes_batches
+                    is_batched = not command.tier or (command.tier in tiers and tiers[command.tier].takes_batches)
                     job = Job(command, now_s, together(command) if is_batched else 1)
                     if self._dropping and isinstance(command, Transfer) and command.direction is Direction.DEMOTE:
                         drop = self._dropping.get((command.tier, command.key, command.group))
