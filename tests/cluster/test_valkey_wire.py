@@ -13,6 +13,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.tier.base import Read
 from kvtier.tier.valkey.connection import Access, Node, RefusedError, Wire
 from kvtier.tier.valkey.parts import HEADER, MAGIC, PART_BYTES
+from kvtier.tier.valkey.pipeline import AHEAD_BYTES
 
 pytestmark = pytest.mark.cluster_core
 DEADLINE_S = 0.3
@@ -130,6 +131,33 @@ def test_a_store_of_which_a_part_is_refused_is_not_acknowledged():
         tier = open_tier(server)
         assert tier.write(name_of(1), frame_of(1, 3 * PART_BYTES)) is False
         assert tier.figures().write_bytes == {"frames": 0}
+
+
+def test_a_reader_asks_for_no_more_ahead_than_the_limit(monkeypatch):
+    """The server sends a part only after a pause, in which it would hear of every part that the reader asks for."""
+    asked, sent, ahead = 0, 0, []
+    parts = 3 * AHEAD_BYTES // PART_BYTES
+    frame = frame_of(1, parts * PART_BYTES)
+
+    def say(data):
+        nonlocal asked, sent
+        asked += data.count(b"GET")
+        while sent < asked:
+            ahead.append(asked - sent)
+            yield 0.01
+            content = bytes(frame[sent * PART_BYTES : (sent + 1) * PART_BYTES])
+            yield b"$%d\r\n%b\r\n" % (HEADER.size + PART_BYTES, HEADER.pack(MAGIC, 1, frame.nbytes) + content)
+            sent += 1
+
+    for limit, most in ((AHEAD_BYTES, AHEAD_BYTES // PART_BYTES), (1 << 30, parts)):
+        monkeypatch.setattr("kvtier.tier.valkey.pipeline.AHEAD_BYTES", limit)
+        asked = sent = 0
+        ahead.clear()
+        with Hostile(opens(say)) as server:
+            into = memoryview(bytearray(frame.nbytes))
+            assert open_tier(server, is_user=False).read(name_of(1), into) == frame.nbytes
+            assert into == frame
+        assert max(ahead) == most
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "\x1b[31m", "%s%n", "."])

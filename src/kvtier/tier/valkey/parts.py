@@ -112,6 +112,7 @@ class ValuePart(Request):
     def __init__(self, slot: int, key: bytes, number: int, into: memoryview, offset: int, lifetime: bytes) -> None:
         name = part_key(key, number)
         super().__init__(slot, [command(b"GETEX", name, b"PX", lifetime) if lifetime else command(b"GET", name)])
+        self.payload_bytes = min(PART_BYTES, into.nbytes)
         self.number, self._into, self._offset = number, into, offset
         self.header: tuple[int, int] = (0, 0)
         """The frame's stamp and length."""
