@@ -30,6 +30,7 @@ from kvtier.tools.bench.io_harness import (
     session_load,
     session_store,
 )
+from kvtier.tools.bench.io_harness import in_flight as default_in_flight
 from kvtier.tools.probe.links import timed
 from kvtier.types import (
     ChunkKey,
@@ -149,17 +150,18 @@ class SessionPath:
         reader: the tier for loads and lookups: `tier`, or the same store opened as another node would open it.
         is_remote: whether an answer of the tier costs a round trip.
         size: payload bytes of a chunk.
-        in_flight: number of promotions, and of demotions, in flight. Each kind has this number of threads.
+        in_flight: number of threads that load, and that store. As many objects wait for them as by default.
         count: largest number of chunks in a store or load.
     """
 
     def __init__(self, tier: Tier, reader: Tier, size: int, in_flight: int, count: int, *, is_remote: bool) -> None:
         self._tier, self._reader, self._in_flight = tier, reader, in_flight
+        waiting = default_in_flight(size, in_flight)
         self._rules = TierRules(
             name=tier.name,
             is_remote=is_remote,
-            loads_in_flight=in_flight,
-            writes_in_flight=in_flight,
+            loads_in_flight=waiting,
+            writes_in_flight=waiting,
             probe_deadline_s=DEADLINE_S,
             transfer_deadline_s=DEADLINE_S,
         )
@@ -168,7 +170,7 @@ class SessionPath:
         """Number of different chunks in the engine's memory. Chunk n of a prompt is the one at n modulo this number."""
         self._blocks = engine_blocks(size, self._kinds)
         # The core gives the transfers of all tiers a quarter of the slots.
-        self._slots = max(4 * in_flight, count) + 4
+        self._slots = max(4 * waiting, count) + 4
         self._arena = Arena(self.layout, (self._slots,), populate=True)
 
     def store(self, names: Sequence[ObjectName]) -> float:
