@@ -1,11 +1,12 @@
-"""Profiles the stores and loads of a tier of files: system calls, processor time and functions for each object.
+"""Profiles stores and loads of files and of host memory: system calls, processor time and functions for each object.
 
     python bench/profile_files.py --dir DIR --record bench/records/profile_files.json
 
-The tier is full and is driven by a mover, as in an engine. Each count comes from a pass of its own, so none slows
-another: processor time without tools, system calls from `strace -f -c`, functions from cProfile in every thread. The
-ceilings are fio with as many jobs as threads, and the file system called from one Python thread (`RawFiles` creates
-and renames, `RawSegment` overwrites). Processor time is in seconds for each GB of 10^9 bytes.
+A tier is full and is driven by a mover, as in an engine. Host memory is full, too, and is driven by a session. Each
+count comes from a pass of its own, so none slows another: processor time without tools, system calls from `strace -f
+-c`, functions from cProfile in every thread. The ceilings of files are fio with as many jobs as threads, and the file
+system called from one Python thread (`RawFiles` creates and renames, `RawSegment` overwrites). That of host memory is a
+plain copy with as many threads. Processor time is in seconds for each GB of 10^9 bytes.
 """
 
 import argparse
@@ -22,22 +23,37 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvtier.report.output import write_json
+from kvtier.runtime.arena import Arena
+from kvtier.runtime.mover import Threads
 from kvtier.tier.files.direct import aligned_buffer, can_direct
 from kvtier.tier.files.raw_client import RawFiles, RawSegment
 from kvtier.tools.bench.io import Fio
-from kvtier.tools.bench.io_harness import PROC_IO, FullTier
+from kvtier.tools.bench.io_harness import (
+    BLOCKS,
+    CHUNK_TOKENS,
+    PROC_IO,
+    FullTier,
+    chunk_key,
+    engine_blocks,
+    layout_of,
+    memcpy,
+    open_session,
+    session_load,
+    session_store,
+)
 from kvtier.tools.run_record import RecordedSetting, make_record
-from kvtier.types import ObjectName
+from kvtier.types import ObjectName, Place, Prefix
 
 OPS = ("store", "load")
-TIERS, SIZES, THREADS = ("directory", "disk"), (512 << 10, 4 << 20), (2,)
+HOST = "host"
+TIERS, SIZES, THREADS = ("directory", "disk", HOST), (512 << 10, 4 << 20), (2,)
 FUNCTIONS = 25
 """Functions with the most time of their own that the record keeps."""
 _ROW = re.compile(r"\s*[\d.]+\s+([\d.]+)\s+\d+\s+(\d+)\s+(?:\d+\s+)?(\w+)")
@@ -104,11 +120,45 @@ def functions(profiles: list[cProfile.Profile], count: int) -> list[dict[str, An
     return [{"function": "all", "calls": round(total / count, 1)}, *top]
 
 
+class HostMemory:
+    """Full host memory that stores and loads like a `FullTier`. Each store evicts the chunks of the one before."""
+
+    def __init__(self, size: int, count: int, threads: int) -> None:
+        layout, engine, self._store_number = layout_of(size), engine_blocks(size, count), 0
+        self._places = [Place(0, n, tuple(range(n * BLOCKS, (n + 1) * BLOCKS))) for n in range(count)]
+        self._open = ExitStack()
+        arena = self._open.enter_context(closing(Arena(layout, (count + 2,), populate=True)))
+        opened = open_session(layout, arena, count + 2, engine, threads=Threads(device=threads))
+        self._session = self._open.enter_context(opened)
+
+    def store(self) -> None:
+        """Store new chunks."""
+        self._store_number += 1
+        session_store(self._session, self._prefix(), self._places)
+
+    def load(self) -> None:
+        """Load the chunks of the last store."""
+        session_load(self._session, self._prefix(), self._places)
+
+    def close(self) -> None:
+        """Close the session."""
+        self._open.close()
+
+    def _prefix(self) -> Prefix:
+        first = self._store_number * len(self._places)
+        return Prefix(tuple(chunk_key(first + n) for n in range(len(self._places))), CHUNK_TOKENS)
+
+
+def opened_place(word: str, size: int, threads: int, count: int, root: Path) -> FullTier | HostMemory:
+    """Open the place that `word` names: host memory, or a full tier in `root`."""
+    return HostMemory(size, count, threads) if word == HOST else FullTier(word, root, size, count, threads)
+
+
 def profile(word: str, size: int, threads: int, given: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """Return the profile of each operation on a full tier in `root`."""
+    """Return the profile of each operation on a full tier in `root`, or on full host memory."""
     count = max(8, given.sample_bytes // size)
     gigabytes = count * size / 1e9
-    tier = FullTier(word, root / "plain", size, count, threads)
+    tier = opened_place(word, size, threads, count, root / "plain")
     acts = {"store": tier.store, "load": tier.load}
     found: dict[str, Any] = {op: {"system_calls_per_object": {}} for op in OPS}
     tier.store()
@@ -126,7 +176,7 @@ def profile(word: str, size: int, threads: int, given: argparse.Namespace, root:
         profiles[-1].enable()  # replaces this function in the thread
 
     threading.setprofile(begin)
-    tier = FullTier(word, root / "profiled", size, count, threads)
+    tier = opened_place(word, size, threads, count, root / "profiled")
     threading.setprofile(None)  # pyright: ignore[reportArgumentType]
     acts = {"store": tier.store, "load": tier.load}
     tier.store()
@@ -138,6 +188,15 @@ def profile(word: str, size: int, threads: int, given: argparse.Namespace, root:
         found[op]["functions"] = functions(profiles, count)
     tier.close()
     return found
+
+
+def copying(size: int, threads: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Return what a plain copy of memory reaches."""
+    engine = engine_blocks(size, max(8, given.sample_bytes // size))
+    twin = [np.zeros_like(blocks) for blocks in engine]
+    memcpy(engine, twin, threads)
+    reached = statistics.median(memcpy(engine, twin, threads) for _ in range(given.rounds))
+    return {op: {"memcpy_gb_per_s": round(reached, 3)} for op in OPS}
 
 
 def ceilings(size: int, threads: int, given: argparse.Namespace, root: Path) -> dict[str, Any]:
@@ -172,7 +231,7 @@ def ceilings(size: int, threads: int, given: argparse.Namespace, root: Path) -> 
 def main() -> None:
     """Profile the tiers, and write the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tier", action="append", help="a kind of tier; several times for several kinds")
+    parser.add_argument("--tier", action="append", help=f"a kind of tier, or {HOST}; several times for several")
     parser.add_argument("--size", type=int, action="append", help="bytes of an object; several times")
     parser.add_argument("--threads", type=int, action="append", help="read threads, and as many write threads")
     parser.add_argument("--rounds", type=int, default=7)
@@ -184,12 +243,13 @@ def main() -> None:
     tiers, sizes, counts = given.tier or TIERS, given.size or SIZES, given.threads or THREADS
     for size, threads in itertools.product(sizes, counts):
         with tempfile.TemporaryDirectory(prefix="kvtier-profile-", dir=given.dir) as folder:
-            limits = ceilings(size, threads, given, Path(folder))
+            limits, copied = ceilings(size, threads, given, Path(folder)), copying(size, threads, given)
         for word in tiers:
             with tempfile.TemporaryDirectory(prefix="kvtier-profile-", dir=given.dir) as folder:
                 found = profile(word, size, threads, given, Path(folder))
             for op in OPS:
-                row = {"tier": word, "op": op, "object_bytes": size, "threads": threads, "ceiling": limits[op]}
+                ceiling = (copied if word == HOST else limits)[op]
+                row = {"tier": word, "op": op, "object_bytes": size, "threads": threads, "ceiling": ceiling}
                 rows.append(row | found[op])
                 for name, value in rows[-1].items():
                     print(f"{name}: {value}" if name != "functions" else "\n".join(map(str, value)), flush=True)
