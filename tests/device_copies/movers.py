@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.simulated_cuda.machine import POISON, DeviceError
 from tests.simulated_cuda.turns import StalledError
 
 from kvtier.connect.vllm.worker.copier import RevokedError
-from kvtier.device.copier import Copier
+from kvtier.device.copier import Copier, Fence
 from kvtier.layout import KvLayout
 from kvtier.runtime import command_runner
 from kvtier.runtime.arena import Arena
@@ -30,6 +31,8 @@ HOST_PART_BYTES = 4096
 SLOTS = 3
 MOVERS = 2
 POLLS_MAX = 2000
+BATCHED = 0.5
+"""Share of the commands that join the batch of the one before, if their direction is the same."""
 REFUSED = 0.02
 """Share of the calls that the driver refuses, in schedules with errors."""
 
@@ -48,6 +51,25 @@ class Command:
     """Write the right bytes to a payload."""
     ended: Callable[[bool], None]
     """Called at the end: whether it succeeded."""
+
+
+@dataclass
+class _Labelled:
+    """Names the request of each copy for the machine."""
+
+    inner: Copier
+    machine: Machine
+
+    def gather(self, request: RequestId, *rest: Any) -> Fence | None:
+        with self.machine.label(f"gather {request}"):
+            return self.inner.gather(request, *rest)
+
+    def scatter(self, request: RequestId, *rest: Any) -> Fence | None:
+        with self.machine.label(f"scatter {request}"):
+            return self.inner.scatter(request, *rest)
+
+    def done(self, fence: Fence) -> bool:
+        return self.inner.done(fence)
 
 
 @dataclass
@@ -74,7 +96,7 @@ class Movers:
             layout=self.layout,
             model=bytes(16),
             arena=self.arena,
-            copier=self.copier,
+            copier=_Labelled(self.copier, self.machine),
             tiers={},
             common=(),
             forms={},
@@ -108,39 +130,42 @@ class Movers:
             self.machine.turns.wait_for(lambda: self.queue or self.is_over)
             if not self.queue:
                 return
-            command, slot = self.queue.popleft()
-            self.running += 1
-            with self.machine.label(f"{command.direction.value} {command.request}"):
-                is_done = self._run(command, slot)
-            self.running -= 1
-            payload = self.arena.payload(command.group, slot)
-            if is_done and command.direction is Direction.GATHER:
-                self.machine.host_reads(f"a reader of {command.request}", payload)
-                if not command.wanted(payload):
-                    self.problems.append(f"gather of {command.request}: wrong bytes")
-            self._reuse(command.group, slot)
-            command.ended(is_done)
+            batch = [self.queue.popleft()]
+            direction = batch[0][0].direction
+            while self.queue and self.queue[0][0].direction is direction and self.rng.random() < BATCHED:
+                batch.append(self.queue.popleft())
+            self.running += len(batch)
+            are_done = self._run(batch)
+            self.running -= len(batch)
+            for (command, slot), is_done in zip(batch, are_done, strict=True):
+                payload = self.arena.payload(command.group, slot)
+                if is_done and direction is Direction.GATHER:
+                    self.machine.host_reads(f"a reader of {command.request}", payload)
+                    if not command.wanted(payload):
+                        self.problems.append(f"gather of {command.request}: wrong bytes")
+                self._reuse(command.group, slot)
+                command.ended(is_done)
 
     def wait(self) -> None:
         """Wait until nothing is queued or runs."""
         self.machine.turns.wait_for(lambda: not self.queue and not self.running)
 
-    def _run(self, command: Command, slot: int) -> bool:
-        key, request = ChunkKey(bytes(16)), RequestId(command.request)
-        what = command.group, slot, "", request, command.blocks
-        transfer = Transfer(next(self._ids), command.direction, key, *what, None, 0, math.inf, None)
+    def _run(self, batch: list[tuple[Command, int]]) -> list[bool]:
+        jobs: list[Job] = []
+        for command, slot in batch:
+            key, request = ChunkKey(bytes(16)), RequestId(command.request)
+            what = command.group, slot, "", request, command.blocks
+            jobs.append(Job(Transfer(next(self._ids), command.direction, key, *what, None, 0, math.inf, None), 0.0))
         self.polls.left = POLLS_MAX
-        try:
-            (result,) = self.runner.run([Job(transfer, 0.0)], Scratch())
-        except StalledError as error:
-            self.problems.append(f"{command.direction.value} of {command.request}: {error}")
-            return False
-        except (DeviceError, RevokedError, LookupError) as error:
-            if isinstance(error, DeviceError) and "refused" not in str(error):
-                self.problems.append(f"{command.direction.value} of {command.request}: {error}")
-            return False
-        assert not isinstance(result, Exception)
-        return result.outcome is Outcome.DONE
+        are_done: list[bool] = []
+        for (command, _), result in zip(batch, self.runner.run(jobs, Scratch()), strict=True):
+            if isinstance(result, StalledError | DeviceError):
+                if isinstance(result, StalledError) or "refused" not in str(result):
+                    self.problems.append(f"{command.direction.value} of {command.request}: {result}")
+            elif isinstance(result, Exception) and not isinstance(result, RevokedError | LookupError):
+                raise result
+            are_done.append(not isinstance(result, Exception) and result.outcome is Outcome.DONE)
+        return are_done
 
     def sleep(self, _s: float) -> None:
         """Let the others go on, instead of `time.sleep` between two looks at a fence."""

@@ -164,8 +164,8 @@ def test_when_the_core_goes_what_waits_is_withdrawn_and_what_runs_ends_first(ser
     with greeted(served) as connection:
         for number in range(4):
             connection.sendall(encode(rank_server.CommandMessage(number, a_transfer(Direction.SCATTER, number))))
-        for _ in range(2):
-            assert served.gate.held.acquire(timeout=DEADLINE_S)
+            if number < 2:  # each of the two threads has one, and no batch
+                assert served.gate.held.acquire(timeout=DEADLINE_S)
         connection.shutdown(socket.SHUT_WR)
         connection.settimeout(0.2)
         with pytest.raises(TimeoutError):

@@ -111,11 +111,12 @@ def test_closing_withdraws_what_has_not_begun_and_waits_for_what_has(tmp_path):
     gate.touch()
     with workers(tmp_path / "kv", 1, gate=gate) as started:
         mover = taking(connect([worker.handshake for worker in started]).executor)
+        held = gate.with_suffix(".held")
         for number in range(5):
             mover.submit(a_transfer(Direction.SCATTER, number))
-        mover.flush()
-        held = gate.with_suffix(".held")
-        until(lambda: held.exists() and held.stat().st_size == 2)
+            mover.flush()
+            if number < 2:  # each of the two threads has one, and no batch
+                until(lambda count=number + 1: held.exists() and held.stat().st_size == count)
         assert not mover.close(0.2)
         gate.unlink()
         outcomes = [completion.outcome for completion in take(mover, 5)]

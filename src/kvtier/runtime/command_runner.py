@@ -154,11 +154,9 @@ class CommandRunner:
 
     def together(self, command: Work) -> int:
         """Return how many commands like this one a batch may contain, or 1 for no batches."""
-        return (
-            self._batch_counts.get(command.group, 1)
-            if isinstance(command, Transfer) and not self._is_elsewhere(command)
-            else 1
-        )
+        if not isinstance(command, Transfer) or (self._kept_elsewhere and self._is_elsewhere(command)):
+            return 1
+        return self._batch_counts.get(command.group, 1)
 
     def run(self, jobs: Sequence[Job], scratch: Scratch) -> Sequence[Result | Exception]:
         """Do one job, or a batch of transfers in one direction between the same places.
