@@ -137,6 +137,34 @@ def disk(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def profile_files(record: dict[str, Any]) -> str:
+    """Where the time of an object goes, from `bench/profile_files.py`."""
+    threads = record["results"][0]["threads"]
+    lines = [
+        f"Microseconds of a thread for each object, with {threads} threads. {_link('profile_files')}",
+        "",
+        (
+            "| place | object | | GB/s | time | at the ceiling | Python, checksums | kernel | the three, of the time "
+            "| calls of Python | of the system | waits for a lock |"
+        ),
+        "| --- | ---: | --- |" + " ---: |" * 9,
+    ]
+    for it in record["results"]:
+        size, calls = it["object_bytes"], it["system_calls_per_object"]
+        ceiling = it["ceiling"].get("fio_gb_per_s") or it["ceiling"]["memcpy_gb_per_s"]
+        whole, least = (threads * size / rate / 1e3 for rate in (it["gb_per_s"], ceiling))
+        user, kernel = (size * it[f"{mode}_s_per_gb"] / 1e3 for mode in ("user", "system"))
+        known = min(1, (least + user + kernel) / whole)
+        times = (*(f"{us:,.0f}" for us in (whole, least, user, kernel)), f"{known:.0%}")
+        locks = calls.get("futex", {"calls": 0.0})["calls"]
+        counts = (it["functions"][0]["calls"], sum(call["calls"] for call in calls.values()) - locks, locks)
+        lines.append(
+            f"| {it['tier']} | {size_text(size)} | {it['op']} | {it['gb_per_s']:.2f} | {' | '.join(times)} "
+            f"| {' | '.join(f'{count:.0f}' for count in counts)} |"
+        )
+    return "\n".join(lines)
+
+
 def peer(record: dict[str, Any]) -> str:
     """LMCache's file backends beside kvtier's tiers, from `bench/peer.py --record`."""
     settings = {name: it["value"] for name, it in record["settings"].items()}
@@ -601,6 +629,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "quality": quality,
     "documents": documents,
     "disk": disk,
+    "profile_files": profile_files,
     "peer": peer,
     "characterize": characterize,
     "tier_s3": shared,
