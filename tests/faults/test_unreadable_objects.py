@@ -18,6 +18,7 @@ from tests.frames import of_codec, patched
 from tests.memory_tier import MemoryTier
 from tests.object_store_contract import LAYOUT, STAGED, got, object_id, put
 from tests.rig import CHUNK_TOKENS, Engine, load_places, loaded, local, looked_up, places_of, prefix_of, stored
+from tests.waiting import wait_until
 
 from kvtier.codec.frame_header import read_head
 from kvtier.core.limits import TierRules
@@ -204,7 +205,12 @@ def test_an_unreadable_object_is_left_alone_for_a_time_and_then_tried_again(capl
         assert written.detail.endswith(NOT_ADMITTED)
         world.done(world.drop(1))  # of a command to all ranks, when another rank's object is damaged
         assert frames_of(tier) == before
-        (line,) = [record.getMessage() for record in caplog.records if "memory" in record.getMessage()]
+
+        def lines():
+            return [record.getMessage() for record in caplog.records if "memory" in record.getMessage()]
+
+        wait_until(lines, "the line of a thread that has already completed its command")
+        (line,) = lines()
         assert "codec 40001" in line
         assert "kept" in line
 
