@@ -186,8 +186,8 @@ def behind(read: Read) -> str:
         )
     for name in ("cluster_valkey", "cluster_mooncake"):
         places = [
-            f"a {path} in {len(worse)} of {len(pairs)} rows, up to {worse[-1]:.2f} times"
-            for path in ("tier", "session")
+            f"{what} in {len(worse)} of {len(pairs)} rows, up to {worse[-1]:.2f} times"
+            for path, what in (("tier", "kvtier's tier"), ("session", "a whole session"))
             for pairs in [_pairs(read(name), path)]
             if (worse := sorted(theirs / ours for ours, theirs in pairs if theirs > SAME * ours))
         ]

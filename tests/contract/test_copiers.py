@@ -59,6 +59,28 @@ class TestHostCopier(CopierContract):
         return HostWorld()
 
 
+class OneAtATimeCopier(HostCopier):
+    """Its buffer has room for one copy, which ends when its fence is polled."""
+
+    def gather(self, request, group, blocks, payload):
+        self.waiting = lambda: HostCopier.gather(self, request, group, blocks, payload)
+        return "fence"
+
+    def done(self, fence):
+        self.waiting()
+        return True
+
+
+def test_the_suite_finds_a_copier_that_makes_one_copy_at_a_time() -> None:
+    world = HostWorld()
+    world.copier = OneAtATimeCopier(world.layout, world.views)
+    contract = TestHostCopier()
+    contract.make = lambda: world
+    contract.test_gather_puts_each_layer_at_its_offset()
+    with pytest.raises(AssertionError):
+        contract.test_a_thread_begins_copies_before_earlier_ones_are_done()
+
+
 @pytest.mark.parametrize("blocks", [(3, 4), (9, 2, 5)], ids=["run", "scattered"])
 def test_a_short_chunk_carries_nothing_of_the_one_before(blocks: tuple[int, ...]) -> None:
     world = HostWorld()

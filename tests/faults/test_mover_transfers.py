@@ -317,6 +317,38 @@ def test_a_device_gets_all_copies_of_a_batch_before_one_is_waited_for() -> None:
     assert asked == [[0], [0, 8, 12], [0, 8, 12]]
 
 
+def test_a_batch_that_ends_early_waits_for_the_copies_that_the_device_has_begun() -> None:
+    """Otherwise their slots could be reused while the device still writes."""
+
+    class PanicError(BaseException):
+        pass
+
+    class Device:
+        def __init__(self, inner: object) -> None:
+            self.inner = inner
+            self.gate, self.polls = threading.Event(), 0
+
+        def gather(self, request: str, group: int, blocks: tuple[int, ...], payload: memoryview) -> int:
+            assert self.gate.wait(WAIT_S)
+            if blocks[0] == 8:
+                raise PanicError
+            return blocks[0]
+
+        def done(self, fence: object) -> bool:
+            self.polls += fence == 4
+            return fence != 4 or self.polls == 3
+
+    with World(wrap=Device, threads=Threads(device=1)) as world:  # type: ignore[arg-type]
+        world.mover.submit(world.transfer(Direction.GATHER, 0, 0))
+        wait_until(lambda: not world.mover._routes[Direction.GATHER, ""].queue.jobs, "the first copy to begin")
+        world.mover.submit(*(world.transfer(Direction.GATHER, chunk, chunk) for chunk in (1, 2)))
+        world.copier.gate.set()
+        first, *batch = world.take(3)
+    assert first.outcome is Outcome.DONE
+    assert [it.outcome for it in batch] == [Outcome.FAILED] * 2
+    assert world.copier.polls == 3
+
+
 def test_a_late_fence_is_waited_for_because_the_device_still_writes(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
     with World(wrap=FencedCopier, clock=clock) as world:

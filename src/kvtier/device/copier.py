@@ -12,6 +12,8 @@ class Fence(Protocol):
 class Copier(Protocol):
     """Copies one chunk of one KV group. Mover threads call it concurrently for different slots.
 
+    A thread may begin several copies before it asks whether the first is done.
+
     `payload` is the slot's payload: a writable, page-aligned view of `GroupLayout.payload_bytes` bytes. A copier fills
     each layer's part and leaves padding alone. `blocks` is an address that only the copier interprets. A copier may
     raise any exception, which the mover turns into a failed transfer.

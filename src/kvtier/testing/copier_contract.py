@@ -126,6 +126,20 @@ class CopierContract:
         for number, blocks, layers in jobs:
             assert world.read(number, blocks) == layers
 
+    def test_a_thread_begins_copies_before_earlier_ones_are_done(self) -> None:
+        """The mover begins all copies of a batch before it waits for the first."""
+        world = self.make()
+        rng = random.Random(4)
+        for number, group in enumerate(world.layout.groups):
+            chunks = {blocks: [rng.randbytes(size) for size in group.layer_bytes] for blocks in world.chunks(number)}
+            sources = {blocks: _payload(group, layers) for blocks, layers in chunks.items()}
+            targets = {blocks: _payload(group) for blocks in chunks}
+            for start, payloads in ((world.copier.scatter, sources), (world.copier.gather, targets)):
+                fences = [start(world.request, number, blocks, payload) for blocks, payload in payloads.items()]
+                for fence in fences:
+                    _finish(world.copier, fence)
+            assert {blocks: _layers(group, payload) for blocks, payload in targets.items()} == chunks
+
     def test_a_wrong_address_is_refused_before_a_byte_moves(self) -> None:
         """A bug in an adapter must become a failed transfer, not a copy to a wrong address."""
         world = self.make()

@@ -60,7 +60,7 @@ class TierRow:
     op: Op
     chunk_bytes: int
     in_flight: int
-    """Number of operations in flight; for a lookup, the number of names in a request."""
+    """Number of operations in flight, or of a session's threads; for a lookup, the number of names in a request."""
     path: str
     gb_per_s: float | None = None
     """Median rate; None for a lookup."""
